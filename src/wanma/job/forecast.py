@@ -1,0 +1,63 @@
+"""What the planner sees of a model and what it promises about a plan, as pure data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One line of a `Workload`: `count` identical layers."""
+
+    name: str
+    count: int
+    parameters: int
+    """Of one layer."""
+    flops_per_sample: float
+    """Forward multiply-adds × 2 of one layer for one sample; backward is twice that."""
+    activation_elements_per_sample: float
+    """Elements that one layer keeps for backward, for one sample, without recompute."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model as the planner sees it."""
+
+    layers: tuple[Layer, ...]
+    tokens_per_sample: int
+    """Targets of one sample: the sequence length of text, 1 for a labelled image."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.count * layer.parameters for layer in self.layers)
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Forward and backward, without recompute: what MFU counts."""
+        return 3 * sum(layer.count * layer.flops_per_sample for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan will cost, on its fullest rank."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.logits_bytes
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "memory_bytes": self.memory_bytes}

@@ -1,0 +1,106 @@
+"""The run directory: where every room finds and leaves a run's files. The layout is an interface.
+
+    runs/NAME/
+        job.toml            the job as run, defaults and overrides included
+        plan.json           the plan and its forecast
+        environment.json    versions, host, devices, command line
+        metrics.jsonl       one object per optimizer step
+        events.jsonl        validations, checkpoints, messages, starts and ends
+        logs/rank-N.log     standard output and error of each rank
+        checkpoints/        step-00000100/ ...; see docs/checkpoints.md
+        report.html         self-contained
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import WanmaError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.toml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    def create(self) -> None:
+        """Make the folders.
+
+        Raises:
+            WanmaError: the place cannot be written to.
+        """
+        try:
+            for folder in (self.path, self.path / "logs", self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".writable-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise WanmaError(
+                f"cannot write to the run directory {self.path}: {error.strerror or error}",
+                "choose another with --run-dir DIR, or free the place",
+            ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomically`, as indented JSON."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def list_runs(folder: Path) -> list[RunDirectory]:
+    """Runs below `folder`, newest first."""
+    if not folder.is_dir():
+        return []
+    found = [RunDirectory(path) for path in folder.iterdir() if (path / "job.toml").is_file()]
+    return sorted(found, key=lambda run: run.job.stat().st_mtime, reverse=True)

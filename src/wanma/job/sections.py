@@ -1,0 +1,200 @@
+"""What the user writes: one typed section per room, with defaults and one-line help; no behaviour.
+
+`wanma job` prints this file's content. Cross-field rules that need only the job are here as
+validators; what needs the machine or the model belongs to the planner.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """Which model: a preset, a family with dimensions, or one's own factory."""
+
+    preset: str | None = Field(None, description="a named model, e.g. 'gpt-10m', 'llama-3-8b', 'resnet-18'")
+    family: Literal["decoder", "convnet", "resnet"] | None = Field(None, description="build from dimensions")
+    factory: str | None = Field(None, description="'package.module:function' returning an nn.Module")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
+    loss: str | None = Field(
+        None, description="'package.module:function' (model, batch) -> per-target losses; default by data kind"
+    )
+    layers: int | None = Field(None, gt=0, description="decoder: number of blocks")
+    hidden: int | None = Field(None, gt=0, description="decoder: width of the residual stream")
+    heads: int | None = Field(None, gt=0, description="decoder: attention heads")
+    kv_heads: int | None = Field(None, gt=0, description="decoder: key/value heads; default: heads")
+    feed_forward: int | None = Field(None, gt=0, description="decoder: inner width of the SwiGLU block")
+    vocabulary: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's, rounded up to 64")
+    rope_theta: float | None = Field(None, gt=0, description="decoder: base of the rotary frequencies")
+    tie_embeddings: bool | None = Field(None, description="decoder: share input and output embeddings")
+    dropout: float = Field(0.0, ge=0, lt=1, description="decoder: residual dropout, keyed by sample")
+    depth: Literal[18, 50] | None = Field(None, description="resnet: 18 or 50")
+    classes: int | None = Field(None, gt=1, description="vision: number of classes; default: the data's")
+    channels: int | None = Field(None, gt=0, description="vision: input channels; default: the data's")
+    image_size: int | None = Field(None, gt=0, description="vision: height and width; default: the data's")
+    statistics_group: int = Field(
+        32, gt=0, description="samples that share one batch-normalisation statistic, whatever the layout"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        given = [k for k in ("preset", "family", "factory") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of preset, family, factory (given: {', '.join(given) or 'none'})")
+        return self
+
+
+class SourceSection(Section):
+    """One source of a weighted mixture."""
+
+    name: str = Field(description="name in reports")
+    text: list[str] = Field(description="files, folders, globs, URLs; 'stdlib'")
+    weight: float = Field(1.0, gt=0, description="share of samples, relative to the other sources")
+
+
+class DataSection(Section):
+    """What to train on: text, images, or one's own dataset."""
+
+    text: list[str] = Field(
+        default_factory=list, description="files, folders, globs, fsspec URLs; 'stdlib' is Python's own source"
+    )
+    sources: list[SourceSection] = Field(default_factory=list, description="weighted mixture of texts")
+    images: str | None = Field(None, description="folder or file: MNIST IDX, CIFAR-10 binary, or .npz")
+    factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
+    tokenizer: str = Field("bytes", description="'bytes' or the path of a Hugging Face tokenizer.json")
+    sequence_length: int = Field(256, gt=0, description="tokens per sample")
+    document_masks: bool = Field(False, description="attention stays within a document; positions restart")
+    validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents kept for validation")
+    cache: str | None = Field(None, description="folder of token files; default: the user's cache folder")
+    prefetch: int = Field(4, ge=1, description="steps loaded ahead of the training loop")
+    workers: int = Field(1, ge=1, description="loader threads per rank")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DataSection:
+        given = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
+        if len(given) > 1:
+            raise ValueError(f"give only one of text, sources, images, factory (given: {', '.join(given)})")
+        return self
+
+
+class ParameterGroupSection(Section):
+    """Parameters whose name matches get their own rate, decay, or are frozen."""
+
+    match: str = Field(description="shell pattern on the full parameter name, e.g. 'layers.0.*'")
+    learning_rate_scale: float = Field(1.0, ge=0, description="factor on the learning rate")
+    weight_decay: float | None = Field(None, ge=0, description="instead of train.weight_decay")
+    frozen: bool = Field(False, description="not trained")
+
+
+class TrainSection(Section):
+    """The mathematics of the run: nothing here may depend on the machine."""
+
+    steps: int = Field(300, gt=0, description="optimizer steps")
+    global_batch: int = Field(32, gt=0, description="samples per optimizer step")
+    batch_ramp: list[tuple[int, int]] = Field(
+        default_factory=list, description="[[step, global_batch], ...]: batch size from that step on"
+    )
+    precision: Precision = Field("fp32", description="compute precision; master weights stay fp32 (fp64: proofs)")
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="update rule")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after warm-up")
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up")
+    final_learning_rate_share: float = Field(0.1, ge=0, le=1, description="rate at the end, share of the peak")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay; norms and biases are exempt")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW denominator")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD and Muon momentum")
+    parameter_groups: list[ParameterGroupSection] = Field(default_factory=list, description="first match wins")
+    weight_average: float = Field(0.0, ge=0, lt=1, description="decay of an averaged copy of the weights; 0: off")
+    gradient_clip: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: off")
+    non_finite: Literal["stop", "skip"] = Field("stop", description="what a NaN or infinite gradient does")
+    loss_scale: float = Field(65536.0, gt=0, description="fp16: initial loss scale")
+    validate_every_steps: int = Field(0, ge=0, description="0: only at the end")
+    validation_samples: int = Field(256, gt=0, description="samples per validation, fixed by the seed")
+    seed: int = Field(1, ge=0, description="of initialisation, data order and every random draw")
+    deterministic: bool = Field(False, description="bitwise repeatable, at some cost in speed")
+
+
+class ParallelSection(Section):
+    """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
+
+    auto: bool = Field(False, description="let wanma choose; also written `parallel = \"auto\"`")
+    pp: int = Field(1, ge=1, description="pipeline stages")
+    dp_replicate: int = Field(1, ge=1, description="replicas of the model")
+    dp_shard: int = Field(1, ge=1, description="ranks that share one replica's state (ZeRO)")
+    cp: int = Field(1, ge=1, description="ranks that share one sequence")
+    tp: int = Field(1, ge=1, description="ranks that share each matrix (tensor parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts")
+    shard: Shard | None = Field(
+        None, description="what dp_shard shards: ZeRO 0-3; default: parameters when dp_shard > 1"
+    )
+    micro_batch: int | None = Field(None, gt=0, description="samples per forward pass and rank; default: planned")
+    schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="pipeline schedule")
+    recompute: Literal["none", "full"] = Field("none", description="recompute activations in backward")
+    compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
+
+
+class ClusterSection(Section):
+    """Where it runs."""
+
+    engine: Literal["local"] = Field("local", description="what starts the processes")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when present")
+    nodes: int = Field(1, ge=1, description="machines; each runs the same command")
+    node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by arrival")
+    rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
+    interface: str | None = Field(None, description="network interface for collectives; default: by route")
+    threads_per_rank: int | None = Field(None, gt=0, description="CPU threads; default: cores / ranks")
+    allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
+    start_seconds: float = Field(300, gt=0, description="deadline from launch to the first step")
+    hang_seconds: float = Field(300, gt=0, description="deadline from one step to the next")
+
+
+class CheckpointSection(Section):
+    """What is saved, when, and what a run starts from."""
+
+    every_steps: int = Field(100, ge=0, description="0: only at the end")
+    keep: int = Field(3, ge=1, description="newest checkpoints kept")
+    keep_best: bool = Field(True, description="also keep the one with the best validation loss")
+    resume: bool = Field(True, description="carry on from the run directory's newest whole checkpoint")
+    start_from: str | None = Field(None, description="checkpoint folder whose weights start a new run")
+
+
+class ObserveSection(Section):
+    """What is shown and kept."""
+
+    name: str | None = Field(None, description="run name; default: the job file's name")
+    runs: str = Field("runs", description="folder of run directories")
+    console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal")
+    log_every_steps: int = Field(10, ge=1, description="plain console: a line every so many steps")
+    tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
+
+
+class Job(Section):
+    """What the user wrote, validated."""
+
+    model: ModelSection
+    data: DataSection = Field(default_factory=DataSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    observe: ObserveSection = Field(default_factory=ObserveSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("parallel") == "auto":
+            return {**value, "parallel": {"auto": True}}
+        return value

@@ -1,0 +1,67 @@
+"""What one rank knows about itself and how it talks to whoever supervises it.
+
+The training room takes a `Worker`; the elastic room makes one for a supervised process, and
+`Worker.alone` makes one for a plain Python process. So training never imports its supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+Event = dict[str, Any]
+"""One JSON-able record with a `kind`: start, step, validation, checkpoint, message, finish."""
+
+
+class Control(Protocol):
+    """The supervisor, as seen by the loop."""
+
+    def progress(self, step: int, phase: str) -> None:
+        """Note where this rank stands; feeds the hang report. Cheap: called a few times per step."""
+
+    def event(self, event: Event) -> None:
+        """Pass an event to the supervisor's console; rank 0 only."""
+
+    def stop_requested(self) -> bool:
+        """The user or the engine asked for an orderly end at the next step boundary."""
+
+
+class Unsupervised:
+    """A `Control` for a process that nobody watches."""
+
+    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
+        self._on_event = on_event
+
+    def progress(self, step: int, phase: str) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank's place in the run. `store` is the address of the rendezvous store of this generation."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    generation: int
+    run_directory: Path
+    store_host: str = "127.0.0.1"
+    store_port: int = 0
+    control: Control = field(default_factory=Unsupervised)
+
+    @classmethod
+    def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:
+        """The only rank of a run in the current process."""
+        return cls(0, 0, 1, 1, 0, os.getpid(), run_directory, control=control or Unsupervised())
