@@ -1,0 +1,47 @@
+"""What the data room hands to the training room: one micro-batch of samples as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""Integer target that no loss counts."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`rows` samples of one data rank.
+
+    A rank whose share of a micro-batch is empty gets one padding row (`real` false, integer targets
+    `IGNORED`), because collectives inside the model need every rank to take part.
+    """
+
+    inputs: tuple[Tensor, ...]
+    """Positional arguments of the model; text: tokens (rows, sequence) int64."""
+    targets: Tensor
+    """Text: (rows, sequence) int64; classes: (rows,) int64; otherwise as the dataset gives them."""
+    samples: Tensor
+    """(rows,) int64: position of each row in the run's sample order; keys every random draw."""
+    real: Tensor
+    """(rows,) bool: false for padding rows."""
+    keywords: dict[str, Tensor] = field(default_factory=dict)
+    """Keyword arguments of the model; text with document masks: `documents`, `positions`, both (rows, sequence)."""
+
+    @property
+    def rows(self) -> int:
+        return self.samples.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return Batch(
+            inputs=tuple(move(tensor) for tensor in self.inputs),
+            targets=move(self.targets),
+            samples=move(self.samples),
+            real=move(self.real),
+            keywords={name: move(tensor) for name, tensor in self.keywords.items()},
+        )
