@@ -94,11 +94,17 @@ class Plan:
         known = {f.name for f in fields(cls)}
         if unknown := set(value) - known:
             raise ValueError(f"unknown plan fields {sorted(unknown)}")
-        tuples = {key: tuple(value[key]) for key in ("stage_cuts", "approximate") if key in value}
+        tuples: dict[str, Any] = {
+            key: tuple(value[key]) for key in ("stage_cuts", "approximate") if key in value
+        }
         return cls(**{**value, **tuples})
 
     def __str__(self) -> str:
-        axes = " × ".join(f"{axis} {getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1)
+        axes = " × ".join(
+            f"{axis} {getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1
+        )
         ranks = "rank" if self.world_size == 1 else "ranks"
         sharded = "" if self.shard == "nothing" else f", {self.shard} sharded"
-        return f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
+        return (
+            f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
+        )

@@ -1,14 +1,14 @@
 """The run directory: where every room finds and leaves a run's files. The layout is an interface.
 
-    runs/NAME/
-        job.toml            the job as run, defaults and overrides included
-        plan.json           the plan and its forecast
-        environment.json    versions, host, devices, command line
-        metrics.jsonl       one object per optimizer step
-        events.jsonl        validations, checkpoints, messages, starts and ends
-        logs/rank-N.log     standard output and error of each rank
-        checkpoints/        step-00000100/ ...; see docs/checkpoints.md
-        report.html         self-contained
+runs/NAME/
+    job.toml            the job as run, defaults and overrides included
+    plan.json           the plan and its forecast
+    environment.json    versions, host, devices, command line
+    metrics.jsonl       one object per optimizer step
+    events.jsonl        validations, checkpoints, messages, starts and ends
+    logs/rank-N.log     standard output and error of each rank
+    checkpoints/        step-00000100/ ...; see docs/checkpoints.md
+    report.html         self-contained
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text` whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,18 +6,21 @@ validators; what needs the machine or the model belongs to the planner.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import itertools
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""A list of text; one text alone is a list of one."""
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -28,14 +31,17 @@ class ModelSection(Section):
     factory: str | None = Field(None, description="'package.module:function' returning an nn.Module")
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
     loss: str | None = Field(
-        None, description="'package.module:function' (model, batch) -> per-target losses; default by data kind"
+        None,
+        description="'package.module:function' (model, batch) -> per-target losses; default by data kind",
     )
     layers: int | None = Field(None, gt=0, description="decoder: number of blocks")
     hidden: int | None = Field(None, gt=0, description="decoder: width of the residual stream")
     heads: int | None = Field(None, gt=0, description="decoder: attention heads")
     kv_heads: int | None = Field(None, gt=0, description="decoder: key/value heads; default: heads")
     feed_forward: int | None = Field(None, gt=0, description="decoder: inner width of the SwiGLU block")
-    vocabulary: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's, rounded up to 64")
+    vocabulary: int | None = Field(
+        None, gt=0, description="decoder: default: the tokenizer's, rounded up to 64"
+    )
     rope_theta: float | None = Field(None, gt=0, description="decoder: base of the rotary frequencies")
     tie_embeddings: bool | None = Field(None, description="decoder: share input and output embeddings")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: residual dropout, keyed by sample")
@@ -51,7 +57,9 @@ class ModelSection(Section):
     def _one_source(self) -> ModelSection:
         given = [k for k in ("preset", "family", "factory") if getattr(self, k) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of preset, family, factory (given: {', '.join(given) or 'none'})")
+            raise ValueError(
+                f"give exactly one of preset, family, factory (given: {', '.join(given) or 'none'})"
+            )
         return self
 
 
@@ -59,15 +67,16 @@ class SourceSection(Section):
     """One source of a weighted mixture."""
 
     name: str = Field(description="name in reports")
-    text: list[str] = Field(description="files, folders, globs, URLs; 'stdlib'")
+    text: Texts = Field(min_length=1, description="files, folders, globs, URLs; 'stdlib'")
     weight: float = Field(1.0, gt=0, description="share of samples, relative to the other sources")
 
 
 class DataSection(Section):
     """What to train on: text, images, or one's own dataset."""
 
-    text: list[str] = Field(
-        default_factory=list, description="files, folders, globs, fsspec URLs; 'stdlib' is Python's own source"
+    text: Texts = Field(
+        default_factory=list,
+        description="files, folders, globs, fsspec URLs; 'stdlib' is Python's own source",
     )
     sources: list[SourceSection] = Field(default_factory=list, description="weighted mixture of texts")
     images: str | None = Field(None, description="folder or file: MNIST IDX, CIFAR-10 binary, or .npz")
@@ -86,6 +95,9 @@ class DataSection(Section):
         given = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
         if len(given) > 1:
             raise ValueError(f"give only one of text, sources, images, factory (given: {', '.join(given)})")
+        names = [source.name for source in self.sources]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"sources need names of their own (given twice: {', '.join(twice)})")
         return self
 
 
@@ -106,18 +118,26 @@ class TrainSection(Section):
     batch_ramp: list[tuple[int, int]] = Field(
         default_factory=list, description="[[step, global_batch], ...]: batch size from that step on"
     )
-    precision: Precision = Field("fp32", description="compute precision; master weights stay fp32 (fp64: proofs)")
+    precision: Precision = Field(
+        "fp32", description="compute precision; master weights stay fp32 (fp64: proofs)"
+    )
     optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="update rule")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after warm-up")
     warmup_steps: int = Field(0, ge=0, description="linear warm-up")
-    final_learning_rate_share: float = Field(0.1, ge=0, le=1, description="rate at the end, share of the peak")
+    final_learning_rate_share: float = Field(
+        0.1, ge=0, le=1, description="rate at the end, share of the peak"
+    )
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay; norms and biases are exempt")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
     epsilon: float = Field(1e-8, gt=0, description="AdamW denominator")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD and Muon momentum")
-    parameter_groups: list[ParameterGroupSection] = Field(default_factory=list, description="first match wins")
-    weight_average: float = Field(0.0, ge=0, lt=1, description="decay of an averaged copy of the weights; 0: off")
+    parameter_groups: list[ParameterGroupSection] = Field(
+        default_factory=list, description="first match wins"
+    )
+    weight_average: float = Field(
+        0.0, ge=0, lt=1, description="decay of an averaged copy of the weights; 0: off"
+    )
     gradient_clip: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: off")
     non_finite: Literal["stop", "skip"] = Field("stop", description="what a NaN or infinite gradient does")
     loss_scale: float = Field(65536.0, gt=0, description="fp16: initial loss scale")
@@ -126,11 +146,22 @@ class TrainSection(Section):
     seed: int = Field(1, ge=0, description="of initialisation, data order and every random draw")
     deterministic: bool = Field(False, description="bitwise repeatable, at some cost in speed")
 
+    @model_validator(mode="after")
+    def _in_range(self) -> TrainSection:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1 (given: {list(self.betas)})")
+        if any(step < 0 or batch < 1 for step, batch in self.batch_ramp):
+            raise ValueError("batch_ramp needs steps of at least 0 and batches of at least 1")
+        starts = [step for step, _ in self.batch_ramp]
+        if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+            raise ValueError(f"the steps of batch_ramp must rise (given: {starts})")
+        return self
+
 
 class ParallelSection(Section):
     """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
-    auto: bool = Field(False, description="let wanma choose; also written `parallel = \"auto\"`")
+    auto: bool = Field(False, description='let wanma choose; also written `parallel = "auto"`')
     pp: int = Field(1, ge=1, description="pipeline stages")
     dp_replicate: int = Field(1, ge=1, description="replicas of the model")
     dp_shard: int = Field(1, ge=1, description="ranks that share one replica's state (ZeRO)")
@@ -140,7 +171,9 @@ class ParallelSection(Section):
     shard: Shard | None = Field(
         None, description="what dp_shard shards: ZeRO 0-3; default: parameters when dp_shard > 1"
     )
-    micro_batch: int | None = Field(None, gt=0, description="samples per forward pass and rank; default: planned")
+    micro_batch: int | None = Field(
+        None, gt=0, description="samples per forward pass and rank; default: planned"
+    )
     schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="pipeline schedule")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in backward")
     compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
@@ -157,8 +190,22 @@ class ClusterSection(Section):
     interface: str | None = Field(None, description="network interface for collectives; default: by route")
     threads_per_rank: int | None = Field(None, gt=0, description="CPU threads; default: cores / ranks")
     allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
-    start_seconds: float = Field(300, gt=0, description="deadline from launch to the first step")
-    hang_seconds: float = Field(300, gt=0, description="deadline from one step to the next")
+    start_seconds: float = Field(300.0, gt=0, description="deadline from launch to the first step")
+    hang_seconds: float = Field(300.0, gt=0, description="deadline from one step to the next")
+
+    @model_validator(mode="after")
+    def _place(self) -> ClusterSection:
+        if self.node_rank is not None and self.node_rank >= self.nodes:
+            raise ValueError(
+                f"node_rank counts from 0 to nodes - 1 = {self.nodes - 1} (given: {self.node_rank})"
+            )
+        if self.rendezvous is not None:
+            host, _, port = self.rendezvous.rpartition(":")
+            if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError(
+                    f"rendezvous is HOST:PORT, e.g. '10.0.0.1:29500' (given: '{self.rendezvous}')"
+                )
+        return self
 
 
 class CheckpointSection(Section):
@@ -181,20 +228,19 @@ class ObserveSection(Section):
     tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
 
 
+def _spell_out_auto(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
+
+
 class Job(Section):
     """What the user wrote, validated."""
 
     model: ModelSection
     data: DataSection = Field(default_factory=DataSection)
     train: TrainSection = Field(default_factory=TrainSection)
-    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    parallel: Annotated[ParallelSection, BeforeValidator(_spell_out_auto)] = Field(
+        default_factory=ParallelSection
+    )
     cluster: ClusterSection = Field(default_factory=ClusterSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     observe: ObserveSection = Field(default_factory=ObserveSection)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _auto(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("parallel") == "auto":
-            return {**value, "parallel": {"auto": True}}
-        return value
