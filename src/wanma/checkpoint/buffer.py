@@ -1,0 +1,85 @@
+"""Host memory that holds one rank's file exactly as it will lie on disk: header, then data.
+
+Saving is then one copy per tensor, straight to its final place, and one sequential write. The
+memory is kept between saves and grows at most once per change of the model; for CUDA it is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from wanma.checkpoint.format import build_header
+from wanma.checkpoint.shards import DTYPES, Piece, assign, local_part, pieces_of
+from wanma.job.errors import WanmaError
+
+
+class FileBuffer:
+    """The host memory of one rank."""
+
+    def __init__(self, rank: int, replicas: Sequence[int]) -> None:
+        self._rank = rank
+        self._replicas = tuple(replicas)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: tuple[object, ...] | None = None
+        self._views: dict[str, torch.Tensor] = {}
+        self.pieces: list[Piece] = []
+        """What this rank writes of the tensors last copied."""
+        self.content = memoryview(b"")
+        """The file, of the tensors last copied; empty when this rank writes nothing."""
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's share of `tensors`; they may change as soon as this returns.
+
+        Raises:
+            WanmaError: a tensor cannot be saved, or there is no memory for the copy.
+        """
+        layout = _layout(tensors)
+        if layout != self._layout:
+            self._layout = None  # until the new one is complete
+            self._arrange(tensors)
+            self._layout = layout
+        devices = set()
+        with torch.no_grad():
+            for name, view in self._views.items():
+                local = local_part(tensors[name])
+                view.copy_(local, non_blocking=True)
+                devices.add(local.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    def _arrange(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lay out the file for these tensors and make room for it."""
+        self.pieces = assign(pieces_of(tensors, self._replicas), self._rank)
+        header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.pieces})
+        size = max((region.stop for region in regions.values()), default=0)
+        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        self._views, self.content = {}, memoryview(b"")
+        if size > self._memory.numel() or pinned != self._memory.is_pinned():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before asking for the new
+            try:
+                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            except RuntimeError as error:
+                raise WanmaError(
+                    f"no host memory for rank {self._rank}'s part of a checkpoint, {size:,} bytes: {error}",
+                    "use more ranks, or shard the optimizer state (parallel.shard)",
+                ) from error
+        if not regions:
+            return
+        self.content = memoryview(self._memory[:size].numpy().data)
+        self.content[: len(header)] = header
+        for name, region in regions.items():
+            data = self._memory[region.start : region.stop]
+            self._views[name] = data.view(DTYPES[region.dtype]).view(region.shape)
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    """Equal exactly if the same pieces lie at the same places; cheap, because it is made on every save."""
+    return tuple(
+        (name, tensor.dtype, tensor.shape, tensor.is_cuda)
+        + ((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ())
+        for name, tensor in tensors.items()
+    )

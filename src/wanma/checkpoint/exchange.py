@@ -1,0 +1,127 @@
+"""How the ranks of one save meet: by small JSON files in the folder being written.
+
+That works in a background thread, where a collective would run across the training's own, and on
+any file system that all ranks share. Each rank leaves a table of what it wrote; rank 0 waits for
+all of them and commits. Whoever fails leaves a note instead, and everybody who waits gives up with
+its text. The folder's end tells the others how it went: renamed away, it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from wanma.checkpoint.format import to_json
+from wanma.job.errors import WanmaError
+from wanma.job.run_directory import write_atomically
+
+_LONGEST_PAUSE_SECONDS = 0.2
+_NOTE_ATTEMPTS = 5
+
+
+class Meeting:
+    """One save, as seen by one rank.
+
+    Args:
+        partial: the folder being written; its name is unlike that of any other save.
+        deadline_seconds: how long rank 0 waits for the tables of the others after its own.
+    """
+
+    def __init__(self, partial: Path, rank: int, world_size: int, deadline_seconds: float) -> None:
+        self._partial = partial
+        self._rank = rank
+        self._world_size = world_size
+        self._deadline_seconds = deadline_seconds
+
+    def post(self, table: dict[str, Any]) -> None:
+        """Leave this rank's table where rank 0 finds it."""
+        write_atomically(self._path("table", self._rank), to_json(table, "a checkpoint's table"))
+
+    def fail(self, message: str) -> None:
+        """Tell everybody that this rank's part failed.
+
+        Raises:
+            OSError: not even the note could be written; the others will find out by their deadline.
+        """
+        for attempt in range(_NOTE_ATTEMPTS):
+            try:
+                self._partial.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._path("failed", self._rank), json.dumps({"message": message}))
+                return
+            except OSError:  # on a full disk, room for a note comes when the others drop their parts
+                if attempt == _NOTE_ATTEMPTS - 1:
+                    raise
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+
+    def collect(self) -> list[dict[str, Any]]:
+        """Rank 0: wait for the tables of all ranks; returns them in the order of ranks.
+
+        Raises:
+            WanmaError: a rank failed, or some did not finish by the deadline.
+        """
+        wanted = {self._path("table", rank).name for rank in range(self._world_size)}
+        for names in self._watch(self._deadline_seconds):
+            if wanted <= names:
+                break
+            missing = [
+                rank for rank in range(self._world_size) if self._path("table", rank).name not in names
+            ]
+        else:
+            raise WanmaError(
+                f"ranks {_some(missing)} did not finish writing within {self._deadline_seconds:g} s of rank 0",
+                f"check that {self._partial.parent} is one folder shared by all machines, and their disks' speed",
+            )
+        return [json.loads(self._path("table", rank).read_text("utf-8")) for rank in range(self._world_size)]
+
+    def follow(self, final: Path) -> None:
+        """The other ranks: wait until rank 0 has committed.
+
+        Raises:
+            WanmaError: it did not.
+        """
+        # Rank 0 starts its own deadline when it has written its part, which may be later.
+        for _ in self._watch(2 * self._deadline_seconds):
+            pass
+        if self._partial.exists():
+            raise WanmaError(
+                f"rank 0 did not commit within {2 * self._deadline_seconds:g} s",
+                "see the log of rank 0 for the cause",
+            )
+        if not final.exists():
+            raise WanmaError("rank 0 gave up the save", "see the log of rank 0 for the cause")
+
+    def leave(self) -> None:
+        """Remove this rank's table."""
+        self._path("table", self._rank).unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Rank 0: remove all tables, once they are in the manifest."""
+        for rank in range(self._world_size):
+            self._path("table", rank).unlink()
+
+    def _watch(self, seconds: float) -> Any:
+        """Yield the names in the folder again and again until the deadline, or until it is gone."""
+        stop, pause = time.monotonic() + seconds, 0.002
+        while True:
+            try:
+                names = {path.name for path in self._partial.iterdir()}
+            except FileNotFoundError:
+                return
+            if notes := sorted(name for name in names if name.startswith("failed-")):
+                note = json.loads((self._partial / notes[0]).read_text("utf-8"))
+                raise WanmaError(note["message"])
+            yield names
+            if time.monotonic() > stop:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _path(self, kind: str, rank: int) -> Path:
+        return self._partial / f"{kind}-{rank:05d}.json"
+
+
+def _some(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

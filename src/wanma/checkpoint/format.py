@@ -1,0 +1,301 @@
+"""The format of a checkpoint: names, the manifest with its checksum, and the safetensors header.
+
+Torch-free and without side effects: bytes in, validated objects out. docs/checkpoints.md is the
+description for readers in other languages; whatever changes here changes there, with `VERSION`.
+
+    step-00000100/
+        manifest.json               what this file describes; its checksum on its first line
+        rank-00000.safetensors      the shards that rank 0 wrote
+        rank-00001.safetensors      ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from wanma.job.errors import WanmaError
+
+FORMAT = "wanma-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element by dtype, in the safetensors spelling that the manifest uses too."""
+
+DATA_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
+HEADER_LIMIT = 100_000_000
+"""Longest safetensors header that readers accept, in bytes (the safetensors specification)."""
+ALIGNMENT = 64
+"""Data starts at a multiple of this many bytes, so that every element is aligned when mapped."""
+
+
+def step_name(step: int) -> str:
+    """Folder name of a committed checkpoint."""
+    return f"step-{step:08d}"
+
+
+def data_file(rank: int) -> str:
+    """File name of the shards that `rank` wrote."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+# ---------------------------------------------------------------- boxes
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a full tensor: where it begins and how far it reaches, per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(wanted: Box, saved: Box) -> tuple[Slices, Slices] | None:
+    """Where two boxes of one tensor meet.
+
+    Returns:
+        the common part as slices of a tensor that holds `wanted` and of one that holds `saved`;
+        None where they have no element in common. Tensors without dimensions meet in `((), ())`.
+    """
+    into: list[slice] = []
+    out_of: list[slice] = []
+    for want, size, have, length in zip(wanted.offset, wanted.shape, saved.offset, saved.shape, strict=True):
+        start, stop = max(want, have), min(want + size, have + length)
+        if start >= stop:
+            return None
+        into.append(slice(start - want, stop - want))
+        out_of.append(slice(start - have, stop - have))
+    return tuple(into), tuple(out_of)
+
+
+# ---------------------------------------------------------------- the manifest
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One saved box of a tensor. It lies in `file` under the tensor's own name."""
+
+    box: Box
+    file: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: its dtype, its full shape and the boxes that together hold all of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One data file: its size and the SHA-256 of its content, in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint says about itself."""
+
+    step: int
+    world_size: int
+    metric: float | None
+    state: dict[str, Any]
+    rank_state: dict[int, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all data files."""
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The file's content. The checksum covers every byte after the first line feed."""
+    body = {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "metric": manifest.metric,
+        "state": manifest.state,
+        "rank_state": {str(rank): state for rank, state in manifest.rank_state.items()},
+        "files": {
+            name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in manifest.files.items()
+        },
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "shards": [
+                    {"file": shard.file, "offset": shard.box.offset, "shape": shard.box.shape}
+                    for shard in entry.shards
+                ],
+            }
+            for name, entry in manifest.tensors.items()
+        },
+    }
+    rest = b'"manifest":' + to_json(body, "the checkpoint's state").encode() + b"}\n"
+    first = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(rest).hexdigest()}
+    return json.dumps(first, separators=(",", ":"))[:-1].encode() + b",\n" + rest
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """Check and read a manifest.
+
+    Raises:
+        WanmaError: it is damaged, is no manifest, or was written by a newer wanma.
+    """
+    first, _, rest = content.partition(b"\n")
+    try:
+        head = json.loads(first.decode().rstrip(",") + "}")
+        known, version = head["format"] == FORMAT, head["version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WanmaError(f"{MANIFEST} is not a checkpoint's manifest") from error
+    if not known or not isinstance(version, int):
+        raise WanmaError(f"{MANIFEST} is not a checkpoint's manifest")
+    if version > VERSION:
+        raise WanmaError(
+            f"{MANIFEST} has format version {version}, this wanma reads up to {VERSION}",
+            "update wanma to load it",
+        )
+    if hashlib.sha256(rest).hexdigest() != head.get("sha256"):
+        raise WanmaError(f"{MANIFEST} differs from its own checksum")
+    try:
+        return _manifest(json.loads(b"{" + rest)["manifest"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WanmaError(f"{MANIFEST} is malformed: {type(error).__name__} {error}") from error
+
+
+def _manifest(value: dict[str, Any]) -> Manifest:
+    """The objects of a parsed body; raises ValueError, KeyError or TypeError where it makes no sense."""
+    files = {name: FileEntry(int(v["bytes"]), str(v["sha256"])) for name, v in value["files"].items()}
+    for name in files:
+        if not DATA_FILE.fullmatch(name):  # in particular: nothing outside the folder
+            raise ValueError(f"file name {name!r}")
+    tensors = {}
+    for name, entry in value["tensors"].items():
+        shape = _sizes(entry["shape"])
+        if entry["dtype"] not in ITEM_BYTES:
+            raise ValueError(f"dtype {entry['dtype']!r} of {name}")
+        shards = []
+        for shard in entry["shards"]:
+            box = Box(_sizes(shard["offset"]), _sizes(shard["shape"]))
+            inside = len(box.offset) == len(box.shape) == len(shape) and all(
+                start + size <= full for start, size, full in zip(box.offset, box.shape, shape, strict=True)
+            )
+            if not inside or shard["file"] not in files:
+                raise ValueError(f"shard {shard} of {name}")
+            shards.append(Shard(box, shard["file"]))
+        tensors[name] = TensorEntry(entry["dtype"], shape, tuple(shards))
+    metric = value["metric"]
+    return Manifest(
+        step=int(value["step"]),
+        world_size=int(value["world_size"]),
+        metric=None if metric is None else float(metric),
+        state=dict(value["state"]),
+        rank_state={int(rank): dict(state) for rank, state in value["rank_state"].items()},
+        files=files,
+        tensors=tensors,
+    )
+
+
+def _sizes(value: Iterable[Any]) -> tuple[int, ...]:
+    sizes = tuple(value)
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"sizes {sizes}")
+    return sizes
+
+
+def to_json(value: Any, what: str) -> str:
+    """Compact standard JSON.
+
+    Raises:
+        WanmaError: `value` holds something that JSON cannot, NaN and infinity included.
+    """
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WanmaError(
+            f"{what} cannot be written as JSON: {error}",
+            "keep numbers (finite), strings, lists and dictionaries there, and arrays among the tensors",
+        ) from error
+
+
+# ---------------------------------------------------------------- the safetensors header
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where one tensor's bytes lie in a safetensors file, counted from the file's beginning."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Region]]:
+    """The header of a safetensors file for tensors given as name -> (dtype, shape).
+
+    Wide elements go first, so that without gaps (the specification allows none) all are aligned.
+    """
+    order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][0]], name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        stop = position + ITEM_BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    base = 8 + len(text)
+    regions = {}
+    for name in order:
+        start, stop = header[name]["data_offsets"]
+        regions[name] = Region(*tensors[name], base + start, base + stop)
+    return len(text).to_bytes(8, "little") + text, regions
+
+
+def parse_header(content: bytes | memoryview, file_bytes: int) -> dict[str, Region]:
+    """The regions of a safetensors file that begins with `content` and is `file_bytes` long.
+
+    Raises:
+        ValueError: it is no safetensors file, or a tensor reaches beyond its end.
+    """
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > min(HEADER_LIMIT, file_bytes - 8):
+        raise ValueError("no safetensors header")
+    regions = {}
+    try:
+        for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
+            if name == "__metadata__":
+                continue
+            start, stop = (8 + length + int(at) for at in entry["data_offsets"])
+            region = Region(str(entry["dtype"]), _sizes(entry["shape"]), start, stop)
+            needed = ITEM_BYTES[region.dtype] * math.prod(region.shape)
+            if not (8 + length <= start and stop <= file_bytes and stop - start == needed):
+                raise ValueError(f"tensor {name} reaches outside the file")
+            regions[name] = region
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"malformed safetensors header: {type(error).__name__} {error}") from error
+    return regions

@@ -1,0 +1,178 @@
+"""Loading: each rank fills the tensors it has, whatever layout they were saved from.
+
+    path = newest(folder, print)             # on rank 0, which tells the others
+    state, rank_state = load(path, tensors)  # every rank, into its own layout
+
+Files are mapped and only what a rank needs is read. Loading trusts the hashes that `newest` or
+`verify` has checked; what it does check is that every byte it takes exists and is what it says.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wanma.checkpoint.folder import read_manifest
+from wanma.checkpoint.format import Box, Manifest, Region, TensorEntry, overlap, parse_header
+from wanma.checkpoint.shards import DTYPES, dtype_name, local_box, local_part
+from wanma.checkpoint.verify import newest, read_state, verify
+from wanma.job.errors import WanmaError, did_you_mean
+
+__all__ = ["load", "load_full", "newest", "read_state", "verify"]
+
+_SHOWN = 5
+
+
+def load(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    elsewhere: Collection[str] = (),
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Fill `tensors` in place from the checkpoint at `path`.
+
+    Args:
+        path: the same on all ranks.
+        tensors: full name -> tensor or DTensor of any layout; dtype and full shape must be as saved.
+        strict: whether tensors of the checkpoint that nobody asks for are an error.
+        elsewhere: names that only other ranks hold (of other pipeline stages).
+        rank, world_size: of the loading run, for its `rank_state`.
+
+    Returns:
+        the state, and what this rank saved for itself if the world has the same size (else None).
+
+    Raises:
+        WanmaError: the checkpoint is from another model, or damaged. Tensors are untouched in the
+            first case.
+    """
+    manifest = _manifest(path)
+    _require_same_model(path, manifest, tensors, strict, elsewhere)
+    files = _Files(path, manifest)
+    for name, tensor in tensors.items():
+        box = local_box(name, tensor)
+        if box is not None:
+            _fill(local_part(tensor), box, name, manifest.tensors[name], files)
+    same_world = world_size == manifest.world_size
+    return manifest.state, manifest.rank_state.get(rank) if same_world else None
+
+
+def load_full(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, in one process; all of them or those named.
+
+    Raises:
+        WanmaError: the checkpoint lacks a name, or is damaged.
+    """
+    manifest = _manifest(path)
+    wanted = list(manifest.tensors if names is None else names)
+    for name in wanted:
+        if name not in manifest.tensors:
+            raise WanmaError(
+                f"checkpoint {path} has no tensor {name}.{did_you_mean(name, manifest.tensors)}",
+                f"it has {len(manifest.tensors)} tensors, see {path / 'manifest.json'}",
+            )
+    files = _Files(path, manifest)
+    loaded = {}
+    for name in wanted:
+        entry = manifest.tensors[name]
+        loaded[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        _fill(loaded[name], Box((0,) * len(entry.shape), entry.shape), name, entry, files)
+    return loaded
+
+
+def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _Files) -> None:
+    """Copy into `local`, which holds `box` of the tensor, from every saved box that meets it."""
+    copied = 0
+    with torch.no_grad():
+        for shard in entry.shards:
+            if (common := overlap(box, shard.box)) is not None:
+                into, out_of = common
+                part = local[into]
+                part.copy_(files.shard(shard.file, name, entry.dtype, shard.box.shape)[out_of])
+                copied += part.numel()
+    if copied != box.elements:
+        raise WanmaError(
+            f"checkpoint {files.path}: tensor {name} has {copied:,} of the {box.elements:,} elements needed",
+            "it is damaged: load an older one",
+        )
+
+
+class _Files:
+    """The data files of a checkpoint, mapped into memory when first needed."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self._sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+        self._open: dict[str, tuple[mmap.mmap, dict[str, Region]]] = {}
+
+    def shard(self, file: str, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The shard of tensor `name` in `file`, as a view of the mapped file."""
+        if file not in self._open:
+            self._open[file] = self._map(file)
+        memory, regions = self._open[file]
+        region = regions.get(name)
+        if region is None or (region.dtype, region.shape) != (dtype, shape):
+            raise WanmaError(
+                f"checkpoint {self.path}: {file} does not hold tensor {name} as the manifest says",
+                "it is damaged: load an older one",
+            )
+        elements = (region.stop - region.start) // DTYPES[dtype].itemsize
+        return torch.frombuffer(memory, dtype=DTYPES[dtype], count=elements, offset=region.start).view(shape)
+
+    def _map(self, file: str) -> tuple[mmap.mmap, dict[str, Region]]:
+        try:
+            with (self.path / file).open("rb") as opened:
+                # Private, because torch wants memory that may be written to; nothing reaches the file.
+                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            if len(memory) != self._sizes[file]:
+                raise ValueError(f"it has {len(memory):,} bytes instead of {self._sizes[file]:,}")
+            return memory, parse_header(memoryview(memory), len(memory))
+        except (OSError, ValueError) as error:
+            raise WanmaError(
+                f"checkpoint {self.path}: {file} cannot be read: {error}",
+                "it is damaged: load an older one",
+            ) from error
+
+
+def _manifest(path: Path) -> Manifest:
+    try:
+        return read_manifest(path)
+    except WanmaError as error:
+        raise WanmaError(f"checkpoint {path}: {error.message}", error.hint or "load an older one") from error
+
+
+def _require_same_model(
+    path: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    strict: bool,
+    elsewhere: Collection[str],
+) -> None:
+    """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
+    differences = []
+    for name, tensor in tensors.items():
+        entry = manifest.tensors.get(name)
+        here = (dtype_name(name, tensor), tuple(tensor.shape))
+        if entry is None:
+            close = did_you_mean(name, manifest.tensors) if len(differences) < _SHOWN else ""
+            differences.append(f"{name}: not in the checkpoint.{close}")
+        elif entry.shape != here[1]:
+            differences.append(f"{name}: shape {here[1]} here, {entry.shape} in the checkpoint")
+        elif entry.dtype != here[0]:
+            differences.append(f"{name}: dtype {here[0]} here, {entry.dtype} in the checkpoint")
+    if strict:
+        extra = set(manifest.tensors).difference(tensors, elsewhere)
+        differences += [f"{name}: only in the checkpoint" for name in sorted(extra)]
+    if differences:
+        more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+        raise WanmaError(
+            f"checkpoint {path} is from another model; first differences:\n    "
+            + "\n    ".join(differences[:_SHOWN] + more),
+            "give the job the model that was saved, or another run directory to start afresh (--run-dir DIR)",
+        )

@@ -1,0 +1,329 @@
+"""Saving: the step waits for a copy in host memory, a thread does the rest, rank 0 commits.
+
+    checkpointer = Checkpointer(folder, rank, world_size, keep=3)
+    checkpointer.save(step, tensors, state)      # all ranks; blocks for the copy only
+    for result in checkpointer.poll(): ...       # what has become of earlier saves
+    checkpointer.close()                         # waits for the last one
+
+A save that fails leaves what was saved before as it was. There is one set of buffers: a save that
+comes while another is being written waits for it, and that time counts as its stall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from wanma.checkpoint.buffer import FileBuffer
+from wanma.checkpoint.commit import commit
+from wanma.checkpoint.exchange import Meeting
+from wanma.checkpoint.folder import Retention, clean, step_name
+from wanma.checkpoint.format import data_file, to_json
+from wanma.job.errors import WanmaError
+
+_WRITE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class SaveTicket:
+    """A save that goes on in the background."""
+
+    step: int
+    bytes: int
+    """Of this rank's part."""
+    stall_seconds: float
+    """How long `save` blocked: the copy, and waiting for the save before it."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What has become of a save, as this rank knows it."""
+
+    step: int
+    path: Path | None
+    """The committed checkpoint; None when the save failed."""
+    bytes: int
+    """Of this rank's part."""
+    stall_seconds: float
+    write_seconds: float
+    """Write, fsync and hash of this rank's part."""
+    commit_seconds: float
+    """From then until all ranks' parts were committed and older checkpoints removed."""
+    error: WanmaError | None = None
+
+
+class Checkpointer:
+    """Saves checkpoints of one run into `folder`.
+
+    Every rank makes one before its first step, and calls `save` for the same steps. Making it on
+    rank 0 removes what killed runs left unfinished in `folder`; nothing committed is touched.
+
+    Args:
+        folder: shared by all ranks.
+        generation: tells this set of processes from earlier ones of the run; the same on all ranks.
+        keep: how many of the newest checkpoints stay.
+        keep_best: whether the one with the lowest metric stays too.
+        replicas: ranks that hold the same plain tensors (not DTensors) under the same names as this
+            one; they share the writing of them. Default: all ranks. With pipeline stages: the ranks
+            of this rank's stage.
+        deadline_seconds: how long rank 0 waits for the other ranks' parts after its own.
+
+    Raises:
+        WanmaError: `folder` cannot be written to.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        generation: int = 0,
+        keep: int = 3,
+        keep_best: bool = True,
+        replicas: Sequence[int] | None = None,
+        deadline_seconds: float = 600.0,
+    ) -> None:
+        if keep < 1:
+            raise WanmaError(
+                f"keep is {keep}: at least one checkpoint must stay", "set checkpoint.keep to 1 or more"
+            )
+        self._folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._generation = generation
+        self._deadline_seconds = deadline_seconds
+        self._retention = Retention(keep, keep_best)
+        self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size))
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._results: list[SaveResult] = []
+        self._given_up: list[Path] = []
+        self._serial = 0
+        self.removed: list[str] = []
+        """Unfinished saves of killed runs that were removed at the start (rank 0)."""
+        if rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.removed = clean(folder)
+            except OSError as error:
+                raise WanmaError(
+                    f"cannot use the checkpoint folder {folder}: {error.strerror or error}",
+                    "free the place or its permissions, or choose another run directory with --run-dir DIR",
+                ) from error
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> SaveTicket:
+        """Start saving; tensors and state may change as soon as this returns.
+
+        Args:
+            tensors: full name -> tensor or DTensor, of all that this rank holds.
+            state: JSON-able, the same on all ranks.
+            rank_state: JSON-able, of this rank alone; loaded again only in a world of the same size.
+            metric: lower is better; decides which checkpoint is the best. NaN counts as none.
+
+        Raises:
+            WanmaError: this state cannot be saved, or an earlier save failed and nobody has taken
+                its result from `poll` or `wait`. The save is then not started, on any rank.
+        """
+        began = time.perf_counter()
+        self._serial += 1  # first of all: the ranks tell their saves apart by it
+        partial = self._folder / f"{step_name(step)}.partial-{self._generation}-{self._serial}"
+        meeting = Meeting(partial, self._rank, self._world_size, self._deadline_seconds)
+        try:
+            self._raise_forgotten()
+            self._join()
+            job = _Job(
+                step=step,
+                state_json=to_json(dict(state), "the training state"),
+                rank_state_json=None if rank_state is None else to_json(dict(rank_state), "the rank's state"),
+                metric=metric if metric is not None and math.isfinite(metric) else None,
+                partial=partial,
+                meeting=meeting,
+            )
+            self._buffer.copy(tensors)
+        except WanmaError as error:
+            self._given_up.append(partial)
+            with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
+                meeting.fail(f"rank {self._rank}: {error.message}")
+            raise
+        ticket = SaveTicket(step, len(self._buffer.content), time.perf_counter() - began)
+        self._thread = threading.Thread(
+            target=self._finish, args=(job, ticket), name=f"checkpoint-{step}", daemon=True
+        )
+        self._thread.start()
+        return ticket
+
+    def poll(self) -> list[SaveResult]:
+        """Results of the saves that have ended since the last call; never blocks."""
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    def wait(self) -> list[SaveResult]:
+        """Wait until no save is under way, then `poll`."""
+        self._join()
+        return self.poll()
+
+    def close(self) -> None:
+        """Wait for the save under way and tidy up; without it the process may end in mid-save.
+
+        Raises:
+            WanmaError: a save failed and nobody has taken its result.
+        """
+        self._join()
+        self._sweep()
+        self._raise_forgotten()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _raise_forgotten(self) -> None:
+        with self._lock:
+            failed = [result.error for result in self._results if result.error is not None]
+            if failed:
+                self._results = [result for result in self._results if result.error is None]
+        if failed:
+            raise failed[0]
+
+    # ------------------------------------------------------------ in the background
+
+    def _finish(self, job: _Job, ticket: SaveTicket) -> None:
+        """Write, commit, and leave a result whatever happens."""
+        began = time.perf_counter()
+        result = SaveResult(job.step, None, ticket.bytes, ticket.stall_seconds, 0.0, 0.0)
+        final = self._folder / step_name(job.step)
+        try:
+            self._sweep()
+            job.partial.mkdir(parents=True, exist_ok=True)
+            table = self._write(job)
+            result = replace(result, write_seconds=time.perf_counter() - began)
+            job.meeting.post(table)
+            if self._rank == 0:
+                commit(job.partial, job.meeting, job.step, job.metric, job.state_json, self._generation)
+            else:
+                job.meeting.follow(final)
+            result = replace(result, path=final)
+            if self._rank == 0:
+                self._retention.prune(self._folder, job.step, job.metric, self._generation)
+        except Exception as error:  # a thread has nobody to raise to: the result carries it
+            result = replace(result, error=self._failure(job, error, result.path))
+        result = replace(result, commit_seconds=time.perf_counter() - began - result.write_seconds)
+        with self._lock:
+            self._results.append(result)
+
+    def _write(self, job: _Job) -> dict[str, Any]:
+        """Write this rank's file; returns its table."""
+        content = self._buffer.content
+        name = data_file(self._rank)
+        digest = write_file(job.partial / name, content) if content else ""
+        return {
+            "rank": self._rank,
+            "file": {"name": name, "bytes": len(content), "sha256": digest} if content else None,
+            "rank_state_json": job.rank_state_json,
+            "tensors": {
+                piece.name: [piece.dtype, piece.shape, piece.box.offset, piece.box.shape]
+                for piece in self._buffer.pieces
+            },
+        }
+
+    def _failure(self, job: _Job, error: Exception, saved: Path | None) -> WanmaError:
+        """Make room, tell the other ranks, and say it in one message."""
+        if isinstance(error, WanmaError):
+            cause, hint = error.message, error.hint
+        elif isinstance(error, OSError):
+            place = f" ({error.filename})" if error.filename else ""
+            cause = f"rank {self._rank}: {error.strerror or error}{place}"
+            hint = f"free space on {self._folder}, or check its permissions; keep fewer with checkpoint.keep"
+        else:
+            cause, hint = f"rank {self._rank}: {type(error).__name__}: {error}", ""
+        if saved is not None:
+            failure = WanmaError(f"checkpoint {saved.name} is saved, but tidying up failed: {cause}", hint)
+        else:
+            self._given_up.append(job.partial)
+            problems = []
+            try:
+                job.meeting.leave()
+                (job.partial / data_file(self._rank)).unlink(missing_ok=True)
+                if job.partial.exists():
+                    job.meeting.fail(cause)
+                if self._world_size == 1:
+                    self._sweep()
+            except OSError as second:
+                problems.append(f" (and cleaning up after it: {second})")
+            failure = WanmaError(
+                f"the checkpoint of step {job.step} was not saved: {cause}{''.join(problems)}; "
+                "the ones before it are untouched",
+                hint,
+            )
+        failure.__cause__ = error
+        return failure
+
+    def _sweep(self) -> None:
+        """Rank 0: remove the folders of failed saves, which still tell the other ranks the reason."""
+        while self._given_up:
+            if self._rank == 0 and self._given_up[0].exists():
+                shutil.rmtree(self._given_up[0])
+            self._given_up.pop(0)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, on its way to the background; tensors are in the buffer, state is already text."""
+
+    step: int
+    state_json: str
+    rank_state_json: str | None
+    metric: float | None
+    partial: Path
+    meeting: Meeting
+
+
+def write_file(path: Path, content: memoryview) -> str:
+    """Write and fsync; returns the SHA-256, computed in another thread meanwhile.
+
+    Both leave the interpreter lock, and a disk is mostly waited for: hashing costs little extra.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as beside:
+        digest = beside.submit(hashlib.sha256, content)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(descriptor, content[written : written + _WRITE_BYTES])
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(descriptor)
+        return digest.result().hexdigest()
