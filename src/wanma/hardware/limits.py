@@ -1,0 +1,82 @@
+"""What of this machine we may use: affinity, cgroup quotas (v1 and v2), memory limits. Torch-free.
+
+`root` is the root of the file system that holds `proc` and `sys`; tests give a made-up one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores this process may keep busy: its affinity, cut by the tightest cgroup CPU quota; at least 1.
+
+    A quota is rounded down: one thread more than the quota pays for is throttled with all the others.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for folder in _groups(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
+    return max(1, min([cores, *(int(quota) for quota in quotas)]))
+
+
+def usable_memory_bytes(root: Path = ROOT) -> int:
+    """Bytes of host memory this process may use: the machine's, cut by the tightest cgroup limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [limit for folder in _groups(root, "memory") if (limit := _memory_limit(folder)) is not None]
+    return min([total, *limits])
+
+
+def cpu_model(root: Path = ROOT) -> str:
+    """The processor's name as /proc/cpuinfo has it, else the architecture."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return os.uname().machine
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Control-group folders that bind this process, its own first, then its ancestors.
+
+    Inside a container the path that the kernel names may not exist below the mount; then the mount
+    itself is the container's group, which the walk upward reaches anyway.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            mount = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        below = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(below), -1, -1):
+            yield mount.joinpath(*below[:depth])
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """Cores that the group's quota pays for; None without one."""
+    if fields := _read(folder / "cpu.max").split():
+        quota, period = fields[0], fields[1]
+    else:
+        quota = _read(folder / "cpu.cfs_quota_us").strip()
+        period = _read(folder / "cpu.cfs_period_us").strip()
+    if quota in ("", "max", "-1") or not period:
+        return None
+    return int(quota) / int(period)
+
+
+def _memory_limit(folder: Path) -> int | None:
+    text = _read(folder / "memory.max").strip() or _read(folder / "memory.limit_in_bytes").strip()
+    return None if text in ("", "max") else int(text)
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where this system has no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,66 @@
+"""The doctor's two experiments: does Gloo work over the loopback, and how fast is this disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+GLOO_SECONDS = 20
+
+
+def loopback_gloo() -> str:
+    """Reduce one tensor between two Gloo ranks over 127.0.0.1; empty on success, else what went wrong.
+
+    The ranks are two threads of this process, because process groups as objects need no global state.
+    """
+    import torch
+    import torch.distributed
+
+    dist: Any = torch.distributed  # its process group classes are untyped
+    store = dist.HashStore()
+    timeout = timedelta(seconds=GLOO_SECONDS)
+    sums: dict[int, float] = {}
+    problems: dict[int, str] = {}
+
+    def reduce(rank: int) -> None:
+        try:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timeout
+            group = dist.ProcessGroupGloo(store, rank, 2, options)
+            tensor = torch.tensor([rank + 1.0])
+            group.allreduce([tensor]).wait()
+            sums[rank] = tensor.item()
+        except RuntimeError as error:
+            problems[rank] = str(error).splitlines()[0]
+
+    threads = [threading.Thread(target=reduce, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * GLOO_SECONDS)
+    if problems:
+        return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(problems.items()))
+    if any(thread.is_alive() for thread in threads):
+        return f"no answer within {2 * GLOO_SECONDS} s"
+    return "" if sums == {0: 3.0, 1: 3.0} else f"wrong sums: {sums}"
+
+
+def disk_write_seconds(folder: Path, size: int) -> float:
+    """Seconds to write `size` bytes to a new file in `folder` and force them to the disk.
+
+    Raises:
+        OSError: the folder cannot be written to, or is full.
+    """
+    block = os.urandom(size)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".wanma-doctor-") as file:
+        start = time.perf_counter()
+        file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return time.perf_counter() - start

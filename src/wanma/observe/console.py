@@ -1,0 +1,127 @@
+"""What the user sees while a run goes on: a live display on a terminal, plain lines elsewhere.
+
+Lives in the supervisor's process and is fed by its workers' events. rich is imported only for the
+live display, when it opens.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self, TextIO
+
+from wanma.job.run_directory import RunDirectory
+from wanma.job.sections import ObserveSection
+from wanma.job.worker import Event
+from wanma.observe.progress import Progress, checkpoint_text, finish_text, validation_text
+from wanma.observe.units import duration_text
+
+LEVELS = {"info": "", "warning": "warning: ", "error": "error: "}
+
+
+def open_console(
+    run: RunDirectory, observe: ObserveSection, steps: int, stream: TextIO | None = None
+) -> Console:
+    """The console that `observe.console` asks for; use it in a `with`, so that the terminal is restored.
+
+        with open_console(run, job.observe, job.train.steps) as console:
+            console.write(event)
+
+    Args:
+        steps: last step of the run.
+        stream: where to print; default: standard output.
+    """
+    stream = stream or sys.stdout
+    mode = observe.console
+    if mode == "auto":
+        mode = "live" if stream.isatty() else "plain"
+    if mode == "live":
+        from wanma.observe.live import LiveConsole
+
+        return LiveConsole(run, steps, stream)
+    if mode == "quiet":
+        return Console(run, steps, stream)
+    return PlainConsole(run, steps, stream, observe.log_every_steps)
+
+
+class Console:
+    """The quiet console, and what all have in common: warnings and errors are always shown."""
+
+    def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
+        self.run = run
+        self.stream = stream
+        self.progress = Progress(steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, event: Event) -> None:
+        """Take one event of the stream."""
+        self.progress.see(event)
+        if event["kind"] == "message" and event.get("level") in ("warning", "error"):
+            self.show(event)
+
+    def show(self, event: Event) -> None:
+        """Print a message."""
+        self.line(LEVELS.get(event.get("level", "info"), "") + str(event["text"]))
+
+    def line(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """Finish the display."""
+
+
+class PlainConsole(Console):
+    """Lines that read well in a file: one every `log_every_steps`, and one for each thing that happened."""
+
+    def __init__(self, run: RunDirectory, steps: int, stream: TextIO, log_every_steps: int) -> None:
+        super().__init__(run, steps, stream)
+        self._every = log_every_steps
+
+    def __enter__(self) -> Self:
+        self.line(f"run directory: {self.run.path}")
+        return self
+
+    def write(self, event: Event) -> None:
+        self.progress.see(event)
+        kind = event["kind"]
+        if kind == "step":
+            if self._due(event["step"]):
+                self.line(self._step_line())
+        elif kind == "start":
+            self.line(start_text(self.progress))
+        elif kind == "message":
+            self.show(event)
+        elif kind == "validation":
+            self.line(validation_text(event))
+        elif kind == "checkpoint":
+            self.line(checkpoint_text(event))
+        elif kind == "finish":
+            self.line(finish_text(event))
+
+    def close(self) -> None:
+        self.line(f"run directory: {self.run.path}")
+
+    def _due(self, step: int) -> bool:
+        return step % self._every == 0 or step in (self.progress.first_step, self.progress.steps)
+
+    def _step_line(self) -> str:
+        progress = self.progress
+        width = len(str(progress.steps))
+        parts = [f"step {progress.step:>{width}}/{progress.steps}", *progress.numbers()]
+        if progress.step < progress.steps:
+            parts.append(f"ETA {duration_text(progress.remaining_seconds())}")
+        return "  ".join(parts)
+
+
+def start_text(progress: Progress) -> str:
+    """'training steps 1 to 300'; after a resume, where it carries on."""
+    if progress.first_step > 1:
+        return f"carrying on at step {progress.first_step:,} of {progress.steps:,}"
+    return f"training {progress.steps:,} steps"

@@ -1,0 +1,80 @@
+"""Utilisation and power of one GPU, sampled in the background through NVML."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+from wanma.job.errors import missing_extra
+
+SAMPLE_SECONDS = 1.0
+MILLI = 1e-3
+
+
+class GpuSampler:
+    """Averages between two calls of `take`; for GPU ranks only, a CPU run has none.
+
+        with GpuSampler(str(torch.cuda.get_device_properties(0).uuid)) as gpu:
+            record |= gpu.take()    # {"gpu_utilization": 0.97, "gpu_power_watts": 640.0}
+
+    Args:
+        uuid: of the GPU, with or without the leading 'GPU-'.
+
+    Raises:
+        WanmaError: the package `nvidia-ml-py` is not installed.
+    """
+
+    def __init__(self, uuid: str, every_seconds: float = SAMPLE_SECONDS) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise missing_extra("nvidia-ml-py", "gpu", "reading GPU utilisation and power") from error
+        self.problem = ""
+        """Why sampling ended by itself, e.g. a GPU that does not report its power; empty while it goes on."""
+        self._nvml: Any = pynvml
+        self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        self._every = every_seconds
+        self._lock = threading.Lock()
+        self._samples: list[tuple[float, float]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="gpu-sampler", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(5 * self._every)
+
+    def take(self) -> dict[str, float | None]:
+        """Means since the last call: `gpu_utilization` (share of time) and `gpu_power_watts`.
+
+        None where no sample was taken since: less than the sampling interval passed, or see `problem`.
+        """
+        with self._lock:
+            samples, self._samples = self._samples, []
+        if not samples:
+            return {"gpu_utilization": None, "gpu_power_watts": None}
+        utilization, power = (sum(column) / len(samples) for column in zip(*samples, strict=True))
+        return {"gpu_utilization": utilization, "gpu_power_watts": power}
+
+    def _sample(self) -> None:
+        """The thread: ends with the sampler, or with the first thing that the driver refuses."""
+        nvml = self._nvml
+        try:
+            nvml.nvmlInit()
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+                while not self._stop.wait(self._every):
+                    utilization = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                    power = nvml.nvmlDeviceGetPowerUsage(handle) * MILLI
+                    with self._lock:
+                        self._samples.append((utilization, power))
+            finally:
+                nvml.nvmlShutdown()
+        except nvml.NVMLError as error:
+            self.problem = f"GPU utilisation and power are no longer read: {error}"

@@ -1,0 +1,123 @@
+"""The sink that keeps the record: metrics.jsonl (one line per step) and events.jsonl (all else).
+
+A run that carries on first drops torn lines and the
+steps it is about to repeat, so that metrics.jsonl has every step once; events.jsonl is history and
+keeps everything, the lost steps' validations included (readers see the `start` that overruled them).
+
+JSON knows no NaN or infinity: such a number is written as null, and its name and value go into
+`non_finite`, e.g. {"loss": null, "non_finite": {"loss": "nan"}}.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import WanmaError
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Event
+from wanma.observe.append import AppendFile
+
+BLOCK_BYTES = 1 << 16
+
+
+class JsonLinesSink:
+    """Step records to `run.metrics`, without their kind; everything else to `run.events`."""
+
+    name = "metrics.jsonl and events.jsonl"
+
+    def __init__(self) -> None:
+        self._files: dict[Path, AppendFile] = {}
+
+    def open(self, run: RunDirectory, first_step: int) -> None:
+        self._metrics, self._events = run.metrics, run.events
+        try:
+            trim_lines(run.metrics, lambda record: record.get("step", 0) < first_step)
+            trim_lines(run.events, lambda _: True)
+            self._files = {path: AppendFile(path) for path in (run.metrics, run.events)}
+        except OSError as error:
+            raise WanmaError(
+                f"cannot write {error.filename or run.path}: {error.strerror or error}",
+                "choose another run directory with --run-dir DIR, or free the place",
+            ) from error
+
+    def write(self, event: Event) -> None:
+        if event["kind"] == "step":
+            record = {key: value for key, value in event.items() if key != "kind"}
+            self._files[self._metrics].write(to_line(record))
+        else:
+            self._files[self._events].write(to_line(event))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """`record` as one line of strict JSON; what is not finite becomes null, named in `non_finite`."""
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        named: dict[str, str] = {}
+        text = json.dumps({**_finite(record, "", named), "non_finite": named}, ensure_ascii=False)
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any, name: str, named: dict[str, str]) -> Any:
+    """`value` with null for what is not finite; `named` gets its dotted name and 'nan', 'inf' or '-inf'."""
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{name}.{key}" if name else key, named) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item, f"{name}.{index}", named) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        named[name] = str(value)
+        return None
+    return value
+
+
+def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut the file after its last whole line that parses and that `keep` accepts.
+
+    Reads backwards, so the cost is that of what is dropped; one `truncate` makes the cut, so a kill
+    leaves the file either as it was or as it should be.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = _line_start(file, end)
+            file.seek(start)
+            if _accepted(file.read(end - start), keep):
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+
+
+def _accepted(line: bytes, keep: Callable[[dict[str, Any]], bool]) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and keep(record)
+
+
+def _line_start(file: Any, end: int) -> int:
+    """Offset of the line that ends at `end` (its newline, if any, included)."""
+    stop = end - 1  # the line's own newline does not count
+    while stop > 0:
+        start = max(0, stop - BLOCK_BYTES)
+        file.seek(start)
+        found = file.read(stop - start).rfind(b"\n")
+        if found >= 0:
+            return int(start + found + 1)
+        stop = start
+    return 0

@@ -1,0 +1,83 @@
+"""Where the time of a step goes: wall-clock seconds by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint")
+"""The phases of a step record. `communication` is what the step waits for, not what it hides."""
+
+
+class PhaseTimer:
+    """Adds up seconds by phase; `take` hands them over and starts anew.
+
+        with timer.phase("forward_backward"):
+            ...
+            with timer.phase("communication"):  # counted here, and no longer as forward_backward
+                ...
+        record["phases"] = timer.take()
+
+    Args:
+        synchronize: called at every change of phase, e.g. `torch.cuda.synchronize`. Without it GPU work
+            is counted where the host waits for it, not where it was started; with it the times are
+            exact and the step is slower.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        self._synchronize = synchronize
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._open: list[str] = []
+        """Phases entered and not left, outermost first; only the innermost one's clock runs."""
+        self._since = 0.0
+
+    def phase(self, name: str) -> _Phase:
+        """A context manager that counts its body as phase `name`; may be nested."""
+        if name not in self._seconds:
+            raise ValueError(f"unknown phase {name!r}: one of {', '.join(PHASES)}")
+        return _Phase(self, name)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call, for every phase of `PHASES`.
+
+        An open phase keeps running, and what it has so far is included.
+        """
+        self._count()
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def _enter(self, name: str) -> None:
+        self._count()
+        self._open.append(name)
+
+    def _leave(self) -> None:
+        self._count()
+        self._open.pop()
+
+    def _count(self) -> None:
+        """Give the time since the last change to the phase that was running."""
+        if self._synchronize is not None:
+            self._synchronize()
+        now = time.perf_counter()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+
+class _Phase:
+    """A class rather than a generator: entering and leaving costs a microsecond."""
+
+    __slots__ = ("_name", "_timer")
+
+    def __init__(self, timer: PhaseTimer, name: str) -> None:
+        self._timer = timer
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._timer._enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer._leave()

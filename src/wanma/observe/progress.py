@@ -1,0 +1,153 @@
+"""What a console shows, folded from the stream of events; knows nothing of terminals."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import PurePath
+
+from wanma.job.worker import Event
+from wanma.observe.units import bytes_text, duration_text, number_text, share_text
+
+WINDOW_STEPS = 50
+"""Steps over which speed is averaged: long enough to be calm, short enough to follow a change."""
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_POINTS = 64
+
+
+class Curve:
+    """A whole run's values in at most `CURVE_POINTS` points: neighbours are averaged as it grows."""
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+        self._stride = 1
+        self._pending: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) < self._stride:
+            return
+        self.points.append(sum(self._pending) / len(self._pending))
+        self._pending = []
+        if len(self.points) >= CURVE_POINTS:
+            self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self._stride *= 2
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The values as block characters, at most `width` of them; lowest to highest fills the height."""
+    if not values or width < 1:
+        return ""
+    buckets = min(width, len(values))
+    edges = [index * len(values) // buckets for index in range(buckets + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+
+
+@dataclass
+class Progress:
+    """Where a run stands. `steps` is where it ends."""
+
+    steps: int
+    first_step: int = 1
+    last: Event | None = None
+    """The newest step record."""
+    validation: Event | None = None
+    checkpoint: Event | None = None
+    finish: Event | None = None
+    losses: Curve = field(default_factory=Curve)
+    _window: deque[Event] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+
+    def see(self, event: Event) -> None:
+        """Take one event of the stream; kinds without a bearing on progress are ignored."""
+        kind = event["kind"]
+        if kind == "step":
+            self.last = event
+            self._window.append(event)
+            loss = event.get("loss")
+            if loss is not None and math.isfinite(loss):
+                self.losses.add(loss)
+        elif kind == "start":
+            self.first_step = event.get("first_step", 1)
+            self.steps = event.get("steps", self.steps)
+            self._window.clear()  # a run that starts again begins a new measurement
+        elif kind == "validation":
+            self.validation = event
+        elif kind == "checkpoint":
+            self.checkpoint = event
+        elif kind == "finish":
+            self.finish = event
+
+    @property
+    def step(self) -> int:
+        """The newest finished step."""
+        return int(self.last["step"]) if self.last else self.first_step - 1
+
+    def tokens_per_second(self) -> float | None:
+        """Mean over the last steps, weighted by their time."""
+        pairs = [
+            (e["tokens_per_second"], e["step_seconds"]) for e in self._window if e.get("tokens_per_second")
+        ]
+        seconds = sum(pair[1] for pair in pairs)
+        return sum(rate * time for rate, time in pairs) / seconds if seconds else None
+
+    def remaining_seconds(self) -> float | None:
+        """Time to the last step at the recent pace, validations and checkpoints included."""
+        if self.last is None:
+            return None
+        first = self._window[0]
+        passed = self.last["step"] - first["step"]
+        pace = (self.last["time"] - first["time"]) / passed if passed > 0 else self.last["step_seconds"]
+        return max(self.steps - self.step, 0) * float(pace)
+
+    def numbers(self) -> list[str]:
+        """Loss, speed, MFU, memory as words, those that are known."""
+        last = self.last
+        if last is None:
+            return []
+        words = [f"loss {number_text(last.get('loss')) if last.get('loss') is not None else 'nan'}"]
+        if (rate := self.tokens_per_second()) is not None:
+            words.append(f"{number_text(rate)} tokens/s")
+        if last.get("mfu") is not None:
+            words.append(f"MFU {share_text(last['mfu'])}")
+        if last.get("memory_bytes"):
+            words.append(f"memory {bytes_text(last['memory_bytes'])}")
+        return words
+
+
+def validation_text(event: Event) -> str:
+    """'validation loss 3.214, perplexity 24.87 (step 100)'."""
+    named = [
+        f"{key} {number_text(event[key])}" for key in ("loss", "perplexity") if event.get(key) is not None
+    ]
+    if event.get("accuracy") is not None:
+        named.append(f"accuracy {share_text(event['accuracy'])}")
+    return f"validation {', '.join(named)} (step {event['step']:,})"
+
+
+def checkpoint_text(event: Event) -> str:
+    """'checkpoint step-00000100, 120 MiB in 0.42 s'."""
+    text = (
+        f"checkpoint {PurePath(event['path']).name}"
+        if event.get("path")
+        else f"checkpoint at step {event['step']:,}"
+    )
+    if event.get("bytes") is not None:
+        text += f", {bytes_text(event['bytes'])}"
+    if event.get("seconds") is not None:
+        text += f" in {duration_text(event['seconds'])}"
+    return text
+
+
+def finish_text(event: Event) -> str:
+    """'finished at step 300 after 1 min 02 s'."""
+    text = str(event.get("outcome", "finished"))
+    if event.get("step") is not None:
+        text += f" at step {event['step']:,}"
+    if event.get("seconds") is not None:
+        text += f" after {duration_text(event['seconds'])}"
+    return text

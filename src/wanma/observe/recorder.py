@@ -1,0 +1,144 @@
+"""The one stream of events of a run, written by rank 0 into every sink.
+
+Recording must never end a training: a sink whose disk is full or whose reader is gone is reported
+once as a message, its records are counted as lost, and it is tried again with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from wanma.job.run_directory import RunDirectory
+from wanma.job.sections import ObserveSection
+from wanma.job.worker import Control, Event
+from wanma.observe.forward import ForwardSink
+from wanma.observe.jsonl import JsonLinesSink
+from wanma.observe.tensorboard import TensorBoardSink
+
+STEP_KEYS = (
+    "step",
+    "loss",
+    "tokens_per_second",
+    "step_seconds",
+    "grad_norm",
+    "samples",
+    "learning_rate",
+    "phases",
+    "memory_bytes",
+    "mfu",
+)
+"""What every step record must bring; docs/run-directory.md says what each means."""
+
+
+class Sink(Protocol):
+    """Where events go."""
+
+    name: str
+    """In messages: what the user loses when this sink fails."""
+
+    def open(self, run: RunDirectory, first_step: int) -> None:
+        """Get ready; drop what an earlier run recorded for `first_step` and later.
+
+        Raises:
+            WanmaError: this sink cannot work at all.
+        """
+
+    def write(self, event: Event) -> None:
+        """Take one event.
+
+        Raises:
+            OSError: it could not be kept; the next call may succeed again.
+        """
+
+    def close(self) -> None:
+        """Finish. Nothing is written afterwards."""
+
+
+def open_recorder(run: RunDirectory, first_step: int, observe: ObserveSection, control: Control) -> Recorder:
+    """The recorder that a job asks for: JSON lines always, TensorBoard if wanted, and the supervisor."""
+    sinks: list[Sink] = [JsonLinesSink()]
+    if observe.tensorboard:
+        sinks.append(TensorBoardSink())
+    sinks.append(ForwardSink(control))
+    return Recorder(run, sinks, first_step)
+
+
+class Recorder:
+    """Rank 0's end of the stream.
+
+    Args:
+        run: where the files go.
+        sinks: opened here, closed by `close`.
+        first_step: number of the first step to be recorded: 1, or the one after the checkpoint.
+
+    Raises:
+        WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened).
+    """
+
+    def __init__(self, run: RunDirectory, sinks: Sequence[Sink], first_step: int) -> None:
+        self._sinks: list[Sink] = []
+        self._lost: dict[str, int] = {}
+        """Name of a failing sink → events lost since it began to fail."""
+        try:
+            for sink in sinks:
+                sink.open(run, first_step)
+                self._sinks.append(sink)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Record one optimizer step; `record` has at least `STEP_KEYS`."""
+        if missing := [key for key in STEP_KEYS if key not in record]:
+            raise ValueError(f"a step record lacks {', '.join(missing)}")
+        self._write({"kind": "step", "time": time.time(), **record})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record anything but a step: start, validation, checkpoint, message, finish."""
+        if kind == "start":  # lets a reader tell a run that goes on from one that died
+            fields = {"process": os.getpid(), "host": socket.gethostname(), **fields}
+        self._write({"kind": kind, "time": time.time(), **fields})
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Tell the user something; `level` is info, warning or error."""
+        self.event("message", level=level, text=text)
+
+    def close(self) -> None:
+        """Close every sink; one that cannot be finished is reported to those still open."""
+        while self._sinks:
+            sink = self._sinks.pop(0)
+            try:
+                sink.close()
+            except OSError as error:
+                self._tell(self._sinks, f"{sink.name} may be cut short: {_reason(error)}", "warning")
+
+    def _write(self, event: Event) -> None:
+        for sink in self._sinks:
+            try:
+                sink.write(event)
+            except OSError as error:
+                self._lost[sink.name] = self._lost.get(sink.name, 0) + 1
+                if self._lost[sink.name] == 1:
+                    text = f"{sink.name} cannot be written: {_reason(error)}; training goes on"
+                    self._tell([other for other in self._sinks if other is not sink], text, "warning")
+            else:
+                if lost := self._lost.pop(sink.name, 0):
+                    text = f"{sink.name} can be written again; {lost} records are missing from it"
+                    self._tell(self._sinks, text, "info")
+
+    @staticmethod
+    def _tell(sinks: Sequence[Sink], text: str, level: str) -> None:
+        message = {"kind": "message", "time": time.time(), "level": level, "text": text}
+        for sink in sinks:
+            # A sink that fails here as well is reported when the next event reaches it.
+            with contextlib.suppress(OSError):
+                sink.write(message)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,61 @@
+"""Numbers as people read them; used by the console and by the report."""
+
+from __future__ import annotations
+
+import math
+
+NONE = "–"
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def bytes_text(value: float | None) -> str:
+    """'1.5 GiB'."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    exponent = 0
+    while abs(value) >= 1024 and exponent < len(BYTE_UNITS) - 1:
+        value /= 1024
+        exponent += 1
+    return (
+        f"{value:.0f} B" if exponent == 0 else f"{value:.{1 if value < 100 else 0}f} {BYTE_UNITS[exponent]}"
+    )
+
+
+def duration_text(seconds: float | None) -> str:
+    """'0.45 s', '12 s', '3 min 05 s', '1 h 02 min', '3 d 04 h'."""
+    if seconds is None or not math.isfinite(seconds):
+        return NONE
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def number_text(value: float | None) -> str:
+    """Four significant digits: '6,844', '2.345', '1.2e-05'."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1e9 or size < 1e-3:
+        return f"{value:.3g}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}"
+
+
+def share_text(value: float | None) -> str:
+    """'48.3 %' of a share of one."""
+    return NONE if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+
+
+def count_text(number: int, noun: str) -> str:
+    """'1 step', '1,200 steps'."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
