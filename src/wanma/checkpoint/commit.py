@@ -14,9 +14,7 @@ from wanma.checkpoint.format import MANIFEST, Box, FileEntry, Manifest, Shard, T
 from wanma.job.errors import WanmaError
 
 
-def commit(
-    partial: Path, meeting: Meeting, step: int, metric: float | None, state_json: str, generation: int
-) -> Path:
+def commit(partial: Path, meeting: Meeting, step: int, metric: float | None, state_json: str) -> Path:
     """Wait for every rank's part, then make the checkpoint appear whole.
 
     Returns:
@@ -36,7 +34,7 @@ def commit(
         os.fsync(file.fileno())
     meeting.tidy()
     sync_folder(partial)
-    return publish(partial, step, generation)
+    return publish(partial, step)
 
 
 def merge(tables: list[dict[str, Any]], step: int, metric: float | None, state: dict[str, Any]) -> Manifest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,18 @@ class Meeting:
             WanmaError: a rank failed, or some did not finish by the deadline.
         """
         wanted = {self._path("table", rank).name for rank in range(self._world_size)}
+        names: set[str] = set()
         for names in self._watch(self._deadline_seconds):
             if wanted <= names:
-                break
-            missing = [
-                rank for rank in range(self._world_size) if self._path("table", rank).name not in names
-            ]
-        else:
-            raise WanmaError(
-                f"ranks {_some(missing)} did not finish writing within {self._deadline_seconds:g} s of rank 0",
-                f"check that {self._partial.parent} is one folder shared by all machines, and their disks' speed",
-            )
-        return [json.loads(self._path("table", rank).read_text("utf-8")) for rank in range(self._world_size)]
+                tables = (self._path("table", rank) for rank in range(self._world_size))
+                return [json.loads(table.read_text("utf-8")) for table in tables]
+        if not self._partial.exists():
+            raise WanmaError(f"somebody removed {self._partial}", "let only one run save into a folder")
+        missing = [rank for rank in range(self._world_size) if self._path("table", rank).name not in names]
+        raise WanmaError(
+            f"{_some(missing)} did not finish writing within {self._deadline_seconds:g} s after rank 0",
+            f"check that {self._partial.parent} is one folder shared by all machines, and how fast it is",
+        )
 
     def follow(self, final: Path) -> None:
         """The other ranks: wait until rank 0 has committed.
@@ -101,16 +102,17 @@ class Meeting:
         for rank in range(self._world_size):
             self._path("table", rank).unlink()
 
-    def _watch(self, seconds: float) -> Any:
+    def _watch(self, seconds: float) -> Iterator[set[str]]:
         """Yield the names in the folder again and again until the deadline, or until it is gone."""
         stop, pause = time.monotonic() + seconds, 0.002
         while True:
             try:
                 names = {path.name for path in self._partial.iterdir()}
+                notes = sorted(name for name in names if name.startswith("failed-"))
+                note = json.loads((self._partial / notes[0]).read_text("utf-8")) if notes else None
             except FileNotFoundError:
                 return
-            if notes := sorted(name for name in names if name.startswith("failed-")):
-                note = json.loads((self._partial / notes[0]).read_text("utf-8"))
+            if note is not None:
                 raise WanmaError(note["message"])
             yield names
             if time.monotonic() > stop:
@@ -124,4 +126,5 @@ class Meeting:
 
 def _some(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

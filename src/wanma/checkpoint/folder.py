@@ -3,9 +3,9 @@
 Names tell the state, and each change of state is one rename:
 
     step-00000100                 committed
-    step-00000100.partial-G       being written by generation G
-    step-00000100.replaced-G      the older one of that step, while a newer one takes its name
-    step-00000100.removed-G       being deleted
+    step-00000100.partial-G-S     being written: generation G of the run, its save number S
+    step-00000100.replaced-G-S    the older one of that step, while the newer one takes its name
+    step-00000100.removed-N       being deleted because step N is saved
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def read_manifest(path: Path) -> Manifest:
     return parse_manifest(content)
 
 
-def publish(partial: Path, step: int, generation: int) -> Path:
+def publish(partial: Path, step: int) -> Path:
     """Give a finished folder its final name, durably; an older checkpoint of that step makes way."""
     folder = partial.parent
     final = folder / step_name(step)
-    older = folder / f"{step_name(step)}.replaced-{generation}"
+    older = folder / partial.name.replace(".partial-", ".replaced-")
     replaces = final.exists()
     if replaces:
         final.rename(older)
@@ -101,7 +101,7 @@ class Retention:
         self._keep_best = keep_best
         self._metrics: dict[Path, float | None] = {}
 
-    def prune(self, folder: Path, step: int, metric: float | None, generation: int) -> None:
+    def prune(self, folder: Path, step: int, metric: float | None) -> None:
         """Remove what is not kept, now that `step` is committed with `metric`."""
         past = [(at, path) for at, path in committed(folder) if at <= step]
         self._metrics[folder / step_name(step)] = metric
@@ -110,7 +110,7 @@ class Retention:
             stay.add(best)
         for at, path in past:
             if path not in stay:
-                removed = folder / f"{step_name(at)}.removed-{generation}"
+                removed = folder / f"{step_name(at)}.removed-{step}"
                 path.rename(removed)  # so that a kill while deleting leaves no half checkpoint
                 shutil.rmtree(removed)
         self._metrics = {path: self._metrics.get(path) for path in stay}

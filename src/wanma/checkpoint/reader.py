@@ -155,7 +155,7 @@ def _require_same_model(
     elsewhere: Collection[str],
 ) -> None:
     """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
-    differences = []
+    differences: list[str] = []
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
         here = (dtype_name(name, tensor), tuple(tensor.shape))

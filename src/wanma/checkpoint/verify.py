@@ -20,9 +20,16 @@ def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> 
     Damaged ones are skipped, each with a message that says which file and why. Reads every byte of
     what it accepts; call it on one rank and tell the others (all must load the same one), or let the
     ranks share the reading with `verify(path, part, parts)`.
+
+    Raises:
+        WanmaError: the folder itself cannot be read.
     """
+    try:
+        found = committed(folder)
+    except OSError as error:
+        raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
     skipped = False
-    for _, path in committed(folder):
+    for _, path in found:
         problems = verify(path)
         if not problems:
             if skipped:

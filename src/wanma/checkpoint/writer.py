@@ -30,8 +30,8 @@ import torch
 from wanma.checkpoint.buffer import FileBuffer
 from wanma.checkpoint.commit import commit
 from wanma.checkpoint.exchange import Meeting
-from wanma.checkpoint.folder import Retention, clean, step_name
-from wanma.checkpoint.format import data_file, to_json
+from wanma.checkpoint.folder import Retention, clean
+from wanma.checkpoint.format import data_file, step_name, to_json
 from wanma.job.errors import WanmaError
 
 _WRITE_BYTES = 64 << 20
@@ -162,9 +162,8 @@ class Checkpointer:
             )
             self._buffer.copy(tensors)
         except WanmaError as error:
-            self._given_up.append(partial)
             with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
-                meeting.fail(f"rank {self._rank}: {error.message}")
+                self._give_up(partial, meeting, f"rank {self._rank}: {error.message}")
             raise
         ticket = SaveTicket(step, len(self._buffer.content), time.perf_counter() - began)
         self._thread = threading.Thread(
@@ -230,12 +229,12 @@ class Checkpointer:
             result = replace(result, write_seconds=time.perf_counter() - began)
             job.meeting.post(table)
             if self._rank == 0:
-                commit(job.partial, job.meeting, job.step, job.metric, job.state_json, self._generation)
+                commit(job.partial, job.meeting, job.step, job.metric, job.state_json)
             else:
                 job.meeting.follow(final)
             result = replace(result, path=final)
             if self._rank == 0:
-                self._retention.prune(self._folder, job.step, job.metric, self._generation)
+                self._retention.prune(self._folder, job.step, job.metric)
         except Exception as error:  # a thread has nobody to raise to: the result carries it
             result = replace(result, error=self._failure(job, error, result.path))
         result = replace(result, commit_seconds=time.perf_counter() - began - result.write_seconds)
@@ -270,24 +269,26 @@ class Checkpointer:
         if saved is not None:
             failure = WanmaError(f"checkpoint {saved.name} is saved, but tidying up failed: {cause}", hint)
         else:
-            self._given_up.append(job.partial)
-            problems = []
             try:
-                job.meeting.leave()
-                (job.partial / data_file(self._rank)).unlink(missing_ok=True)
-                if job.partial.exists():
-                    job.meeting.fail(cause)
-                if self._world_size == 1:
-                    self._sweep()
+                self._give_up(job.partial, job.meeting, cause)
             except OSError as second:
-                problems.append(f" (and cleaning up after it: {second})")
+                cause += f" (and cleaning up after it: {second})"
             failure = WanmaError(
-                f"the checkpoint of step {job.step} was not saved: {cause}{''.join(problems)}; "
-                "the ones before it are untouched",
+                f"the checkpoint of step {job.step} was not saved: {cause}; the ones before it are untouched",
                 hint,
             )
         failure.__cause__ = error
         return failure
+
+    def _give_up(self, partial: Path, meeting: Meeting, cause: str) -> None:
+        """Remove this rank's part, and tell the other ranks."""
+        self._given_up.append(partial)
+        (partial / data_file(self._rank)).unlink(missing_ok=True)
+        meeting.leave()
+        if self._world_size > 1:
+            meeting.fail(cause)
+        else:
+            self._sweep()
 
     def _sweep(self) -> None:
         """Rank 0: remove the folders of failed saves, which still tell the other ranks the reason."""
