@@ -28,7 +28,7 @@ class Batch:
     real: Tensor
     """(rows,) bool: false for padding rows."""
     keywords: dict[str, Tensor] = field(default_factory=dict)
-    """Keyword arguments of the model; text with document masks: `documents`, `positions`, both (rows, sequence)."""
+    """Keyword arguments of the model; text with document masks: `documents`, `positions` (rows, sequence)."""
 
     @property
     def rows(self) -> int:
@@ -45,3 +45,36 @@ class Batch:
             real=move(self.real),
             keywords={name: move(tensor) for name, tensor in self.keywords.items()},
         )
+
+
+def stack_rows(batches: list[Batch], rows: int) -> Batch:
+    """Join `batches`, each filled up with padding rows to `rows`: for schedules that want equal sizes.
+
+    Only for batches without keywords and with integer targets.
+    """
+    filled = [_fill(batch, rows) for batch in batches]
+    return Batch(
+        inputs=tuple(torch.cat(tensors) for tensors in zip(*(batch.inputs for batch in filled), strict=True)),
+        targets=torch.cat([batch.targets for batch in filled]),
+        samples=torch.cat([batch.samples for batch in filled]),
+        real=torch.cat([batch.real for batch in filled]),
+    )
+
+
+def _fill(batch: Batch, rows: int) -> Batch:
+    missing = rows - batch.rows
+    if missing == 0:
+        return batch
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[:1].expand(missing, *tensor.shape[1:])])
+
+    def constant(tensor: Tensor, value: int) -> Tensor:
+        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
+
+    return Batch(
+        inputs=tuple(repeat(tensor) for tensor in batch.inputs),
+        targets=constant(batch.targets, IGNORED),
+        samples=constant(batch.samples, -1),
+        real=constant(batch.real, 0),
+    )

@@ -59,6 +59,8 @@ class Worker:
     run_directory: Path
     store_host: str = "127.0.0.1"
     store_port: int = 0
+    store: Any = None
+    """The rendezvous store itself, where this process already holds it (rank 0 serves it)."""
     control: Control = field(default_factory=Unsupervised)
 
     @classmethod

@@ -1,0 +1,101 @@
+"""From a plan to process groups: one device mesh, its axes in the plan's rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from wanma.job.errors import WanmaError
+from wanma.job.plan import AXES, Plan
+from wanma.job.worker import Worker
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's place in the mesh."""
+
+    mesh: DeviceMesh
+    plan: Plan
+    rank: int
+    device: torch.device
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """(dp_replicate, dp_shard): the ranks that hold the same part of the model."""
+        return self.mesh["dp_replicate", "dp_shard"]
+
+    def axis(self, name: str) -> DeviceMesh:
+        return self.mesh[name]
+
+    def at(self, name: str) -> int:
+        """This rank's coordinate on axis `name`."""
+        return self.plan.coordinates(self.rank)[name]
+
+    @property
+    def data_rank(self) -> int:
+        return self.plan.data_rank(self.rank)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at("pp") == self.plan.pp - 1
+
+    @property
+    def counts_loss(self) -> bool:
+        """One rank of those that compute the same loss: the last stage's first tensor and context rank."""
+        return self.is_last_stage and self.at("tp") == 0 and self.at("cp") == 0
+
+
+@contextmanager
+def process_grid(worker: Worker, plan: Plan, timeout_seconds: float) -> Iterator[Grid]:
+    """Join the run's process group and build its mesh; leave both in order, whatever happens inside.
+
+    A group is made for a single process too: the same code then runs at every size.
+
+    Raises:
+        WanmaError: the plan wants another number of ranks than were started, or has no such device.
+    """
+    if plan.world_size != worker.world_size:
+        raise WanmaError(
+            f"rank {worker.rank}: the plan has {plan.world_size} ranks, but {worker.world_size} were started",
+            "start as many ranks as pp × dp_replicate × dp_shard × cp × tp",
+        )
+    device = _device(worker, plan)
+    timeout = timedelta(seconds=timeout_seconds)
+    store: Any = worker.store
+    if store is None:
+        store = (
+            dist.HashStore()
+            if worker.world_size == 1
+            else dist.TCPStore(worker.store_host, worker.store_port, is_master=False, timeout=timeout)
+        )
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
+    )
+    try:
+        sizes = tuple(getattr(plan, axis) for axis in AXES)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        yield Grid(mesh, plan, worker.rank, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(worker: Worker, plan: Plan) -> torch.device:
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    if worker.local_rank >= torch.cuda.device_count():
+        raise WanmaError(
+            f"rank {worker.rank}: no GPU for local rank {worker.local_rank}: "
+            f"this node has {torch.cuda.device_count()}",
+            "start fewer ranks here, or set cluster.device = 'cpu'",
+        )
+    device = torch.device("cuda", worker.local_rank)
+    torch.cuda.set_device(device)
+    return device

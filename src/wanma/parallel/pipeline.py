@@ -1,0 +1,118 @@
+"""Pipeline parallel: each rank keeps a run of blocks; torch's schedules drive them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from wanma.job.errors import JobError
+from wanma.job.plan import Plan
+from wanma.models.layout import Layout
+from wanma.parallel.mesh import Grid
+
+SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> None:
+    """Remove from `model`, in place, what pipeline stage `stage` does not hold.
+
+    Parameter names stay those of the whole model, so that every stage writes the same checkpoint.
+
+    Raises:
+        JobError: there are fewer blocks than stages, or tied parameters would be torn apart.
+    """
+    if plan.pp == 1:
+        return
+    if layout.blocks is None:
+        raise JobError(
+            f"parallel.pp = {plan.pp}: {type(model).__name__} does not declare its blocks",
+            "use pp = 1, or declare a layout with the path of the repeated blocks",
+        )
+    if layout.tied:
+        raise JobError(
+            f"parallel.pp = {plan.pp}: {' and '.join(layout.tied[0])} share one tensor but lie on "
+            "different pipeline stages",
+            "set model.tie_embeddings = false, or pp = 1",
+        )
+    blocks = model.get_submodule(layout.blocks)
+    assert isinstance(blocks, nn.ModuleDict)
+    names = list(blocks)
+    cuts = (0, *(plan.stage_cuts or even_cuts(len(names), plan.pp)), len(names))
+    if len(cuts) != plan.pp + 1 or any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
+        raise JobError(
+            f"parallel.pp = {plan.pp}: {len(names)} blocks cannot be cut into {plan.pp} stages at {cuts[1:-1]}",
+            f"use at most pp = {len(names)}",
+        )
+    kept = set(names[cuts[stage] : cuts[stage + 1]])
+    for name in names:
+        if name not in kept:
+            del blocks[name]
+    absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.pp - 1 else ())
+    for path in absent:
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, None)
+
+
+def even_cuts(blocks: int, stages: int) -> tuple[int, ...]:
+    """First block of each stage but the first; the last stages get fewer, for they hold the head."""
+    base, extra = divmod(blocks, stages)
+    sizes = [base + (stage < extra) for stage in range(stages)]
+    return tuple(sum(sizes[:stage]) for stage in range(1, stages))
+
+
+class Pipeline:
+    """Runs micro-batches through this rank's stage; the schedule is made once per micro-batch count."""
+
+    def __init__(self, module: nn.Module, plan: Plan, grid: Grid) -> None:
+        self._plan = plan
+        self._stage = PipelineStage(
+            module, grid.at("pp"), plan.pp, grid.device, group=grid.axis("pp").get_group()
+        )
+        self._is_first = grid.at("pp") == 0
+        self._is_last = grid.is_last_stage
+        self._schedules: dict[int, PipelineScheduleSingle] = {}
+        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def run(
+        self, tokens: Tensor, targets: Tensor, count: int, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Forward and backward of `count` equal micro-batches along dimension 0.
+
+        Returns:
+            the sum of the micro-batches' losses on the last stage, zero elsewhere.
+        """
+        schedule, losses = self._prepare(count, loss), list[Tensor]()
+        arguments = (tokens,) if self._is_first else ()
+        schedule.step(*arguments, target=targets if self._is_last else None, losses=losses)
+        return self._sum(losses, tokens.device)
+
+    def evaluate(
+        self, tokens: Tensor, targets: Tensor, count: int, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """`run` without backward."""
+        schedule, losses = self._prepare(count, loss), list[Tensor]()
+        arguments = (tokens,) if self._is_first else ()
+        with torch.no_grad():
+            schedule.eval(*arguments, target=targets if self._is_last else None, losses=losses)
+        return self._sum(losses, tokens.device)
+
+    def _prepare(self, count: int, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleSingle:
+        self._loss = loss
+        if count not in self._schedules:
+            self._schedules[count] = SCHEDULES[self._plan.schedule](
+                self._stage, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False
+            )
+        return self._schedules[count]
+
+    def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output, target)
+
+    def _sum(self, losses: list[Tensor], device: torch.device) -> Tensor:
+        if not losses:
+            return torch.zeros((), device=device)
+        return torch.stack([loss.detach() for loss in losses]).sum()

@@ -1,0 +1,83 @@
+"""Data parallel and ZeRO 0-3 as one mechanism: FSDP2 over the (dp_replicate, dp_shard) mesh.
+
+Parameters, gradients and optimizer state are DTensors under the module's own names at every stage
+and every size, one process included, so that there is one state format. The stages differ only in
+what is kept between micro-batches (Rajbhandari et al. 2020):
+
+    nothing     ZeRO 0   dp_shard is 1; gradients all-reduced once per step
+    optimizer   ZeRO 1   whole parameters and gradients within a step, one reduce-scatter per step
+    gradients   ZeRO 2   whole parameters within a step, gradients reduce-scattered per micro-batch
+    parameters  ZeRO 3   parameters gathered around each block, forward and backward
+
+Gradients are summed, never averaged: the loop divides once by the global batch's target count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch
+from wanma.job.plan import Plan
+from wanma.parallel.mesh import Grid
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard_data(model: nn.Module, blocks: list[nn.Module], plan: Plan, grid: Grid) -> Stopwatch:
+    """Shard `model` over the data axes: each block is one unit of communication, the rest another.
+
+    Returns:
+        the stopwatch of time spent in gradient and parameter communication (CPU only; on a GPU
+        communication overlaps with compute and is not separable from the host's clock).
+    """
+    policy = MixedPrecisionPolicy()
+    root_policy = policy
+    if plan.precision in ("bf16", "fp16"):
+        low = DTYPES[plan.precision]
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        # Losses are computed in fp32 whatever the model computes in.
+        root_policy = MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    reshard = plan.shard == "parameters"
+    for block in blocks:
+        fully_shard(block, mesh=grid.data_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=grid.data_mesh, mp_policy=root_policy, reshard_after_forward=False)
+
+    stopwatch = Stopwatch()
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if grid.device.type == "cpu" and plan.data_ranks > 1:
+            _communicate_over_gloo(unit, stopwatch)
+    return stopwatch
+
+
+def begin_micro_batch(model: nn.Module, plan: Plan, last: bool) -> None:
+    """Say what the backward of the next micro-batch communicates: all of it only at the last one."""
+    assert isinstance(model, FSDPModule)
+    if plan.shard in ("nothing", "optimizer"):
+        model.set_requires_gradient_sync(last)
+    else:
+        model.set_requires_all_reduce(last)
+    if plan.shard != "parameters":
+        model.set_reshard_after_backward(last)
+
+
+def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch) -> None:
+    unit.set_custom_all_gather(GlooAllGather(stopwatch))
+    unit.set_custom_reduce_scatter(GlooReduceScatter(stopwatch))
+    # The replicas' all-reduce is FSDP2's own call: it begins right after the second allocation of
+    # GlooReduceScatter, which starts the stopwatch, and ends at this hook.
+    unit.set_all_reduce_hook(lambda _: stopwatch.stop(time.perf_counter()))
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module

@@ -1,0 +1,203 @@
+"""From a job and the machines to a plan: what the job fixes is kept, the rest follows by stated rules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.forecast import Forecast, Workload
+from wanma.job.plan import Plan
+from wanma.job.sections import Job, ParallelSection
+from wanma.planner.memory import forecast_memory
+
+MEMORY_SHARE = 0.85
+"""Of a device's memory, what a forecast may fill."""
+CPU_TOKENS = 4096
+"""Targets per micro-batch on a CPU: larger ones leave the caches and gain nothing."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with its forecast and, for automatic choices, the reasons."""
+
+    plan: Plan
+    forecast: Forecast | None
+    reasons: tuple[str, ...]
+
+
+def device_of(job: Job, cluster: Cluster) -> str:
+    """"cuda" or "cpu".
+
+    Raises:
+        JobError: a GPU is asked for and none is here.
+    """
+    has_gpu = all(node.devices for node in cluster.nodes)
+    if job.cluster.device == "cuda" and not has_gpu:
+        raise JobError(
+            "cluster.device = 'cuda', but this machine shows no NVIDIA GPU",
+            "use cluster.device = 'auto' or 'cpu'; `wanma doctor` says what was looked for",
+        )
+    return "cuda" if has_gpu and job.cluster.device != "cpu" else "cpu"
+
+
+def layout(job: Job, cluster: Cluster) -> Plan:
+    """The axes, device and threads of a job: all of a plan that does not depend on the model.
+
+    Raises:
+        JobError: sizes that contradict each other or the machine; names the keys.
+    """
+    parallel = job.parallel
+    device = device_of(job, cluster)
+    if parallel.auto:
+        parallel = _automatic(job, cluster, device)
+    shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
+    plan = Plan(
+        pp=parallel.pp,
+        dp_replicate=parallel.dp_replicate,
+        dp_shard=parallel.dp_shard,
+        cp=parallel.cp,
+        tp=parallel.tp,
+        ep=parallel.ep,
+        shard=shard,
+        schedule=parallel.schedule,
+        recompute=parallel.recompute,
+        compile=parallel.compile,
+        precision=job.train.precision,
+        device=device,
+    )
+    _check(job, plan, cluster)
+    node = cluster.nodes[0]
+    ranks_here = plan.world_size // job.cluster.nodes
+    threads = job.cluster.threads_per_rank or max(node.cores // ranks_here, 1)
+    return replace(plan, threads_per_rank=threads)
+
+
+def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) -> Planned:
+    """Choose the micro-batch and forecast memory.
+
+    Raises:
+        JobError: not even one sample per micro-batch fits; says by how much.
+    """
+    smallest = min([job.train.global_batch, *(batch for _, batch in job.train.batch_ramp)])
+    rows = math.ceil(smallest / plan.data_ranks)
+    reasons = [_layout_reason(job, plan)]
+    if workload is None:
+        micro_batch = job.parallel.micro_batch or rows
+        return Planned(replace(plan, micro_batch=micro_batch), None, tuple(reasons))
+
+    limit = _memory_per_rank(plan, cluster, job) * MEMORY_SHARE
+
+    def needs(micro_batch: int) -> Forecast:
+        return forecast_memory(workload, replace(plan, micro_batch=micro_batch), job.train.optimizer)
+
+    if job.parallel.micro_batch is not None:
+        micro_batch = job.parallel.micro_batch
+    else:
+        largest = rows if plan.pp == 1 else max(rows // (2 * plan.pp), 1)
+        if plan.device == "cpu":
+            largest = min(largest, max(CPU_TOKENS // workload.tokens_per_sample, 1))
+        largest = _respect_statistics(job, largest, rows)
+        micro_batch = largest
+        while micro_batch > 1 and needs(micro_batch).memory_bytes > limit:
+            micro_batch //= 2
+        reasons.append(
+            f"micro_batch {micro_batch}: the largest that fits, at most {largest} "
+            f"({rows} samples per rank and step)"
+        )
+    forecast = needs(micro_batch)
+    if forecast.memory_bytes > limit:
+        raise JobError(
+            f"the plan does not fit: a rank needs about {gib(forecast.memory_bytes)} of {gib(limit)}: "
+            f"{_largest_kind(forecast)}",
+            "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'full', "
+            "or take a smaller model, micro-batch or sequence",
+        )
+    return Planned(replace(plan, micro_batch=micro_batch), forecast, tuple(reasons))
+
+
+def gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _automatic(job: Job, cluster: Cluster, device: str) -> ParallelSection:
+    """All GPUs as one sharded replica; on CPUs one process with all cores.
+
+    One process was the faster on the CPUs measured, for the same cores: two ranks pay for
+    communication what threads share for nothing (docs/performance.md).
+    """
+    devices = sum(len(node.devices) for node in cluster.nodes) if device == "cuda" else job.cluster.nodes
+    return job.parallel.model_copy(update={"dp_shard": devices})
+
+
+def _layout_reason(job: Job, plan: Plan) -> str:
+    if not job.parallel.auto:
+        return f"{plan.world_size} ranks as the job says"
+    if plan.device == "cuda":
+        return f"{plan.world_size} GPUs found: parameters sharded over all of them"
+    return "one process per machine with all its cores: on CPUs threads beat ranks (docs/performance.md)"
+
+
+def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
+    world, nodes = plan.world_size, job.cluster.nodes
+    if world % nodes:
+        raise JobError(
+            f"the plan has {world} ranks, which cluster.nodes = {nodes} does not divide",
+            "choose sizes of pp, dp_replicate, dp_shard, cp, tp whose product is a multiple of the nodes",
+        )
+    ranks_here = world // nodes
+    for node in cluster.nodes:
+        if plan.device == "cuda" and ranks_here > len(node.devices):
+            raise JobError(
+                f"the plan needs {ranks_here} GPUs on {node.name}, which has {len(node.devices)}",
+                "lower the sizes in [parallel], add nodes, or set cluster.device = 'cpu'",
+            )
+    for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
+        if getattr(plan, axis) > 1:
+            raise JobError(f"parallel.{axis} = {getattr(plan, axis)}: {what} is not available in this version")
+    if plan.shard != "nothing" and plan.dp_shard == 1:
+        raise JobError(
+            f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
+            f"set parallel.dp_shard to the number of ranks (now dp_replicate = {plan.dp_replicate})",
+        )
+    if plan.shard == "nothing" and plan.dp_shard > 1:
+        raise JobError(
+            f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
+            f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
+        )
+    batches = [job.train.global_batch, *(batch for _, batch in job.train.batch_ramp)]
+    if min(batches) < plan.data_ranks:
+        raise JobError(
+            f"train.global_batch = {min(batches)} gives {plan.data_ranks} data ranks "
+            f"(dp_replicate × dp_shard) less than one sample each",
+            f"raise train.global_batch to at least {plan.data_ranks}, or use fewer ranks",
+        )
+
+
+def _respect_statistics(job: Job, largest: int, rows: int) -> int:
+    """Batch normalisation wants whole groups: a multiple of the group where there is room for one."""
+    group = job.model.statistics_group
+    uses_groups = job.model.family == "resnet" or (job.model.preset or "").startswith("resnet")
+    if not uses_groups or largest < group:
+        return largest
+    return largest // group * group
+
+
+def _memory_per_rank(plan: Plan, cluster: Cluster, job: Job) -> float:
+    node = min(cluster.nodes, key=lambda node: node.memory_bytes)
+    if plan.device == "cuda":
+        return min(device.memory_bytes for node in cluster.nodes for device in node.devices)
+    return node.memory_bytes / (plan.world_size // job.cluster.nodes)
+
+
+def _largest_kind(forecast: Forecast) -> str:
+    kinds = {
+        "parameters": forecast.parameters_bytes,
+        "gradients": forecast.gradients_bytes,
+        "optimizer state": forecast.optimizer_bytes,
+        "activations": forecast.activations_bytes,
+        "logits": forecast.logits_bytes,
+    }
+    ordered = sorted(kinds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size)

@@ -1,0 +1,60 @@
+"""Losses as sums with their target counts, so that only the global batch divides (law 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wanma.data.batch import IGNORED, Batch
+from wanma.job.errors import WanmaError
+
+LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+"""(model output, batch) -> (sum of the losses of real targets, their number)."""
+
+UserLoss = Callable[[Any, Any], Tensor]
+"""(model output, targets) -> one loss per target, leading dimension the batch's rows."""
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of cross entropies in at least fp32.
+
+    Args:
+        logits: (..., classes).
+        targets: (...), int64; `IGNORED` ones count nothing.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def classification_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of text and labelled images."""
+    return cross_entropy_sum(logits, batch.targets), (batch.targets != IGNORED).sum()
+
+
+def user_loss(function: UserLoss) -> LossFunction:
+    """Wrap a user's per-target loss, so that padding rows count nothing."""
+
+    def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        return sum_losses(function(output, batch.targets), batch)
+
+    return loss
+
+
+def sum_losses(losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum and number of the losses of `batch`'s real rows.
+
+    Raises:
+        WanmaError: the loss was already averaged, which no layout could undo.
+    """
+    if losses.ndim == 0 or losses.shape[0] != batch.rows:
+        raise WanmaError(
+            f"the loss has shape {tuple(losses.shape)}, but must keep one value per sample "
+            f"({batch.rows} rows here)",
+            "return unreduced losses (reduction='none'); wanma divides once by the global batch's targets",
+        )
+    real = batch.real.reshape(-1, *[1] * (losses.ndim - 1)).expand_as(losses)
+    return torch.where(real, losses, 0.0).sum(), real.sum()

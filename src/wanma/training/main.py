@@ -1,0 +1,103 @@
+"""Entry of a worker process: from a request to a trained model.
+
+The supervisor calls `train_worker` in every rank; `train_here` is the same in the current process.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from wanma.data.open import open_data
+from wanma.job.imports import import_object
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.job.worker import Worker
+from wanma.models.build import ModelSpec, custom_spec, model_spec
+from wanma.parallel.mesh import process_grid
+from wanma.parallel.parallelize import parallelize
+from wanma.training.forward_backward import ForwardBackward
+from wanma.training.loop import run_loop
+from wanma.training.loss import LossFunction, classification_loss, user_loss
+from wanma.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command tells its workers. Objects a user passed in Python travel along."""
+
+    job: Job
+    plan: Plan
+    flops_per_sample: float | None = None
+    peak_flops_per_second: float | None = None
+    objects: dict[str, Any] = field(default_factory=dict)
+    """May hold `model` (an nn.Module), `data` (a dataset) and `loss` (a function)."""
+
+
+def train_worker(worker: Worker, payload: bytes) -> None:
+    """Entry for the supervisor. `payload` is a pickled `Request` that came through an inherited
+    descriptor from the very command that started this process, never from a file."""
+    train(worker, pickle.loads(payload))
+
+
+def train(worker: Worker, request: Request) -> str:
+    """Run the job on this rank.
+
+    Returns:
+        "finished" or "interrupted".
+    """
+    job, plan = request.job, request.plan
+    set_numerics(job, plan)
+    worker.control.progress(0, "joining")
+    with process_grid(worker, plan, job.cluster.hang_seconds) as grid:
+        worker.control.progress(0, "opening data")
+        data = open_data(job.data, job.train, dataset=request.objects.get("data"))
+        worker.control.progress(0, "building the model")
+        spec = choose_spec(request, data)
+        parallel = parallelize(spec, plan, grid, job.train.seed)
+        with Trainer(
+            job,
+            plan,
+            worker,
+            grid,
+            parallel,
+            targets_per_sample=data.targets_per_sample,
+            flops_per_sample=request.flops_per_sample,
+            peak_flops_per_second=request.peak_flops_per_second,
+        ) as trainer:
+            loss = choose_loss(request)
+            return run_loop(trainer, data, ForwardBackward(parallel, job, plan, grid, loss))
+
+
+def set_numerics(job: Job, plan: Plan) -> None:
+    """Process-wide switches that the job decides."""
+    torch.set_num_threads(plan.threads_per_rank)
+    if job.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if plan.device == "cuda":
+        torch.backends.cudnn.benchmark = not job.train.deterministic
+
+
+def choose_spec(request: Request, data: Any) -> ModelSpec:
+    """The model that the user passed, or the one that the job describes."""
+    model = request.objects.get("model")
+    if model is not None:
+        return custom_spec(model)
+    return model_spec(
+        request.job.model,
+        vocabulary=data.vocabulary,
+        sequence_length=request.job.data.sequence_length,
+        image_shape=data.image_shape,
+        classes=data.classes,
+    )
+
+
+def choose_loss(request: Request) -> LossFunction:
+    """The loss that the user passed or named, or cross entropy."""
+    function = request.objects.get("loss")
+    if function is None and request.job.model.loss is not None:
+        function = import_object(request.job.model.loss, "model.loss")
+    return classification_loss if function is None else user_loss(function)

@@ -1,0 +1,200 @@
+"""Parameter groups and update rules behind one interface.
+
+An `Updater` is one or two torch optimizers over named parameters. Rates are set from the schedule
+before each step; state is exposed by parameter name, so that checkpoints do not depend on order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from wanma.job.errors import JobError, did_you_mean
+from wanma.job.plan import Plan
+from wanma.job.sections import TrainSection
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """What one parameter gets."""
+
+    learning_rate_scale: float
+    weight_decay: float
+
+
+class Updater:
+    """Applies gradients to named parameters.
+
+    Args:
+        rules: trained parameters by name with their rule; frozen ones are left out.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], rules: dict[str, GroupRule], train: TrainSection):
+        self.parameters = {name: parameters[name] for name in rules}
+        matrices, others = _split_for(train.optimizer, self.parameters)
+        self._optimizers: list[Optimizer] = []
+        if matrices:
+            groups = _groups(matrices, self.parameters, rules)
+            self._optimizers.append(
+                torch.optim.Muon(groups, lr=train.learning_rate, momentum=train.momentum)
+            )
+        if others:
+            self._optimizers.append(_optimizer(_groups(others, self.parameters, rules), train))
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def zero_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def step(self, learning_rate: float) -> None:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group["learning_rate_scale"]
+            optimizer.step()
+
+    def allocate_state(self) -> None:
+        """Make every state tensor exist, without changing a parameter: what a checkpoint is loaded into."""
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        before = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
+        decays = [[group["weight_decay"] for group in o.param_groups] for o in self._optimizers]
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = 0.0, 0.0
+            optimizer.step()
+        for optimizer, rates, decay in zip(self._optimizers, before, decays, strict=True):
+            for group, rate, share in zip(optimizer.param_groups, rates, decay, strict=True):
+                group["lr"], group["weight_decay"] = rate, share
+        self.zero_gradients()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """'NAME.exp_avg' and so on: the state that has a shape; counters are in `updates`."""
+        return {
+            f"{name}.{key}": value
+            for name, key, value in self._entries()
+            if isinstance(value, Tensor) and key != "step"
+        }
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that changed the weights."""
+        for _, key, value in self._entries():
+            if key == "step":
+                return int(value)
+        return 0
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].fill_(count)
+                elif "step" in state:
+                    state["step"] = count
+
+    def _entries(self) -> Iterator[tuple[str, str, Any]]:
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    yield names[id(parameter)], key, value
+
+
+def build_updater(model: nn.Module, train: TrainSection, plan: Plan) -> Updater:
+    """The update rule of `train` over `model`'s parameters; frozen ones stop requiring gradients.
+
+    Raises:
+        JobError: a pattern of train.parameter_groups matches nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    frozen = {name for name in parameters if _is_frozen(name, train)}
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    rules = group_rules(
+        {n: p.ndim for n, p in parameters.items() if n not in frozen and p.requires_grad}, train
+    )
+    if not rules:
+        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
+    return Updater(parameters, rules, train)
+
+
+def check_patterns(names: Iterable[str], train: TrainSection) -> None:
+    """Refuse a pattern that matches no parameter of the whole model: it is a typing error.
+
+    Raises:
+        JobError: names the pattern.
+    """
+    names = list(names)
+    for index, group in enumerate(train.parameter_groups):
+        if not any(fnmatchcase(name, group.match) for name in names):
+            raise JobError(
+                f"train.parameter_groups[{index}].match = '{group.match}' matches no parameter."
+                f"{did_you_mean(group.match, names)}",
+                f"parameters are named like '{names[0]}'" if names else "",
+            )
+
+
+def group_rules(dimensions: dict[str, int], train: TrainSection) -> dict[str, GroupRule]:
+    """Rule by parameter name: the first matching group, else the default (no decay below two dimensions)."""
+    rules = {}
+    for name, ndim in dimensions.items():
+        group = next((g for g in train.parameter_groups if fnmatchcase(name, g.match)), None)
+        decay = train.weight_decay if ndim >= 2 else 0.0
+        scale = 1.0
+        if group is not None:
+            scale = group.learning_rate_scale
+            decay = decay if group.weight_decay is None else group.weight_decay
+        rules[name] = GroupRule(scale, decay)
+    return rules
+
+
+def _is_frozen(name: str, train: TrainSection) -> bool:
+    group = next((g for g in train.parameter_groups if fnmatchcase(name, g.match)), None)
+    return group is not None and group.frozen
+
+
+def _split_for(optimizer: str, parameters: dict[str, nn.Parameter]) -> tuple[list[str], list[str]]:
+    """Muon takes hidden matrices; embeddings, heads, norms and biases go to AdamW (Jordan et al. 2024)."""
+    if optimizer != "muon":
+        return [], list(parameters)
+    outside = ("embedding", "head")
+    matrices = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.ndim == 2 and not any(part in name.split(".") for part in outside)
+    ]
+    return matrices, [name for name in parameters if name not in set(matrices)]
+
+
+def _groups(
+    names: list[str], parameters: dict[str, nn.Parameter], rules: dict[str, GroupRule]
+) -> list[dict[str, Any]]:
+    by_rule: dict[GroupRule, list[nn.Parameter]] = {}
+    for name in names:
+        by_rule.setdefault(rules[name], []).append(parameters[name])
+    return [
+        {
+            "params": members,
+            "learning_rate_scale": rule.learning_rate_scale,
+            "weight_decay": rule.weight_decay,
+        }
+        for rule, members in by_rule.items()
+    ]
+
+
+def _optimizer(groups: list[dict[str, Any]], train: TrainSection) -> Optimizer:
+    rate = train.learning_rate
+    if train.optimizer == "sgd":
+        # Decay is coupled to the gradient in torch's SGD; with a rate schedule that is the usual reading.
+        return SGD(groups, lr=rate, momentum=train.momentum, fused=True)
+    if train.optimizer == "adafactor":
+        return Adafactor(groups, lr=rate)
+    return AdamW(groups, lr=rate, betas=train.betas, eps=train.epsilon, fused=True)

@@ -1,0 +1,34 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018); a scale of one for everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wanma.job.sections import TrainSection
+
+GROWTH_INTERVAL = 2000
+"""Steps without overflow after which the scale doubles."""
+
+
+@dataclass
+class LossScale:
+    """Every rank holds the same value, because overflow is judged on the global norm."""
+
+    value: float
+    enabled: bool
+    good_steps: int = 0
+
+    @classmethod
+    def start(cls, train: TrainSection) -> LossScale:
+        enabled = train.precision == "fp16"
+        return cls(train.loss_scale if enabled else 1.0, enabled)
+
+    def overflowed(self) -> None:
+        self.value, self.good_steps = max(self.value / 2, 1.0), 0
+
+    def succeeded(self) -> None:
+        if not self.enabled:
+            return
+        self.good_steps += 1
+        if self.good_steps == GROWTH_INTERVAL:
+            self.value, self.good_steps = self.value * 2, 0

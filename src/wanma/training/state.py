@@ -1,0 +1,82 @@
+"""Everything a run must remember: tensors by full name, and a few numbers as JSON."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wanma.parallel.parallelize import Parallel
+from wanma.training.average import WeightAverage
+from wanma.training.optimizer import Updater
+from wanma.training.precision import LossScale
+
+
+@dataclass
+class TrainingState:
+    """The mutable part of a run. Position in the data is `samples` alone (law 2)."""
+
+    parallel: Parallel
+    updater: Updater
+    scale: LossScale
+    average: WeightAverage | None
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples consumed."""
+    best_loss: float | None = None
+    """Lowest validation loss so far."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers as 'model.NAME'."""
+        module = self.parallel.module
+        tensors: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in module.named_parameters()}
+        persistent = module.state_dict().keys()
+        tensors |= {f"model.{n}": b for n, b in module.named_buffers() if n in persistent}
+        return tensors
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it; names are the same for every layout."""
+        tensors = self.weights()
+        tensors |= {f"optimizer.{n}": t for n, t in self.updater.state_tensors().items()}
+        if self.average is not None:
+            tensors |= {f"average.{n}": t for n, t in self.average.tensors.items()}
+        return tensors
+
+    def values(self) -> dict[str, Any]:
+        """What is not a tensor, the same on every rank."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "updates": self.updater.updates,
+            "loss_scale": self.scale.value,
+            "loss_scale_good_steps": self.scale.good_steps,
+            "best_loss": self.best_loss,
+        }
+
+    def restore(self, values: dict[str, Any]) -> None:
+        self.step = values["step"]
+        self.samples = values["samples"]
+        self.updater.updates = values["updates"]
+        self.scale.value = values["loss_scale"]
+        self.scale.good_steps = values["loss_scale_good_steps"]
+        self.best_loss = values["best_loss"]
+
+
+def random_state() -> dict[str, str]:
+    """This rank's torch generators. wanma's own draws are keyed and need none; users' code may."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return {name: base64.b64encode(value.numpy().tobytes()).decode() for name, value in state.items()}
+
+
+def restore_random_state(state: dict[str, str]) -> None:
+    """Put back what `random_state` gave; a generator that is not here is left alone."""
+    tensors = {name: torch.frombuffer(bytearray(base64.b64decode(v)), dtype=torch.uint8) for name, v in state.items()}
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])

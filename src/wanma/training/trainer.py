@@ -1,0 +1,305 @@
+"""What outlives a step: state, checkpoints and records of one rank's run.
+
+Both ways of training end their steps here: the whole-job loop (`loop.py`) and a user's own loop
+(`session.py`). A `Trainer` neither reads data nor runs the model.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.checkpoint.reader import load, newest, read_state
+from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.data.ramp import samples_before
+from wanma.job.errors import WanmaError
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.job.worker import Worker
+from wanma.models.statistics import pending_statistics
+from wanma.observe.memory import peak_memory_bytes
+from wanma.observe.mfu import model_flops_utilization
+from wanma.observe.phases import PhaseTimer
+from wanma.observe.recorder import Recorder
+from wanma.parallel.mesh import Grid
+from wanma.parallel.parallelize import Parallel
+from wanma.training.average import WeightAverage
+from wanma.training.optimizer import build_updater
+from wanma.training.precision import LossScale
+from wanma.training.records import open_recorder
+from wanma.training.schedule import learning_rate
+from wanma.training.state import TrainingState, random_state, restore_random_state
+from wanma.training.update import Agreement, agree, apply_update
+
+
+class Trainer:
+    """One rank's run, from its resume point on.
+
+    Args:
+        flops_per_sample: model FLOPs of one sample, forward and backward; None when unknown.
+        peak_flops_per_second: of the whole world; None when unknown.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        worker: Worker,
+        grid: Grid,
+        parallel: Parallel,
+        *,
+        targets_per_sample: int,
+        flops_per_sample: float | None = None,
+        peak_flops_per_second: float | None = None,
+    ) -> None:
+        self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
+        self.phases = PhaseTimer()
+        self._targets_per_sample = targets_per_sample
+        self._flops_per_sample = flops_per_sample
+        self._peak = peak_flops_per_second
+        train = job.train
+        self.state = TrainingState(
+            parallel,
+            build_updater(parallel.module, train, plan),
+            LossScale.start(train),
+            WeightAverage(parallel.module, train.weight_average) if train.weight_average > 0 else None,
+        )
+        run = worker.run_directory
+        self._checkpointer = Checkpointer(
+            run / "checkpoints",
+            rank=worker.rank,
+            world_size=worker.world_size,
+            generation=worker.generation,
+            keep=job.checkpoint.keep,
+            keep_best=job.checkpoint.keep_best,
+            replicas=self._stage_ranks(),
+        )
+        messages: list[str] = []
+        self._resume(messages)
+        self._recorder: Recorder | None = None
+        if worker.rank == 0:
+            self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
+            self._recorder.event(
+                "start", step=self.state.step, steps=train.steps, world_size=plan.world_size, plan=str(plan)
+            )
+            for text in messages:
+                self._recorder.message(text)
+        self._rate, self._global_batch = 0.0, 0
+        self._step_started = time.perf_counter()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+    def close(self, failed: bool) -> None:
+        """Let go of files; a failed run does not wait for saves whose other ranks may be gone."""
+        try:
+            if not failed:
+                self._checkpointer.close()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+
+    def factor(self, global_batch: int) -> float:
+        """What each loss is multiplied with before backward: one over the targets that a full batch has."""
+        return self.state.scale.value / (global_batch * self._targets_per_sample)
+
+    def finish_step(self, loss_sum: Tensor, targets: Tensor, global_batch: int) -> Agreement:
+        """Agree on the step's numbers and update the weights: once per step, after the last backward."""
+        state, train, step = self.state, self.job.train, self.state.step
+        rate = learning_rate(step, train)
+        with self.phases.phase("communication"):
+            agreement = agree(
+                loss_sum,
+                targets,
+                self.worker.control.stop_requested(),
+                state.updater,
+                self.grid,
+                train,
+                step=step + 1,
+                factor=self.factor(global_batch),
+                scale=state.scale,
+            )
+            self._commit_statistics()
+        with self.phases.phase("optimizer"):
+            applied = apply_update(agreement, state.updater, train, rate, state.scale)
+            if applied and state.average is not None:
+                state.average.update()
+        state.step += 1
+        state.samples += global_batch
+        if not applied:
+            self.message(
+                f"step {state.step}: skipped, gradient norm {agreement.gradient_norm}"
+                + (f"; loss scale now {state.scale.value:g}" if state.scale.enabled else ""),
+                "warning",
+            )
+        self._rate, self._global_batch = rate, global_batch
+        self.worker.control.progress(state.step, "step done")
+        return agreement
+
+    def record(self, agreement: Agreement) -> None:
+        """Record the step just finished, with all that was done for it. Validation is not step time."""
+        now = time.perf_counter()
+        phases = self._take_phases()
+        seconds = now - self._step_started - phases["validation"]
+        self._step_started = now
+        if self._recorder is None:
+            return
+        devices = self.plan.world_size
+        self._recorder.step(
+            {
+                "step": self.state.step,
+                "loss": agreement.loss,
+                "tokens_per_second": agreement.targets / seconds,
+                "step_seconds": seconds,
+                "grad_norm": agreement.gradient_norm,
+                "samples": self.state.samples,
+                "learning_rate": self._rate,
+                "phases": phases,
+                "memory_bytes": peak_memory_bytes(self.grid.device.type),
+                "mfu": None
+                if self._flops_per_sample is None
+                else model_flops_utilization(
+                    self._flops_per_sample, self._global_batch, seconds, devices, self._peak
+                ),
+            }
+        )
+
+    def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
+        """Note a validation result."""
+        best = self.state.best_loss
+        self.state.best_loss = loss if best is None or loss < best else best
+        if self._recorder is not None:
+            self._recorder.event("validation", step=self.state.step, loss=loss, targets=targets, **metrics)
+
+    def save(self, metric: float | None = None) -> None:
+        """Start saving the state after the current step; waits only for the copy."""
+        self.worker.control.progress(self.state.step, "checkpoint")
+        with self.phases.phase("checkpoint"):
+            self._checkpointer.save(
+                self.state.step,
+                self.state.tensors(),
+                self.state.values(),
+                rank_state={"random": random_state()},
+                metric=metric,
+            )
+        self._report_saves(self._checkpointer.poll())
+
+    def message(self, text: str, level: str = "info") -> None:
+        """Tell the user something, once: rank 0 speaks."""
+        if self._recorder is not None:
+            self._recorder.message(text, level)
+
+    def finish(self, outcome: str) -> None:
+        """Wait for saves under way and record the end."""
+        self._report_saves(self._checkpointer.wait())
+        if self._recorder is not None:
+            self._recorder.event(
+                "finish", step=self.state.step, outcome=outcome, best_loss=self.state.best_loss
+            )
+
+    # ---------------------------------------------------------------- inside
+
+    def _resume(self, messages: list[str]) -> None:
+        """Take up the run directory's newest whole checkpoint, or the weights the job starts from."""
+        choice = self.job.checkpoint
+        path = self._choose_checkpoint(messages)
+        if path is None and choice.start_from is None:
+            return
+        if path is None:
+            start = Path(str(choice.start_from))
+            load(start, self.state.weights(), strict=False)
+            messages.append(f"weights from {start}")
+            return
+        values = read_state(path)
+        self._check_position(values, path)
+        self.state.updater.allocate_state()
+        tensors = self.state.tensors()
+        _, rank_state = load(
+            path,
+            tensors,
+            elsewhere=self._names_elsewhere(tensors),
+            rank=self.worker.rank,
+            world_size=self.worker.world_size,
+        )
+        self.state.restore(values)
+        if rank_state is not None:
+            restore_random_state(rank_state["random"])
+        messages.append(f"carrying on from step {self.state.step} ({path.name})")
+
+    def _stage_ranks(self) -> list[int]:
+        """Ranks of this pipeline stage: they hold the same plain tensors."""
+        per_stage = self.plan.world_size // self.plan.pp
+        first = self.grid.at("pp") * per_stage
+        return list(range(first, first + per_stage))
+
+    def _names_elsewhere(self, mine: dict[str, Tensor]) -> list[str]:
+        """Names that only other pipeline stages hold."""
+        if self.plan.pp == 1:
+            return []
+        everyones: list[list[str]] = [[]] * self.plan.world_size
+        dist.all_gather_object(everyones, list(mine))
+        return [name for names in everyones for name in names if name not in mine]
+
+    def _choose_checkpoint(self, messages: list[str]) -> Path | None:
+        """Rank 0 looks and all ranks take the same one."""
+        found: list[Path | None] = [None]
+        if self.job.checkpoint.resume and self.worker.rank == 0:
+            found = [newest(self.worker.run_directory / "checkpoints", messages.append)]
+        if self.worker.world_size > 1:
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _check_position(self, values: dict[str, Any], path: Path) -> None:
+        """The position is one integer; a job that would count it differently is another job."""
+        expected = samples_before(self.job.train, values["step"])
+        if values["samples"] != expected:
+            raise WanmaError(
+                f"{path} was saved after {values['samples']} samples at step {values['step']}, but with "
+                f"train.global_batch = {self.job.train.global_batch} that step comes after {expected}",
+                "keep the batch size of the run, or start a new run with checkpoint.start_from",
+            )
+
+    def _commit_statistics(self) -> None:
+        """Batch statistics of the step's sample groups, wherever they were computed, update once."""
+        modules = pending_statistics(self.state.parallel.module)
+        if not modules:
+            return
+        for module in modules:
+            mean_sum, variance_sum, groups = module.take()
+            packed = torch.cat([mean_sum.flatten(), variance_sum.flatten(), groups.reshape(1).to(mean_sum)])
+            if self.plan.data_ranks > 1:
+                dist.all_reduce(packed)
+            features = mean_sum.numel()
+            module.commit(packed[:features], packed[features : 2 * features], packed[-1])
+
+    def _take_phases(self) -> dict[str, float]:
+        """Seconds by phase; communication inside forward and backward is moved to its own name."""
+        phases = self.phases.take()
+        inside = self.state.parallel.communication.take()
+        phases["communication"] += inside
+        phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
+        return phases
+
+    def _report_saves(self, results: list[SaveResult]) -> None:
+        for result in results:
+            if result.error is not None:
+                self.message(f"{result.error}; training goes on, the earlier checkpoints are whole", "error")
+            elif self._recorder is not None:
+                self._recorder.event(
+                    "checkpoint",
+                    step=result.step,
+                    bytes=result.bytes,
+                    stall_seconds=result.stall_seconds,
+                    write_seconds=result.write_seconds,
+                )
