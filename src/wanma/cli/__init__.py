@@ -1,0 +1,1 @@
+"""The commands: each parses, calls one function of a room below and prints. No logic lives here."""

@@ -1,0 +1,94 @@
+"""Arguments that several commands share, and what completion offers for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
+from wanma.job.run_directory import RunDirectory, list_runs
+
+Completer = Callable[..., Iterable[str]]
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """JOB and its overrides."""
+    job = parser.add_argument("job", metavar="JOB", type=Path, help="job file, .toml or .yaml")
+    overrides = parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. train.steps=500"
+    )
+    complete_with(job, job_files)
+    complete_with(overrides, override_texts)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """RUN and where to look for it; `chosen_run` reads them."""
+    run = parser.add_argument(
+        "run_name", metavar="RUN", nargs="?", help="a run's name or folder; default: the newest"
+    )
+    complete_with(run, run_names)
+    add_runs_folder(parser)
+
+
+def add_runs_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runs", metavar="DIR", type=Path, default=Path("runs"), help="folder of runs; default: runs"
+    )
+
+
+def chosen_run(arguments: argparse.Namespace) -> RunDirectory:
+    """The run that RUN names: a folder, a name below `--runs`, or the newest.
+
+    Raises:
+        WanmaError: there is none.
+    """
+    folder: Path = arguments.runs
+    runs = list_runs(folder)
+    if arguments.run_name is None:
+        if not runs:
+            raise WanmaError(
+                f"there are no runs in {folder.absolute()}",
+                "`wanma train JOB` makes one; `--runs DIR` looks elsewhere",
+                EXIT_USAGE,
+            )
+        return runs[0]
+    for path in (Path(arguments.run_name), folder / arguments.run_name):
+        if (path / "job.toml").is_file():
+            return RunDirectory(path)
+    names = [run.name for run in runs]
+    known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    raise WanmaError(
+        f"there is no run '{arguments.run_name}'.{did_you_mean(arguments.run_name, names)}",
+        f"runs in {folder}: {known or 'none'}",
+        EXIT_USAGE,
+    )
+
+
+def complete_with(action: argparse.Action, completer: Completer) -> None:
+    """Tell argcomplete how to complete an argument."""
+    action.completer = completer  # type: ignore[attr-defined]  # argcomplete looks for it there
+
+
+def job_files(prefix: str, **_: Any) -> list[str]:
+    from argcomplete.completers import FilesCompleter
+
+    return list(FilesCompleter(("toml", "yaml", "yml"))(prefix))
+
+
+def override_texts(prefix: str, **_: Any) -> list[str]:
+    """Keys for 'train.st', then the values of an enumeration for 'train.precision='."""
+    from wanma.job.schema import tables
+
+    name, chosen, _value = prefix.partition("=")
+    keys = {key.path: key for table in tables() if not table.repeated for key in table.keys}
+    if not chosen:
+        return [f"{path}=" for path in keys if path.startswith(prefix)]
+    if name == "parallel":
+        return ["parallel=auto"]
+    return [f"{name}={value}" for value in (keys[name].choices if name in keys else ())]
+
+
+def run_names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    return [run.name for run in list_runs(parsed_args.runs) if run.name.startswith(prefix)]

@@ -1,0 +1,36 @@
+"""`wanma completion`: TAB for commands, keys, values and run names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+_RC = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "completion",
+        help="the line that makes TAB complete commands, keys and runs",
+        epilog="example:\n  wanma completion bash >> ~/.bashrc",
+    )
+    parser.add_argument("shell", choices=tuple(_RC), nargs="?", help="default: the one in $SHELL")
+    parser.add_argument("--code", action="store_true", help="the code that this line loads")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    login = Path(os.environ.get("SHELL", "")).name
+    shell = arguments.shell or (login if login in _RC else "bash")
+    if arguments.code:
+        from argcomplete.shell_integration import shellcode
+
+        print(shellcode(["wanma"], shell=shell))
+        return 0
+    if sys.stdout.isatty():
+        print(f"put this line into {_RC[shell]} and open a new shell:", file=sys.stderr)
+    load = f"wanma completion {shell} --code"
+    print(f"{load} | source" if shell == "fish" else f'eval "$({load})"')
+    return 0

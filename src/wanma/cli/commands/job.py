@@ -1,0 +1,82 @@
+"""`wanma job`: every key of the job file, with what it allows and its default."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from wanma.cli.arguments import complete_with
+from wanma.job.errors import JobError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from wanma.job.schema import Table
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("job", help="every key of the job file, with defaults")
+    about = parser.add_argument(
+        "about", metavar="SECTION", nargs="?", help="only this section or key: train, train.precision"
+    )
+    complete_with(about, _names)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--toml", action="store_true", help="as a commented job file to start from")
+    form.add_argument("--markdown", action="store_true", help="as the page of the guide")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from wanma.cli.show import show
+    from wanma.job import describe
+    from wanma.job.schema import tables
+
+    if arguments.toml:
+        print(describe.starter_toml(), end="")
+    elif arguments.markdown:
+        print(describe.markdown(), end="")
+    else:
+        shown = [table for table in tables() if _wanted(table, arguments.about)]
+        if not shown:
+            raise JobError(
+                f"the job file has no '{arguments.about}'.{did_you_mean(arguments.about, _names(''))}",
+                "`wanma job` lists every key",
+            )
+        for position, table in enumerate(shown):
+            if position:
+                print()
+            show(_pretty(table, arguments.about))
+    return 0
+
+
+def _wanted(table: Table, about: str | None) -> bool:
+    if about is None or table.path == about or table.path.startswith(f"{about}."):
+        return True
+    return any(key.path == about for key in table.keys)
+
+
+def _pretty(table: Table, about: str | None) -> RenderableType:
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    from wanma.job.describe import default_text
+
+    keys = [key for key in table.keys if key.path == about] or list(table.keys)
+    grid = Grid(title=Text.assemble((table.header, "bold cyan"), f"  {table.help}"), title_justify="left")
+    grid.box, grid.show_header, grid.pad_edge = None, False, False
+    for column in (11, 8, 10):
+        grid.add_column(min_width=column)
+    grid.add_column(ratio=1)
+    for key in keys:
+        default = Text(default_text(key), style="dim" if key.default is None else "")
+        grid.add_row(
+            Text(f"  {key.name}", style="bold"), default, Text(key.allowed, style="green"), Text(key.help)
+        )
+    return grid
+
+
+def _names(prefix: str, **_: Any) -> list[str]:
+    from wanma.job.schema import tables
+
+    names = [name for table in tables() for name in (table.path, *(key.path for key in table.keys))]
+    return [name for name in names if name.startswith(prefix)]

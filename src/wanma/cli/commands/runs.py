@@ -1,0 +1,26 @@
+"""`wanma runs`: what has been trained here."""
+
+from __future__ import annotations
+
+import argparse
+
+from wanma.cli.arguments import add_runs_folder
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("runs", help="list the runs, newest first")
+    add_runs_folder(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from wanma.cli.show import show
+    from wanma.job.run_directory import list_runs
+    from wanma.report.text import runs_table
+
+    runs = list_runs(arguments.runs)
+    if not runs:
+        print(f"no runs in {arguments.runs.absolute()} yet; `wanma train JOB` makes one")
+        return 0
+    show(runs_table(runs))
+    return 0

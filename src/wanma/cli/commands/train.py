@@ -1,0 +1,64 @@
+"""`wanma train JOB`: train, or carry on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from wanma.cli.arguments import add_job
+
+_EXAMPLES = """\
+examples:
+  wanma train examples/gpt.toml
+  wanma train examples/gpt.toml train.steps=500 parallel.dp_shard=2 train.precision=bf16
+  wanma train examples/gpt.toml --dry-run
+  wanma train examples/gpt.toml --nodes 2 --rendezvous 10.0.0.1:29500   # the same on each machine
+
+After a crash or Ctrl-C the same command carries on from the last checkpoint.
+Ctrl-C finishes the step and saves; a second one leaves at once. `wanma job` lists every key.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("train", help="train a job, or carry on with it", epilog=_EXAMPLES)
+    add_job(parser)
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/NAME")
+    parser.add_argument("--dry-run", action="store_true", help="check and show the plan; start nothing")
+    parser.add_argument("--fresh", action="store_true", help="start anew: short for checkpoint.resume=false")
+    parser.add_argument("--nodes", metavar="N", help="machines, each with this command: cluster.nodes")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: cluster.rendezvous")
+    parser.add_argument("--node-rank", metavar="R", help="this machine's number: cluster.node_rank")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from wanma.job.load import load_job
+
+    job = load_job(arguments.job, [*arguments.overrides, *_options_as_overrides(arguments)])
+    # The room that needs torch comes after the job is known to be right.
+    from wanma.api.run import dry_run, train_job
+
+    if arguments.dry_run:
+        from wanma.cli.show import show
+
+        show(dry_run(job))
+        return 0
+    return train_job(
+        job,
+        run_directory=arguments.run_dir,
+        nodes=job.cluster.nodes,
+        rendezvous=job.cluster.rendezvous,
+        node_rank=job.cluster.node_rank,
+        command_line=arguments.command_line,
+    )
+
+
+def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Options that are another way to write a key, so that they are checked in one place."""
+    written = {
+        "cluster.nodes": arguments.nodes,
+        "cluster.rendezvous": arguments.rendezvous,
+        "cluster.node_rank": arguments.node_rank,
+        "checkpoint.resume": "false" if arguments.fresh else None,
+    }
+    return [f"{key}={value}" for key, value in written.items() if value is not None]

@@ -1,0 +1,65 @@
+"""The command `wanma`: the one place where errors become text and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
+
+EXIT_BROKEN_PIPE = 141
+"""What a shell reports for a program that SIGPIPE ended, as in `wanma runs | head -1`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code; prints at most one error message."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except WanmaError as error:
+        _complain(error.message, error.hint)
+        return error.exit_code
+    except BrokenPipeError:
+        # Whatever is left in the buffers has no reader; without this, Python complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        _complain(
+            f"this is a bug in wanma ({type(error).__name__}), not in your job",
+            "please report it with the lines above, the command and the output of `wanma version`",
+        )
+        return EXIT_FAILED
+
+
+def _run(arguments: list[str]) -> int:
+    from wanma.cli.parser import build_parser, parse
+
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow; answers and exits
+        import argcomplete
+
+        argcomplete.autocomplete(parser, always_complete_options=False)
+    parsed = parse(parser, arguments)
+    return int(parsed.run(parsed))
+
+
+def _complain(message: str, hint: str) -> None:
+    red, plain = ("\x1b[1;31m", "\x1b[0m") if _colours() else ("", "")
+    sys.stdout.flush()
+    print(f"{red}error:{plain} {message}" + (f"\n  {hint}" if hint else ""), file=sys.stderr)
+
+
+def _colours() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

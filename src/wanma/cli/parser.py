@@ -1,0 +1,102 @@
+"""The command line as argparse sees it, and what to say when it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from wanma import __version__
+from wanma.cli.commands import completion, doctor, job, launch, report, runs, sample, show, train, version
+from wanma.job.errors import JobError, did_you_mean
+
+COMMANDS = (train, launch, runs, show, report, sample, doctor, job, completion, version)
+
+_OVERVIEW = """\
+Distributed AI training: plan, launch, train, heal, measure and explain.
+
+start here:
+  wanma doctor                          what this machine has, and what it lacks
+  wanma train JOB.toml --dry-run        check a job and see its plan; starts nothing
+  wanma train JOB.toml [KEY=VALUE ...]  train; the same command carries on after a stop
+  wanma show                            how the newest run went
+"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are `JobError`, told in one place; options are never guessed from their beginning."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        raise JobError(f"{self.prog}: {message}", f"`{self.prog} --help` shows how")
+
+
+def build_parser() -> Parser:
+    """All commands."""
+    parser = Parser(prog="wanma", description=_OVERVIEW)
+    parser.add_argument("--version", action="version", version=f"wanma {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for module in COMMANDS:
+        module.add(commands)
+
+    def overview(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(run=overview)
+    return parser
+
+
+def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse, with overrides allowed before and after options.
+
+    Raises:
+        JobError: unknown command or option, a missing or wrong argument.
+    """
+    names = {module.__name__.rpartition(".")[2] for module in COMMANDS}
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        raise _unknown_command(arguments[0], names)
+    # argparse takes positionals in one run only: what follows an option comes back as `rest`.
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest:
+        wrong = [text for text in rest if text.startswith("-") or not hasattr(parsed, "overrides")]
+        if wrong:
+            raise _unknown_argument(wrong[0], parsed.command, parser)
+        parsed.overrides = [*parsed.overrides, *rest]
+    parsed.command_line = ["wanma", *arguments]
+    return parsed
+
+
+def _unknown_command(word: str, names: set[str]) -> JobError:
+    if word.endswith((".toml", ".yaml", ".yml")):
+        return JobError(f"'{word}' is not a command.", f"to train it: wanma train {word}")
+    return JobError(
+        f"unknown command '{word}'.{did_you_mean(word, names)}", "`wanma --help` lists the commands"
+    )
+
+
+def _unknown_argument(word: str, command: str | None, parser: Parser) -> JobError:
+    prog = f"wanma {command}" if command else "wanma"
+    hint = f"`{prog} --help` shows how"
+    if not word.startswith("-"):
+        return JobError(f"{prog}: '{word}' is one argument too many", hint)
+    name = word.partition("=")[0]
+    if "." in name:
+        return JobError(f"{prog}: unknown option {word}", "overrides have no dashes: train.steps=500")
+    options = _command_parser(parser, command)._option_string_actions
+    return JobError(f"{prog}: unknown option {name}.{did_you_mean(name, options)}", hint)
+
+
+def _command_parser(parser: Parser, command: str | None) -> argparse.ArgumentParser:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+            chosen: argparse.ArgumentParser = action.choices[command]
+            return chosen
+    return parser
