@@ -29,12 +29,12 @@ class LiveConsole(Console):
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
         super().__init__(run, steps, stream)
+        self._opened = time.monotonic()
+        self._lock = threading.Lock()  # events arrive in one thread and are drawn in another
         self._terminal = Terminal(file=stream, highlight=False)
         self._live = Live(
             console=self._terminal, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_SECOND
         )
-        self._lock = threading.Lock()  # events arrive in one thread and are drawn in another
-        self._opened = time.monotonic()
 
     def __enter__(self) -> Self:
         self._print_directory()
@@ -70,7 +70,12 @@ class LiveConsole(Console):
         table.add_column(no_wrap=True)
         table.add_row(
             Text(self.run.name, "bold"),
-            ProgressBar(total=progress.steps, completed=progress.step),
+            ProgressBar(
+                total=progress.steps,
+                completed=progress.step,
+                complete_style="cyan",
+                finished_style="green",
+            ),
             Text(f"step {progress.step:,}/{progress.steps:,}  {self._time()}"),
         )
         return table

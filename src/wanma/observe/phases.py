@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint")
+PHASES = ("data", "forward_backward", "communication", "optimizer", "checkpoint", "validation")
 """The phases of a step record. `communication` is what the step waits for, not what it hides."""
 
 

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import PurePath
 
 from wanma.job.worker import Event
 from wanma.observe.units import bytes_text, duration_text, number_text, share_text
@@ -72,7 +71,7 @@ class Progress:
             if loss is not None and math.isfinite(loss):
                 self.losses.add(loss)
         elif kind == "start":
-            self.first_step = event.get("first_step", 1)
+            self.first_step = event.get("step", 0) + 1
             self.steps = event.get("steps", self.steps)
             self._window.clear()  # a run that starts again begins a new measurement
         elif kind == "validation":
@@ -130,24 +129,15 @@ def validation_text(event: Event) -> str:
 
 
 def checkpoint_text(event: Event) -> str:
-    """'checkpoint step-00000100, 120 MiB in 0.42 s'."""
-    text = (
-        f"checkpoint {PurePath(event['path']).name}"
-        if event.get("path")
-        else f"checkpoint at step {event['step']:,}"
-    )
+    """'checkpoint of step 100, 120 MiB in 0.42 s'."""
+    text = f"checkpoint of step {event['step']:,}"
     if event.get("bytes") is not None:
         text += f", {bytes_text(event['bytes'])}"
-    if event.get("seconds") is not None:
-        text += f" in {duration_text(event['seconds'])}"
+    if event.get("write_seconds") is not None:
+        text += f" in {duration_text(event['write_seconds'])}"
     return text
 
 
 def finish_text(event: Event) -> str:
-    """'finished at step 300 after 1 min 02 s'."""
-    text = str(event.get("outcome", "finished"))
-    if event.get("step") is not None:
-        text += f" at step {event['step']:,}"
-    if event.get("seconds") is not None:
-        text += f" after {duration_text(event['seconds'])}"
-    return text
+    """'finished at step 300'."""
+    return f"{event['outcome']} at step {event['step']:,}"

@@ -14,11 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ObserveSection
-from wanma.job.worker import Control, Event
-from wanma.observe.forward import ForwardSink
-from wanma.observe.jsonl import JsonLinesSink
-from wanma.observe.tensorboard import TensorBoardSink
+from wanma.job.worker import Event
 
 STEP_KEYS = (
     "step",
@@ -57,15 +53,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Finish. Nothing is written afterwards."""
-
-
-def open_recorder(run: RunDirectory, first_step: int, observe: ObserveSection, control: Control) -> Recorder:
-    """The recorder that a job asks for: JSON lines always, TensorBoard if wanted, and the supervisor."""
-    sinks: list[Sink] = [JsonLinesSink()]
-    if observe.tensorboard:
-        sinks.append(TensorBoardSink())
-    sinks.append(ForwardSink(control))
-    return Recorder(run, sinks, first_step)
 
 
 class Recorder:
