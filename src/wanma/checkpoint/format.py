@@ -170,7 +170,7 @@ def parse_manifest(content: bytes) -> Manifest:
         known, version = head["format"] == FORMAT, head["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WanmaError(f"{MANIFEST} is not a checkpoint's manifest") from error
-    if not known or not isinstance(version, int):
+    if not known or not isinstance(version, int) or version < 1:
         raise WanmaError(f"{MANIFEST} is not a checkpoint's manifest")
     if version > VERSION:
         raise WanmaError(

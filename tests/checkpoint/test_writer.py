@@ -1,0 +1,367 @@
+"""Saving: what a save holds, what stays afterwards, and what a failed one leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanma.checkpoint import writer
+from wanma.checkpoint.folder import best
+from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
+from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.job.errors import WanmaError
+
+
+def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"model.weight": torch.full((64, 32), value), "optimizer.step": torch.tensor(int(value))}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def saved(checkpointer: Checkpointer, step: int, metric: float | None = None) -> SaveResult:
+    checkpointer.save(step, tensors(step), {"step": step}, metric=metric)
+    (result,) = checkpointer.wait()
+    return result
+
+
+def test_a_save_reads_back_bitwise_with_its_state(tmp_path: Path) -> None:
+    content = {
+        "fp32": torch.randn(7, 5),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "fp64": torch.randn(3, dtype=torch.float64),
+        "bf16": torch.randn(9, 2, dtype=torch.bfloat16),
+        "fp16": torch.randn(5).half(),
+        "fp8": torch.randn(5).to(torch.float8_e4m3fn),
+        "int64": torch.tensor([2**62, -1]),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(6, 4).t(),
+    }
+    state = {"step": 5, "schedule": {"base": 1e-3}, "list": [1, "ü", None]}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, content, state, rank_state={"random": [1, 2]})
+    path = newest(tmp_path)
+    assert path == tmp_path / "step-00000005"
+    assert names(path) == ["manifest.json", "rank-00000.safetensors"]
+    assert read_state(path) == state
+    target = {name: torch.zeros_like(tensor) for name, tensor in content.items()}
+    assert load(path, target) == (state, {"random": [1, 2]})
+    full = load_full(path)
+    for name, tensor in content.items():
+        for loaded in (target[name], full[name]):
+            assert loaded.dtype == tensor.dtype
+            assert loaded.shape == tensor.shape
+            assert loaded.contiguous().view(-1).view(torch.uint8).equal(
+                tensor.contiguous().view(-1).view(torch.uint8)
+            )
+
+
+def test_tensors_and_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
+    content, state = tensors(1.0), {"samples": [1]}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, content, state)
+        content["model.weight"].fill_(9.0)
+        state["samples"].append(2)
+    path = tmp_path / "step-00000001"
+    assert load_full(path)["model.weight"].unique().tolist() == [1.0]
+    assert read_state(path) == {"samples": [1]}
+
+
+def test_the_ticket_and_the_result_tell_what_a_save_cost(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, tensors(), {})
+        (result,) = checkpointer.wait()
+    size = (tmp_path / "step-00000001" / "rank-00000.safetensors").stat().st_size
+    assert ticket.bytes == result.bytes == size
+    assert ticket.stall_seconds == result.stall_seconds > 0
+    assert result.write_seconds > 0
+    assert result.error is None
+
+
+def test_buffers_are_used_again_and_follow_a_change_of_the_tensors(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=9) as checkpointer:
+        for step, shape in ((1, (8, 8)), (2, (8, 8)), (3, (100, 7)), (4, (2,))):
+            checkpointer.save(step, {"w": torch.full(shape, float(step))}, {})
+            memory = checkpointer._buffer._memory
+            if step == 2:
+                assert memory is first
+            first = memory
+    for step, shape in ((1, (8, 8)), (2, (8, 8)), (3, (100, 7)), (4, (2,))):
+        assert load_full(tmp_path / f"step-{step:08d}")["w"].equal(torch.full(shape, float(step)))
+
+
+def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    real = writer.write_file
+
+    def slow(path: Path, content: memoryview) -> str:
+        gate.wait(10)
+        return real(path, content)
+
+    monkeypatch.setattr(writer, "write_file", slow)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, tensors(1), {})
+        assert checkpointer.poll() == []
+        threading.Timer(0.3, gate.set).start()
+        ticket = checkpointer.save(2, tensors(2), {})
+        assert ticket.stall_seconds > 0.2
+    assert load_full(tmp_path / "step-00000001")["optimizer.step"] == 1
+    assert load_full(tmp_path / "step-00000002")["optimizer.step"] == 2
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step, metric in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, float("nan"))):
+            saved(checkpointer, step, metric)
+    assert names(tmp_path) == ["step-00000020", "step-00000040", "step-00000050"]
+    assert best(tmp_path) == tmp_path / "step-00000020"
+    # A later process knows the best one from its manifest.
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        saved(checkpointer, 60, 1.5)
+        assert names(tmp_path) == ["step-00000020", "step-00000060"]
+        saved(checkpointer, 70, 0.5)
+    assert names(tmp_path) == ["step-00000070"]
+
+
+def test_without_keep_best_only_the_newest_are_kept(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2, keep_best=False) as checkpointer:
+        for step, metric in ((10, 1.0), (20, 2.0), (30, 3.0)):
+            saved(checkpointer, step, metric)
+    assert names(tmp_path) == ["step-00000020", "step-00000030"]
+
+
+def test_a_damaged_later_checkpoint_does_not_push_out_the_good_ones(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        saved(checkpointer, 90)
+    (tmp_path / "step-00000090" / "manifest.json").write_text("damaged")
+    with Checkpointer(tmp_path, keep=1) as checkpointer:  # the run went back and continues from before
+        assert saved(checkpointer, 50).error is None
+        assert newest(tmp_path) == tmp_path / "step-00000050"
+        assert saved(checkpointer, 90).error is None
+    assert names(tmp_path) == ["step-00000090"]
+    assert verify(tmp_path / "step-00000090") == []
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, tensors(1), {"try": 1})
+        checkpointer.save(5, tensors(2), {"try": 2})
+    assert names(tmp_path) == ["step-00000005"]
+    assert read_state(tmp_path / "step-00000005") == {"try": 2}
+
+
+def test_killed_while_replacing_a_step_the_older_one_is_found_and_restored(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        saved(checkpointer, 5)
+    (tmp_path / "step-00000005").rename(tmp_path / "step-00000005.replaced-0-2")
+    assert newest(tmp_path) == tmp_path / "step-00000005.replaced-0-2"
+    Checkpointer(tmp_path)
+    assert newest(tmp_path) == tmp_path / "step-00000005"
+
+
+def test_a_new_start_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        saved(checkpointer, 5)
+    for name in ("step-00000009.partial-0-1", "step-00000001.removed-5", "step-00000005.replaced-0-1", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    assert Checkpointer(tmp_path, generation=1).removed == ["step-00000009.partial-0-1"]
+    assert names(tmp_path) == ["mine", "step-00000005"]
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def test_ranks_share_the_writing_and_rank_zero_commits(tmp_path: Path) -> None:
+    ranks = [Checkpointer(tmp_path, rank, 3) for rank in range(3)]
+    content = {f"w{number}": torch.full((100,), float(number)) for number in range(6)}
+    for rank, checkpointer in enumerate(ranks):
+        checkpointer.save(7, content, {"step": 7}, rank_state={"rank": rank})
+    results = [result for checkpointer in ranks for result in checkpointer.wait()]
+    assert [result.path for result in results] == [tmp_path / "step-00000007"] * 3
+    assert len({result.bytes for result in results}) == 1  # two tensors of six each
+    assert names(tmp_path / "step-00000007") == [
+        "manifest.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+        "rank-00002.safetensors",
+    ]
+    target = {name: torch.zeros(100) for name in content}
+    assert load(tmp_path / "step-00000007", target, rank=2, world_size=3)[1] == {"rank": 2}
+    assert load(tmp_path / "step-00000007", target, rank=1, world_size=2)[1] is None
+    assert all(target[name].equal(content[name]) for name in content)
+
+
+def test_pipeline_stages_save_and_load_their_own_names(tmp_path: Path) -> None:
+    stages = [{"layers.0": torch.ones(3)}, {"layers.1": torch.full((3,), 2.0)}]
+    ranks = [Checkpointer(tmp_path, rank, 2, replicas=[rank]) for rank in range(2)]
+    for checkpointer, stage in zip(ranks, stages, strict=True):
+        checkpointer.save(1, stage, {})
+    for checkpointer in ranks:
+        checkpointer.close()
+    path = tmp_path / "step-00000001"
+    assert {name: tensor[0].item() for name, tensor in load_full(path).items()} == {
+        "layers.0": 1.0,
+        "layers.1": 2.0,
+    }
+    mine = {"layers.1": torch.zeros(3)}
+    load(path, mine, elsewhere=["layers.0"])
+    assert mine["layers.1"].tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(WanmaError, match=r"layers\.0: only in the checkpoint"):
+        load(path, mine)
+
+
+def test_a_rank_that_never_comes_is_named_and_the_save_before_stays(tmp_path: Path) -> None:
+    ranks = [Checkpointer(tmp_path, rank, 3, deadline_seconds=0.3) for rank in range(3)]
+    for checkpointer in ranks:
+        checkpointer.save(1, tensors(1), {})
+    for checkpointer in ranks:
+        checkpointer.wait()
+    for checkpointer in ranks[:2]:  # rank 2 is dead
+        checkpointer.save(2, tensors(2), {})
+    for checkpointer in ranks[:2]:
+        (result,) = checkpointer.wait()
+        assert result.path is None
+        assert "rank 2 did not finish writing within 0.3 s" in str(result.error)
+        assert "the ones before it are untouched" in str(result.error)
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    ranks[0].close()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_failure_of_one_rank_reaches_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = writer.write_file
+
+    def failing(path: Path, content: memoryview) -> str:
+        if path.name == "rank-00001.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path, content)
+
+    ranks = [Checkpointer(tmp_path, rank, 2, deadline_seconds=60) for rank in range(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "write_file", failing)
+        for checkpointer in ranks:
+            checkpointer.save(1, tensors(1), {})
+        results = [checkpointer.wait()[0] for checkpointer in ranks]
+    for result in results:
+        assert "rank 1: Input/output error" in str(result.error)
+        assert result.commit_seconds < 10
+    for checkpointer in ranks:  # training went on, the disk is well again
+        checkpointer.save(2, tensors(2), {})
+    assert [checkpointer.wait()[0].error for checkpointer in ranks] == [None, None]
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_rank_that_cannot_even_start_tells_the_others(tmp_path: Path) -> None:
+    ranks = [Checkpointer(tmp_path, rank, 2, deadline_seconds=60) for rank in range(2)]
+    with pytest.raises(WanmaError, match="complex64"):
+        ranks[1].save(1, {"w": torch.zeros(1, dtype=torch.complex64)}, {})
+    ranks[0].save(1, tensors(), {})
+    (result,) = ranks[0].wait()
+    assert "rank 1: tensor w has dtype torch.complex64" in str(result.error)
+
+
+def test_ranks_that_disagree_about_a_tensor_do_not_commit(tmp_path: Path) -> None:
+    ranks = [Checkpointer(tmp_path, rank, 2, replicas=[rank]) for rank in range(2)]
+    ranks[0].save(1, {"w": torch.zeros(2)}, {})
+    ranks[1].save(1, {"w": torch.zeros(3)}, {})
+    for checkpointer in ranks:
+        (result,) = checkpointer.wait()
+        assert "rank 1 holds tensor w as" in str(result.error)
+    assert newest(tmp_path) is None
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small file system")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.root
+def test_a_full_disk_fails_the_save_leaves_the_one_before_and_frees_its_own_part(small_disk: Path) -> None:
+    checkpointer = Checkpointer(small_disk)
+    assert saved(checkpointer, 1).error is None
+    checkpointer.save(2, {"w": torch.zeros(600_000)}, {})
+    (result,) = checkpointer.wait()
+    assert result.path is None
+    assert "step 2 was not saved: rank 0: No space left on device" in str(result.error)
+    assert "rank-00000.safetensors" in str(result.error)
+    assert "free space" in result.error.hint
+    assert names(small_disk) == ["step-00000001"]
+    assert saved(checkpointer, 3).error is None  # training went on
+    assert names(small_disk) == ["step-00000001", "step-00000003"]
+
+
+def test_a_write_error_is_reported_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(tmp_path)
+
+    def full(descriptor: int, content: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer.os, "write", full)
+        result = saved(checkpointer, 1)
+    assert "No space left on device" in str(result.error)
+    assert "rank-00000.safetensors" in str(result.error)
+    assert names(tmp_path) == []
+
+
+def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "write_file", lambda path, content: 1 / 0)
+        checkpointer.save(1, tensors(), {})
+        checkpointer._join()
+    with pytest.raises(WanmaError, match="step 1 was not saved.*ZeroDivisionError"):
+        checkpointer.save(2, tensors(), {})
+    assert saved(checkpointer, 3).error is None
+    checkpointer.close()
+
+
+def test_a_failure_that_nobody_asked_about_is_raised_by_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "write_file", lambda path, content: 1 / 0)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, tensors(), {})
+    with pytest.raises(WanmaError, match="step 1 was not saved"):
+        checkpointer.close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WanmaError, match="cannot use the checkpoint folder") as caught:
+        Checkpointer(tmp_path / "file" / "checkpoints")
+    assert "--run-dir" in caught.value.hint
+
+
+def test_state_that_is_no_json_is_refused_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(WanmaError, match="the training state cannot be written as JSON"):
+        checkpointer.save(1, tensors(), {"loss": float("nan")})
+    assert names(tmp_path) == []
+
+
+def test_keeping_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WanmaError, match="keep is 0"):
+        Checkpointer(tmp_path, keep=0)
