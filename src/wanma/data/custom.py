@@ -1,0 +1,219 @@
+"""One's own map-style dataset as `Data`: `__len__` and `__getitem__`, as PyTorch has them.
+
+An item is `(input, ..., target)`, a `Sample`, or a dict with a target and the model's keyword arguments.
+Items are joined by torch's default collate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from wanma.data.batch import Batch
+from wanma.data.data import Data, Kind, make_batch
+from wanma.data.order import Numbers, permute, shuffled
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.imports import import_object
+from wanma.job.sections import DataSection
+
+_TARGETS = ("target", "targets", "label", "labels")
+_INPUTS = ("input", "inputs")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One item of a dataset, spelled out."""
+
+    inputs: tuple[Any, ...]
+    """Positional arguments of the model, without the batch dimension."""
+    target: Any
+    keywords: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the model."""
+
+
+class CustomData(Data):
+    """A dataset in our order. Its own order, samplers and batching are not used."""
+
+    kind: ClassVar[Kind] = "custom"
+    targets_per_sample = 1
+    fingerprint = ""
+
+    def __init__(
+        self,
+        train: Any,
+        validation: Any,
+        *,
+        validation_fraction: float,
+        one_at_a_time: bool,
+        seed: int,
+        total_samples: int,
+    ) -> None:
+        """
+        Args:
+            validation: dataset, or None to keep a share of `train`, by position, since content is unknown.
+            one_at_a_time: let only one thread at a time into the datasets.
+        """
+        self._train = train
+        self._validation = validation
+        self._lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
+        self._total = total_samples
+        self.seed = seed
+        size = _length(train)
+        if validation is not None:
+            self.train_samples, self.validation_samples = size, _length(validation)
+        else:
+            kept = max(round(size * validation_fraction), 1) if validation_fraction else 0
+            if kept >= size:
+                raise JobError(
+                    f"data: a dataset of {size} samples is too small to keep some for validation",
+                    "add samples, or set data.validation_fraction=0",
+                )
+            self.train_samples, self.validation_samples = size - kept, kept
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "dataset": type(self._train).__qualname__,
+            "train_samples": self.train_samples,
+            "validation_samples": self.validation_samples,
+            "epochs": self._total / self.train_samples,
+        }
+
+    def _train_batch(self, numbers: Numbers) -> Batch:
+        rows = shuffled(numbers, self.train_samples, self.seed)
+        return self._read(self._train, self._own(rows), numbers)
+
+    def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
+        if self._validation is not None:
+            return self._read(self._validation, rows, numbers)
+        return self._read(self._train, self._own(rows + self.train_samples), numbers)
+
+    def _own(self, rows: Numbers) -> Numbers:
+        """Row of the dataset: a fixed shuffle whose last rows are for validation, whatever the seed."""
+        if self._validation is not None:
+            return rows
+        return permute(rows, self.train_samples + self.validation_samples, "validation split")
+
+    def _read(self, dataset: Any, rows: Numbers, numbers: Numbers) -> Batch:
+        with self._lock:
+            samples = [self._item(dataset, int(row)) for row in rows]
+        name = type(dataset).__name__
+        joined = [(sample.inputs, sample.target, sample.keywords) for sample in samples]
+        try:
+            inputs, target, keywords = default_collate(joined)
+        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            raise WanmaError(
+                f"data: samples {_few(rows)} of {name} cannot be joined into a batch: {error}",
+                "every sample needs the same shapes and keys: pad or crop them in __getitem__",
+            ) from error
+        if not isinstance(target, Tensor) or not all(isinstance(value, Tensor) for value in inputs):
+            raise WanmaError(
+                f"data: {name} gives {type(target).__name__} as target and "
+                f"{[type(value).__name__ for value in inputs]} as inputs",
+                "give tensors, arrays or numbers",
+            )
+        return make_batch(tuple(inputs), target, numbers, dict(keywords))
+
+    @staticmethod
+    def _item(dataset: Any, row: int) -> Sample:
+        try:
+            item = dataset[row]
+        except Exception as error:
+            raise WanmaError(
+                f"data: sample {row} of {type(dataset).__name__} failed: {type(error).__name__}: {error}",
+            ) from error
+        return _sample(item, type(dataset).__name__)
+
+
+def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> CustomData:
+    """A dataset, or a pair (training, validation) of them, as `Data`.
+
+    Raises:
+        JobError: not a map-style dataset, or an empty one.
+    """
+    train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
+    for part in (train, validation):
+        if part is not None:
+            _check_map_style(part)
+    return CustomData(
+        train,
+        validation,
+        validation_fraction=section.validation_fraction,
+        one_at_a_time=section.workers == 1,
+        seed=seed,
+        total_samples=total_samples,
+    )
+
+
+def call_factory(section: DataSection) -> Any:
+    """What `data.factory` returns.
+
+    Raises:
+        JobError: it cannot be imported, is no function, or fails.
+    """
+    assert section.factory is not None
+    factory: Callable[..., Any] = import_object(section.factory, "data.factory")
+    if not callable(factory):
+        raise JobError(f"data.factory = '{section.factory}' is {type(factory).__name__}, not a function")
+    try:
+        return factory(**section.arguments)
+    except WanmaError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"data.factory = '{section.factory}' failed: {type(error).__name__}: {error}",
+            f"it was called with data.arguments = {section.arguments}",
+        ) from error
+
+
+def _check_map_style(dataset: Any) -> None:
+    name = type(dataset).__name__
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise JobError(
+            f"data: {name} is no map-style dataset (`__len__` and `__getitem__`)",
+            "the order is the same on any number of ranks because samples are asked for by number; "
+            "what can only be iterated over cannot answer",
+        )
+    if _length(dataset) == 0:
+        raise JobError(f"data: {name} is empty")
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:  # an iterable dataset may inherit `__len__` and refuse
+        raise JobError(f"data: {type(dataset).__name__} has no length: {error}") from error
+
+
+def _sample(item: Any, name: str) -> Sample:
+    if isinstance(item, Sample):
+        return item
+    if isinstance(item, Mapping):
+        target = next((key for key in _TARGETS if key in item), None)
+        if target is None:
+            raise WanmaError(
+                f"data: a sample of {name} has the keys {sorted(item)} and no target",
+                f"name the target one of {', '.join(_TARGETS)}; the others are passed to the model by name",
+            )
+        given = next((key for key in _INPUTS if key in item), None)
+        inputs = () if given is None else item[given]
+        keywords = {key: value for key, value in item.items() if key not in (target, given)}
+        return Sample(inputs if isinstance(inputs, tuple) else (inputs,), item[target], keywords)
+    if isinstance(item, tuple | list) and len(item) >= 2:
+        return Sample(tuple(item[:-1]), item[-1])
+    raise WanmaError(
+        f"data: a sample of {name} is {type(item).__name__}",
+        "return (input, target), a dict with a target, or wanma.data.custom.Sample",
+    )
+
+
+def _few(rows: Numbers) -> str:
+    shown = ", ".join(str(row) for row in np.asarray(rows)[:5])
+    return shown + (", ..." if len(rows) > 5 else "")

@@ -1,0 +1,226 @@
+"""Labelled images as published: MNIST's IDX, CIFAR-10's binary format (plain or gzip), or an .npz.
+
+Everything is read as it is stored, uint8 where it is uint8, as (images, channels, height, width). No torch
+here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.job.errors import JobError, WanmaError
+
+_CIFAR_FOLDER = "cifar-10-batches-bin"
+_CIFAR_RECORD = 1 + 3 * 32 * 32
+_ARRAYS = (("x_train", "y_train"), ("images", "labels"))
+_TEST_ARRAYS = (("x_test", "y_test"), ("test_images", "test_labels"))
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """One set: images (count, channels, height, width), labels (count,) int64."""
+
+    images: NDArray[Any]
+    labels: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4 or self.labels.ndim != 1 or len(self.images) != len(self.labels):
+            raise ValueError(f"images of shape {self.images.shape} with labels of shape {self.labels.shape}")
+        if len(self.labels) and self.labels.min() < 0:
+            raise ValueError(f"a label is {self.labels.min()}; classes count from 0")
+
+
+def read_images(path: str, key: str = "data.images") -> tuple[LabelledImages, LabelledImages | None]:
+    """The training set, and the test set where there is one.
+
+    Raises:
+        JobError: nothing there, or no format that is known.
+        WanmaError: a file that cannot be read or is damaged; names `key` and the file.
+    """
+    files = find_images(path, key)
+    train = _read(files.train, key)
+    test = _read(files.test, key) if files.test else None
+    if test is not None and test.images.shape[1:] != train.images.shape[1:]:
+        shapes = f"{train.images.shape[1:]} for training but {test.images.shape[1:]} for testing"
+        raise WanmaError(f"{key}: the images in '{path}' have different shapes: {shapes}")
+    return train, test
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Where the two sets are.
+
+    IDX: the files of images and of labels; CIFAR-10: its batches; .npz: the file and the names of two arrays.
+    """
+
+    train: tuple[str | Path, ...]
+    test: tuple[str | Path, ...]
+
+
+def find_images(path: str, key: str = "data.images") -> ImageFiles:
+    """The files of both sets by their names, without reading them.
+
+    A folder with only a test set is one that is not divided: its images are taken for training.
+
+    Raises:
+        JobError: nothing there, or no format that is known.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise JobError(f"{key}: '{path}' does not exist", "paths are relative to where wanma is started")
+    if place.suffix == ".npz":
+        return _find_npz(place, key)
+    if place.is_file():
+        return ImageFiles(_idx_pair(place, key), ())
+    try:
+        names = sorted(place.iterdir())
+        if (place / _CIFAR_FOLDER).is_dir():
+            names += sorted((place / _CIFAR_FOLDER).iterdir())
+    except OSError as error:
+        raise _broken(place, key, error) from error
+    if files := _find_cifar(names) or _find_idx(names, key):
+        train, test = files
+        return ImageFiles(train or test, test if train else ())
+    archives = [name for name in names if name.suffix == ".npz"]
+    if len(archives) == 1:
+        return _find_npz(archives[0], key)
+    raise JobError(
+        f"{key}: no images that are known in the folder '{path}'",
+        "it may hold MNIST's files (*train*images*idx3*), CIFAR-10's (data_batch_1.bin ...), or one .npz",
+    )
+
+
+def _find_cifar(names: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]] | None:
+    def named(start: str) -> tuple[Path, ...]:
+        return tuple(name for name in names if name.name.startswith(start) and ".bin" in name.suffixes)
+
+    train, test = named("data_batch_"), named("test_batch")
+    return (train, test) if train or test else None
+
+
+def _find_idx(names: Sequence[Path], key: str) -> tuple[tuple[Path, ...], tuple[Path, ...]] | None:
+    images = [name for name in names if "images" in name.name and "idx3" in name.name]
+    test = [name for name in images if "t10k" in name.name or "test" in name.name]
+    train = [name for name in images if name not in test]
+    for found in (train, test):
+        if len(found) > 1:
+            raise JobError(
+                f"{key}: more than one set of images: {', '.join(name.name for name in found)}",
+                "keep one data set per folder, or name the file of images",
+            )
+    if not images:
+        return None
+    return (_idx_pair(train[0], key) if train else ()), (_idx_pair(test[0], key) if test else ())
+
+
+def _idx_pair(images: Path, key: str) -> tuple[Path, ...]:
+    stem = images.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
+    for candidate in (images.with_name(stem), images.with_name(f"{stem}.gz")):
+        if candidate != images and candidate.exists():
+            return images, candidate
+    raise JobError(f"{key}: no labels beside '{images}'", f"their file would be {stem} or {stem}.gz")
+
+
+def _find_npz(path: Path, key: str) -> ImageFiles:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = set(archive.files)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise _broken(path, key, error) from error
+    train = next((pair for pair in _ARRAYS if names.issuperset(pair)), None)
+    test = next((pair for pair in _TEST_ARRAYS if names.issuperset(pair)), None)
+    if train is None:
+        raise JobError(
+            f"{key}: '{path}' holds the arrays {sorted(names)}",
+            "name them images and labels, or x_train, y_train, x_test and y_test",
+        )
+    return ImageFiles((path, *train), (path, *test) if test else ())
+
+
+def _read(files: tuple[str | Path, ...], key: str) -> LabelledImages:
+    first = Path(files[0])
+    try:
+        if isinstance(files[-1], str):
+            found = _read_npz(first, str(files[1]), files[-1])
+        elif "idx" in first.name:
+            found = _read_idx(first, Path(files[1]))
+        else:
+            found = _read_cifar([Path(name) for name in files])
+        if not len(found.labels):
+            raise ValueError("it holds no image")
+    except (OSError, ValueError, EOFError, KeyError, zlib.error, zipfile.BadZipFile) as error:
+        raise _broken(first, key, error) from error
+    return found
+
+
+def _read_idx(images: Path, labels: Path) -> LabelledImages:
+    pixels = _idx_array(images, 3)
+    return LabelledImages(pixels[:, None], _idx_array(labels, 1).astype(np.int64))
+
+
+def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """IDX (LeCun's MNIST page): 0, 0, type 8 (uint8), dimensions, big-endian sizes, then the values."""
+    content = _content(path)
+    header = 4 + 4 * dimensions
+    if content[:4] != bytes([0, 0, 8, dimensions]):
+        raise ValueError(
+            f"{path.name} does not begin as an IDX file of {dimensions} dimensions of bytes does"
+        )
+    shape = tuple(int(size) for size in np.frombuffer(content[:header], dtype=">u4", offset=4))
+    if len(content) - header != np.prod(shape, dtype=np.int64):
+        raise ValueError(f"{path.name} has {len(content) - header} bytes of values for the shape {shape}")
+    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
+
+
+def _read_cifar(paths: Sequence[Path]) -> LabelledImages:
+    """CIFAR-10 binary (Krizhevsky's page): records of 1 label and 3 × 32 × 32 values, channels first."""
+    batches = []
+    for path in paths:
+        content = _content(path)
+        if not content or len(content) % _CIFAR_RECORD:
+            raise ValueError(f"{path.name} has {len(content)} bytes, no multiple of {_CIFAR_RECORD}")
+        batches.append(np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD))
+    records = np.concatenate(batches)
+    labels = records[:, 0].astype(np.int64)
+    if labels.max() > 9:
+        raise ValueError(f"a label is {labels.max()}; CIFAR-10 has 0 to 9")
+    return LabelledImages(np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32), labels)
+
+
+def _read_npz(path: Path, images: str, labels: str) -> LabelledImages:
+    with np.load(path, allow_pickle=False) as archive:
+        pixels, classes = archive[images], archive[labels]
+    if pixels.ndim == 3:
+        pixels = pixels[:, None]
+    elif pixels.ndim == 4 and pixels.shape[3] in (1, 3, 4):  # channels last, as Keras and most files have it
+        pixels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    if pixels.dtype != np.uint8 and not np.issubdtype(pixels.dtype, np.floating):
+        raise ValueError(f"the array {images} is {pixels.dtype}; uint8 or floating point is read")
+    if classes.ndim == 2 and classes.shape[1] == 1:
+        classes = classes[:, 0]
+    if not np.issubdtype(classes.dtype, np.integer):
+        raise ValueError(f"the array {labels} is {classes.dtype}, not whole numbers")
+    return LabelledImages(pixels, classes.astype(np.int64))
+
+
+def _content(path: Path) -> bytes:
+    if path.suffix == ".gz":
+        with gzip.open(path) as stream:
+            return stream.read()
+    return path.read_bytes()
+
+
+def _broken(path: Path, key: str, error: Exception) -> WanmaError:
+    if isinstance(error, PermissionError):
+        return WanmaError(f"{key}: no permission to read '{error.filename or path}'")
+    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return WanmaError(f"{key}: '{path}' cannot be read: {cause}", "the file may be damaged: fetch it again")

@@ -1,0 +1,130 @@
+"""The front door: `prepare` once per machine, then `open_data` in every rank.
+
+`prepare` imports no torch and leaves no thread or process behind, so that it may run before workers are
+forked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanma.data.images import find_images, read_images
+from wanma.data.ramp import samples_before
+from wanma.data.text import STDLIB, Document, list_documents
+from wanma.data.token_file import ensure_token_file
+from wanma.data.tokenizer import Tokenizer, load_tokenizer
+from wanma.job.sections import DataSection, TrainSection
+
+if TYPE_CHECKING:
+    from wanma.data.data import Data
+
+
+def prepare(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
+    """Do what need not be done by every rank: find the data, and build token files that are missing.
+
+    Args:
+        progress: called with (bytes done, bytes in all) while token files are built.
+
+    Raises:
+        JobError: the data or the tokenizer is not there or not understood.
+        WanmaError: it cannot be read, is damaged, or the cache cannot be written.
+    """
+    if section.images:
+        find_images(section.images)
+    elif not section.factory:
+        texts = _texts(section)
+        tokenizer = load_tokenizer(section.tokenizer)
+        totals = [sum(document.size for document in text.documents) for text in texts]
+        for number, text in enumerate(texts):
+            before = sum(totals[:number])
+
+            def advance(done: int, _: int, before: int = before) -> None:
+                if progress is not None:
+                    progress(before + done, sum(totals))
+
+            ensure_token_file(text.documents, tokenizer, cache_folder(section), advance)
+
+
+def open_data(section: DataSection, train: TrainSection, dataset: Any = None) -> Data:
+    """This rank's view of the data: the same on every rank.
+
+    Args:
+        dataset: one's own map-style dataset, or a pair (training, validation); replaces what `section` names.
+
+    Raises:
+        JobError, WanmaError: as `prepare`; and too little data for one sample of training and validation.
+    """
+    total = samples_before(train, train.steps)
+    if dataset is not None or section.factory:
+        from wanma.data.custom import call_factory, open_dataset
+
+        return open_dataset(call_factory(section) if dataset is None else dataset, section, train.seed, total)
+    if section.images:
+        from wanma.data.image_data import ImageData
+
+        images, test = read_images(section.images)
+        return ImageData(
+            images,
+            test,
+            validation_fraction=section.validation_fraction,
+            seed=train.seed,
+            total_samples=total,
+        )
+    return _open_text(section, train, load_tokenizer(section.tokenizer), total)
+
+
+def cache_folder(section: DataSection) -> Path:
+    """Where token files are: `data.cache`, or wanma's folder in the user's cache."""
+    if section.cache is not None:
+        return Path(section.cache).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "wanma"
+
+
+@dataclass(frozen=True)
+class _Text:
+    name: str
+    weight: float
+    documents: Sequence[Document]
+
+
+def _texts(section: DataSection) -> list[_Text]:
+    """The sources of a job; one that names no data trains on the standard library's source."""
+    if section.sources:
+        return [
+            _Text(source.name, source.weight, list_documents(source.text, f"data.sources[{number}].text"))
+            for number, source in enumerate(section.sources)
+        ]
+    return [_Text("text", 1.0, list_documents(section.text or [STDLIB]))]
+
+
+def _open_text(section: DataSection, train: TrainSection, tokenizer: Tokenizer, total: int) -> Data:
+    from wanma.data.token_data import TextSource, TokenData
+
+    cache = cache_folder(section)
+    sources = [
+        TextSource(text.name, text.weight, ensure_token_file(text.documents, tokenizer, cache))
+        for text in _texts(section)
+    ]
+    return TokenData(
+        sources,
+        tokenizer,
+        sequence_length=section.sequence_length,
+        validation_fraction=section.validation_fraction,
+        masks=section.document_masks,
+        seed=train.seed,
+        total_samples=total,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """`Data` on demand: it needs torch, which `prepare` must not import."""
+    if name == "Data":
+        from wanma.data.data import Data
+
+        return Data
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,150 @@
+"""Text to token numbers and back: plain bytes, or any Hugging Face `tokenizers` JSON file. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.job.errors import JobError, WanmaError
+
+_FILE = "tokenizer.json"
+_BYTES = '{"wanma_tokenizer": "bytes"}'
+_END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|end_of_document|>",
+    "<EOS>",
+    "[EOS]",
+)
+"""Names under which published tokenizers keep their end-of-document token; the first that is there wins."""
+
+
+class Tokenizer(ABC):
+    """What turns text into tokens."""
+
+    vocabulary: int
+    """Token numbers are below this."""
+    end_of_document: int
+    """Follows every document."""
+    needs_utf8: bool
+    """Bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
+    fingerprint: str
+    """Equal for tokenizers with equal content."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds every token."""
+        return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
+
+    @abstractmethod
+    def encode(self, text: bytes) -> NDArray[Any]:
+        """Tokens of a piece of text, of `dtype`, without special tokens around them."""
+
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of `tokens`; ends of documents are left out, what is no UTF-8 shows as U+FFFD."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Leave in `folder` what `load_tokenizer(folder)` needs."""
+
+
+class BytesTokenizer(Tokenizer):
+    """Each byte is a token; 256 ends a document."""
+
+    vocabulary = 257
+    end_of_document = 256
+    needs_utf8 = False
+    fingerprint = "bytes"
+
+    def encode(self, text: bytes) -> NDArray[Any]:
+        return np.frombuffer(text, dtype=np.uint8).astype(self.dtype)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(int(token) for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        (folder / _FILE).write_text(_BYTES, encoding="utf-8")
+
+
+class FileTokenizer(Tokenizer):
+    """A Hugging Face `tokenizers` JSON file, whatever its algorithm."""
+
+    needs_utf8 = True
+
+    def __init__(self, content: str) -> None:
+        from tokenizers import Tokenizer as Backend  # only who uses one pays for its import
+
+        self._content = content
+        self._backend: Any = Backend.from_str(content)
+        self._backend.no_truncation()  # a document is never cut or padded, whatever the file was saved with
+        self._backend.no_padding()
+        numbers = self._backend.get_vocab(with_added_tokens=True)
+        if not numbers:
+            raise ValueError("its vocabulary is empty")
+        self._known = max(numbers.values()) + 1
+        named = [numbers[name] for name in _END_OF_DOCUMENT if name in numbers]
+        self.end_of_document = named[0] if named else self._known
+        self.vocabulary = max(self._known, self.end_of_document + 1)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+
+    def encode(self, text: bytes) -> NDArray[Any]:
+        # one text at a time: `encode_batch` starts a thread pool, which a later fork would not survive
+        encoded = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        return np.array(encoded.ids, dtype=self.dtype)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        kept = [int(token) for token in tokens if token < self._known and token != self.end_of_document]
+        text: str = self._backend.decode(kept, skip_special_tokens=False)
+        return text
+
+    def save(self, folder: Path) -> None:
+        (folder / _FILE).write_text(self._content, encoding="utf-8")
+
+
+def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
+    """'bytes', the path or URL of a tokenizer.json, or a folder that holds one.
+
+    Raises:
+        JobError: no such file, or not a tokenizer; names `key`.
+        WanmaError: the file cannot be read.
+    """
+    if name == "bytes":
+        return BytesTokenizer()
+    content = _read(str(name), key)
+    if content.strip() == _BYTES:
+        return BytesTokenizer()
+    try:
+        json.loads(content)
+        return FileTokenizer(content)
+    except Exception as error:  # the backend raises plain `Exception` for a file that it cannot use
+        raise JobError(
+            f"{key}: '{name}' is not a Hugging Face tokenizers file: {error}",
+            "it is the file named tokenizer.json in a model's repository",
+        ) from error
+
+
+def _read(name: str, key: str) -> str:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(name)
+        if filesystem.isdir(path):
+            path = f"{path.rstrip('/')}/{_FILE}"
+        content: bytes = filesystem.cat_file(path)
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise JobError(f"{key}: '{name}' is not a text file, so no tokenizer.json") from error
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        cause = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise JobError(f"{key}: '{name}': {cause}", "give 'bytes' or the path of a tokenizer.json") from error
+    except OSError as error:
+        raise WanmaError(f"{key}: cannot read '{name}': {error.strerror or error}") from error
