@@ -68,8 +68,9 @@ class SaveResult:
 class Checkpointer:
     """Saves checkpoints of one run into `folder`.
 
-    Every rank makes one before its first step, and calls `save` for the same steps. Making it on
-    rank 0 removes what killed runs left unfinished in `folder`; nothing committed is touched.
+    Every rank makes one and calls `save` for the same steps. Making it on rank 0 removes what killed
+    runs left unfinished in `folder` (nothing committed is touched), so no rank may save before rank 0
+    has made its own: make it before the first step, which no rank completes alone.
 
     Args:
         folder: shared by all ranks.
