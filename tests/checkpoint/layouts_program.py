@@ -97,7 +97,9 @@ def main(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def distribute(full: Tensors, mesh: DeviceMesh, placements: Callable[[torch.Tensor], list[object]]) -> Tensors:
+def distribute(
+    full: Tensors, mesh: DeviceMesh, placements: Callable[[torch.Tensor], list[object]]
+) -> Tensors:
     return {
         name: distribute_tensor(tensor, mesh, placements(tensor)) if tensor.dim() else tensor.clone()
         for name, tensor in full.items()
@@ -125,7 +127,9 @@ def fsdp(full: Tensors, mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None)
 
 def difference(found: Tensors, expected: Tensors) -> str:
     """Names that differ in a single bit, dtype or shape."""
-    differing = [name for name in expected if not same_bits(local_part(found[name]), local_part(expected[name]))]
+    differing = [
+        name for name in expected if not same_bits(local_part(found[name]), local_part(expected[name]))
+    ]
     return f"differs in {differing}" if differing or set(found) != set(expected) else ""
 
 

@@ -125,7 +125,7 @@ def test_files_outside_the_checkpoint_are_refused() -> None:
 def test_a_shard_that_reaches_outside_its_tensor_is_refused() -> None:
     shard = Shard(Box((3, 0), (2, 3)), "rank-00000.safetensors")
     outside = Manifest(1, 1, None, {}, {}, MANIFEST.files, {"w": TensorEntry("F32", (4, 3), (shard,))})
-    with pytest.raises(WanmaError, match="malformed.*shard"):
+    with pytest.raises(WanmaError, match=r"malformed.*shard"):
         parse_manifest(dump_manifest(outside))
 
 
@@ -140,7 +140,13 @@ def test_state_that_json_cannot_hold_is_refused_when_saving() -> None:
             dump_manifest(Manifest(1, 1, None, {"value": value}))
 
 
-TENSORS = {"a": ("BOOL", (3,)), "b": ("F64", (2, 2)), "c": ("F16", ()), "d": ("F32", (0, 4)), "é": ("I16", (5,))}
+TENSORS = {
+    "a": ("BOOL", (3,)),
+    "b": ("F64", (2, 2)),
+    "c": ("F16", ()),
+    "d": ("F32", (0, 4)),
+    "é": ("I16", (5,)),
+}
 
 
 def test_the_header_opens_with_the_safetensors_library() -> None:

@@ -18,7 +18,9 @@ def piece(name: str, elements: int, replicas: tuple[int, ...]) -> Piece:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 1000), st.sets(st.integers(0, 5), min_size=1).map(lambda s: tuple(sorted(s)))),
+        st.tuples(
+            st.integers(0, 1000), st.sets(st.integers(0, 5), min_size=1).map(lambda s: tuple(sorted(s)))
+        ),
         max_size=30,
     )
 )
@@ -55,6 +57,6 @@ def test_a_plain_tensor_is_one_box_held_by_all_replicas() -> None:
 
 
 def test_a_dtype_that_the_format_lacks_is_named() -> None:
-    with pytest.raises(WanmaError, match="tensor w has dtype torch.complex64") as caught:
+    with pytest.raises(WanmaError, match=r"tensor w has dtype torch\.complex64") as caught:
         pieces_of({"w": torch.zeros(1, dtype=torch.complex64)}, replicas=[0])
     assert "torch.float32" in caught.value.hint

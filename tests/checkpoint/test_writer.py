@@ -61,8 +61,11 @@ def test_a_save_reads_back_bitwise_with_its_state(tmp_path: Path) -> None:
         for loaded in (target[name], full[name]):
             assert loaded.dtype == tensor.dtype
             assert loaded.shape == tensor.shape
-            assert loaded.contiguous().view(-1).view(torch.uint8).equal(
-                tensor.contiguous().view(-1).view(torch.uint8)
+            assert (
+                loaded.contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .equal(tensor.contiguous().view(-1).view(torch.uint8))
             )
 
 
@@ -89,15 +92,27 @@ def test_the_ticket_and_the_result_tell_what_a_save_cost(tmp_path: Path) -> None
 
 
 def test_buffers_are_used_again_and_follow_a_change_of_the_tensors(tmp_path: Path) -> None:
+    memories = []
     with Checkpointer(tmp_path, keep=9) as checkpointer:
         for step, shape in ((1, (8, 8)), (2, (8, 8)), (3, (100, 7)), (4, (2,))):
             checkpointer.save(step, {"w": torch.full(shape, float(step))}, {})
-            memory = checkpointer._buffer._memory
-            if step == 2:
-                assert memory is first
-            first = memory
+            memories.append(checkpointer._buffer._memory)
+    assert memories[0] is memories[1] is not memories[2]
+    assert memories[2] is memories[3]
     for step, shape in ((1, (8, 8)), (2, (8, 8)), (3, (100, 7)), (4, (2,))):
         assert load_full(tmp_path / f"step-{step:08d}")["w"].equal(torch.full(shape, float(step)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_gpu_go_through_pinned_memory_and_come_back(tmp_path: Path) -> None:
+    content = {name: tensor.cuda() for name, tensor in tensors(3.0).items()}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, content, {})
+        content["model.weight"].fill_(9.0)
+        assert checkpointer._buffer._memory.is_pinned()
+    load(tmp_path / "step-00000001", content)
+    assert content["model.weight"].unique().tolist() == [3.0]
 
 
 def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +187,12 @@ def test_killed_while_replacing_a_step_the_older_one_is_found_and_restored(tmp_p
 def test_a_new_start_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         saved(checkpointer, 5)
-    for name in ("step-00000009.partial-0-1", "step-00000001.removed-5", "step-00000005.replaced-0-1", "mine"):
+    for name in (
+        "step-00000009.partial-0-1",
+        "step-00000001.removed-5",
+        "step-00000005.replaced-0-1",
+        "mine",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
     assert Checkpointer(tmp_path, generation=1).removed == ["step-00000009.partial-0-1"]
@@ -324,15 +344,19 @@ def test_a_write_error_is_reported_with_its_file(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == []
 
 
+def explode(path: Path, content: memoryview) -> str:
+    raise ZeroDivisionError("exploded")
+
+
 def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = Checkpointer(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(writer, "write_file", lambda path, content: 1 / 0)
+        patched.setattr(writer, "write_file", explode)
         checkpointer.save(1, tensors(), {})
         checkpointer._join()
-    with pytest.raises(WanmaError, match="step 1 was not saved.*ZeroDivisionError"):
+    with pytest.raises(WanmaError, match=r"step 1 was not saved.*ZeroDivisionError"):
         checkpointer.save(2, tensors(), {})
     assert saved(checkpointer, 3).error is None
     checkpointer.close()
@@ -341,7 +365,7 @@ def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
 def test_a_failure_that_nobody_asked_about_is_raised_by_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "write_file", lambda path, content: 1 / 0)
+    monkeypatch.setattr(writer, "write_file", explode)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, tensors(), {})
     with pytest.raises(WanmaError, match="step 1 was not saved"):

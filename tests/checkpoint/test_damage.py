@@ -1,0 +1,244 @@
+"""Damaged, foreign and malicious checkpoints: noticed, told, never executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanma.checkpoint.folder import read_manifest
+from wanma.checkpoint.format import Box, Shard, TensorEntry, dump_manifest
+from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
+from wanma.checkpoint.writer import Checkpointer
+from wanma.job.errors import WanmaError
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "model.layers.0.weight": torch.full((40, 10), float(step)),
+        "model.layers.1.weight": torch.full((40, 10), float(-step)),
+        "optimizer.step": torch.tensor(step),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three checkpoints of two ranks."""
+    ranks = [Checkpointer(tmp_path, rank, 2) for rank in range(2)]
+    for step in (1, 2, 3):
+        for checkpointer in ranks:
+            checkpointer.save(step, tensors(step), {"step": step})
+    for checkpointer in ranks:
+        checkpointer.close()
+    return tmp_path
+
+
+def flip_bit(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_without_damage_the_newest_is_taken_without_a_word(folder: Path) -> None:
+    messages: list[str] = []
+    assert newest(folder, messages.append) == folder / "step-00000003"
+    assert messages == []
+
+
+def test_a_flipped_bit_in_a_data_file_falls_back_and_names_the_file(folder: Path) -> None:
+    flip_bit(folder / "step-00000003" / "rank-00001.safetensors", -1)
+    messages: list[str] = []
+    assert newest(folder, messages.append) == folder / "step-00000002"
+    assert messages == [
+        "checkpoint step-00000003 is skipped: rank-00001.safetensors is damaged: "
+        "its content differs from its SHA-256",
+        "going back to checkpoint step-00000002",
+    ]
+
+
+def test_every_kind_of_damage_is_skipped_with_its_reason(folder: Path) -> None:
+    step = folder / "step-00000003"
+
+    def reason() -> str:
+        messages: list[str] = []
+        assert newest(folder, messages.append) == folder / "step-00000002"
+        return messages[0].removeprefix("checkpoint step-00000003 is skipped: ")
+
+    backup = folder.parent / "backup"
+    shutil.copytree(step, backup)
+    data, manifest = step / "rank-00000.safetensors", step / "manifest.json"
+
+    data.unlink()
+    assert reason() == "rank-00000.safetensors cannot be read: No such file or directory"
+    data.write_bytes((backup / data.name).read_bytes()[:-1])
+    assert "bytes instead of" in reason()
+    shutil.copy(backup / data.name, data)
+    manifest.write_text("{")
+    assert reason() == "manifest.json is not a checkpoint's manifest"
+    manifest.write_bytes(b"")
+    assert reason() == "manifest.json is not a checkpoint's manifest"
+    flip_bit_content = bytearray((backup / manifest.name).read_bytes())
+    flip_bit_content[-20] ^= 1
+    manifest.write_bytes(flip_bit_content)
+    assert reason() == "manifest.json differs from its own checksum"
+    manifest.write_bytes((backup / manifest.name).read_bytes().replace(b'"version":1', b'"version":9', 1))
+    assert reason() == "manifest.json has format version 9, this wanma reads up to 1"
+    manifest.unlink()
+    assert reason() == "manifest.json cannot be read: No such file or directory"
+    shutil.copy(backup / manifest.name, manifest)
+    assert newest(folder) == step
+
+
+def test_when_all_are_damaged_there_is_none(folder: Path) -> None:
+    for path in folder.iterdir():
+        (path / "manifest.json").unlink()
+    messages: list[str] = []
+    assert newest(folder, messages.append) is None
+    assert len(messages) == 3
+
+
+def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "missing") is None
+
+
+def test_ranks_can_share_the_hashing(folder: Path) -> None:
+    path = folder / "step-00000003"
+    flip_bit(path / "rank-00001.safetensors", -1)
+    assert verify(path, part=0, parts=2) == []
+    assert len(verify(path, part=1, parts=2)) == 1
+
+
+def test_loading_a_damaged_checkpoint_directly_names_the_file(folder: Path) -> None:
+    path = folder / "step-00000003"
+    file = path / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(WanmaError, match=r"rank-00001\.safetensors cannot be read: it has") as caught:
+        load_full(path)
+    assert caught.value.hint == "it is damaged: load an older one"
+    with pytest.raises(WanmaError, match="No such file"):
+        read_state(folder / "step-00000099")
+
+
+# ---------------------------------------------------------------- another model
+
+
+def test_another_models_checkpoint_gives_one_error_and_changes_nothing(folder: Path) -> None:
+    mine = {
+        "model.layers.0.weight": torch.zeros(20, 10),
+        "model.layers.1.weight": torch.zeros(40, 10, dtype=torch.bfloat16),
+        "model.layer.0.weight": torch.zeros(3),
+    }
+    with pytest.raises(WanmaError) as caught:
+        load(folder / "step-00000003", mine)
+    assert caught.value.message.splitlines() == [
+        f"checkpoint {folder / 'step-00000003'} is from another model; first differences:",
+        "    model.layers.0.weight: shape (20, 10) here, (40, 10) in the checkpoint",
+        "    model.layers.1.weight: dtype BF16 here, F32 in the checkpoint",
+        "    model.layer.0.weight: not in the checkpoint. Did you mean 'model.layers.0.weight'?",
+        "    optimizer.step: only in the checkpoint",
+    ]
+    assert "--run-dir" in caught.value.hint
+    assert all(tensor.count_nonzero() == 0 for tensor in mine.values())
+
+
+def test_only_the_first_differences_are_shown(folder: Path) -> None:
+    with pytest.raises(WanmaError, match="and 18 more"):
+        load(folder / "step-00000003", {f"x{number}": torch.zeros(1) for number in range(20)})
+
+
+def test_weights_alone_load_when_asked_not_to_be_strict(folder: Path) -> None:
+    mine = {"model.layers.0.weight": torch.zeros(40, 10)}
+    state, _ = load(folder / "step-00000003", mine, strict=False)
+    assert state == {"step": 3}
+    assert mine["model.layers.0.weight"].unique().tolist() == [3.0]
+    with pytest.raises(WanmaError, match=r"model\.bias: not in the checkpoint"):
+        load(folder / "step-00000003", {"model.bias": torch.zeros(1)}, strict=False)
+
+
+def test_full_tensors_can_be_chosen_by_name(folder: Path) -> None:
+    assert list(load_full(folder / "step-00000003", ["optimizer.step"])) == ["optimizer.step"]
+    with pytest.raises(WanmaError, match=r"has no tensor optimizer\.stp\. Did you mean 'optimizer\.step'"):
+        load_full(folder / "step-00000003", ["optimizer.stp"])
+
+
+# ---------------------------------------------------------------- malice
+
+
+class Bomb:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def touch_everything(path: Path, folder: Path) -> None:
+    """All ways to read a checkpoint; errors are the reader's good right."""
+    target = tensors(0)
+    for attempt in (
+        lambda: newest(folder),
+        lambda: verify(path),
+        lambda: read_state(path),
+        lambda: load(path, target),
+        lambda: load_full(path),
+        lambda: Checkpointer(folder),
+    ):
+        try:
+            attempt()
+        except WanmaError:
+            continue
+
+
+def test_a_malicious_pickle_in_any_file_runs_nothing(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path.parent / f"{tmp_path.name}-exploded"
+    bomb = pickle.dumps(Bomb(mark))
+    path = folder / "step-00000003"
+    stray = [".metadata", "__0_0.distcp", "model.pt", "state.pkl", "rank_state.pkl", "optimizer.bin"]
+    for name in stray:
+        (path / name).write_bytes(bomb)
+        (folder / name).write_bytes(bomb)
+    touch_everything(path, folder)
+    assert newest(folder) == path  # what does not belong to it does not make it less whole
+    for name in sorted(file.name for file in path.iterdir() if file.name not in stray):
+        original = (path / name).read_bytes()
+        for content in (bomb, bomb + original, original + bomb, original[:20] + bomb + original[20:]):
+            (path / name).write_bytes(content)
+            touch_everything(path, folder)
+            assert newest(folder) == folder / "step-00000002"
+        (path / name).write_bytes(original)
+    torch.save(Bomb(mark), path / "rank-00000.safetensors")
+    touch_everything(path, folder)
+    assert not mark.exists()
+    pickle.loads(bomb)  # and the bomb was live
+    assert mark.exists()
+
+
+def test_a_forged_manifest_with_a_right_checksum_cannot_make_the_reader_overrun(folder: Path) -> None:
+    path = folder / "step-00000003"
+    manifest = read_manifest(path)
+    name = "model.layers.0.weight"
+    file = manifest.tensors[name].shards[0].file
+    for shards in (
+        (),  # nothing there
+        (Shard(Box((0, 0), (20, 10)), file),),  # less than the file says
+    ):
+        forged = replace(manifest, tensors={**manifest.tensors, name: TensorEntry("F32", (40, 10), shards)})
+        (path / "manifest.json").write_bytes(dump_manifest(forged))
+        with pytest.raises(WanmaError, match=name) as caught:
+            load_full(path)
+        assert "damaged" in caught.value.hint
+    header_only = json.dumps({name: {"dtype": "F32", "shape": [40, 10], "data_offsets": [0, 1600]}}).encode()
+    (path / "manifest.json").write_bytes(dump_manifest(manifest))
+    size = (path / file).stat().st_size
+    (path / file).write_bytes((size - 8).to_bytes(8, "little") + header_only.ljust(size - 8))
+    with pytest.raises(WanmaError, match="reaches outside the file"):
+        load_full(path, [name])
