@@ -92,7 +92,18 @@ def _yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise missing_extra("pyyaml", "yaml", f"reading {path}") from None
 
     class Loader(yaml.SafeLoader):
-        """Safe, and reads 1e-3 as the number that everyone means (YAML 1.1 wants 1.0e-3)."""
+        """Safe, reads 1e-3 as a number (YAML 1.1 wants 1.0e-3) and refuses a key given twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                name = str(key.value)
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"'{name}' is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(name)
+            return dict(super().construct_mapping(node, deep))
 
     number = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))

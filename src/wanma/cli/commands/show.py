@@ -14,9 +14,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    chosen = chosen_run(arguments)
     from wanma.cli.show import show
     from wanma.report.read import read_report
     from wanma.report.text import summary
 
-    show(summary(read_report(chosen_run(arguments))))
+    show(summary(read_report(chosen)))
     return 0

@@ -1,0 +1,49 @@
+# make train   a fresh machine: set up .venv, then train a GPT on real text
+# make test    the tests            make check   lint, format, types
+# make bench   compare with peers   make clean   remove .venv and caches; runs stay
+#
+# PYTHON=python3.12   another interpreter       JOB=mine.toml   another job
+# ARGS="train.steps=20"   passed on to wanma or pytest
+# PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
+#                     the small CPU build of torch
+
+PYTHON   ?= python3
+VENV     ?= .venv
+JOB      ?= examples/gpt.toml
+ARGS     ?=
+PIP_ARGS ?=
+READY    := $(VENV)/.ready
+BIN      := $(VENV)/bin
+
+.PHONY: train test check bench clean setup
+
+train: $(READY)
+	@$(BIN)/wanma train $(JOB) $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(READY)
+	@for script in $(sort $(wildcard benchmarks/*/run.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit; done
+
+setup: $(READY)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Rebuilt only when what it was made from has changed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "wanma needs Python 3.11 or newer, and '$(PYTHON)' is none: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); \
+	  $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m virtualenv --quiet $(VENV) 2>/dev/null || { rm -rf $(VENV); \
+	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }; }
+	@echo "installing wanma and the pinned versions into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,104 @@
+"""Any valid job, generated from the sections' own types and bounds."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import annotated_types
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from wanma.job.sections import (
+    ClusterSection,
+    DataSection,
+    Job,
+    ModelSection,
+    Section,
+    TrainSection,
+)
+
+text = st.text(st.characters(codec="utf-8"), max_size=8)
+plain = st.recursive(
+    st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), text),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(text, inner, max_size=3)),
+    max_leaves=6,
+)
+below_one = st.floats(0, 1, exclude_max=True)
+
+RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
+    TrainSection: {
+        "betas": st.tuples(below_one, below_one),
+        "batch_ramp": st.dictionaries(st.integers(0, 99), st.integers(1, 99)).map(
+            lambda ramp: sorted(ramp.items())
+        ),
+    },
+    ClusterSection: {
+        "node_rank": st.just(0),
+        "rendezvous": st.sampled_from([None, "host:1", "[::1]:65535"]),
+    },
+}
+"""What the types alone do not say."""
+
+ONE_OF: dict[type[Section], tuple[str, ...]] = {
+    ModelSection: ("preset", "family", "factory"),
+    DataSection: ("text", "sources", "images", "factory"),
+}
+
+
+def jobs() -> st.SearchStrategy[Job]:
+    hints = get_type_hints(Job)
+    return st.builds(Job, **{name: sections(hints[name]) for name in Job.model_fields})
+
+
+def sections(section: type[Section]) -> st.SearchStrategy[Section]:
+    hints = get_type_hints(section)
+    rules = RULES.get(section, {})
+    fields = {
+        name: rules[name] if name in rules else values(hints[name], field)
+        for name, field in section.model_fields.items()
+    }
+    names = ONE_OF.get(section, ())
+
+    def one_kept(given: tuple[dict[str, Any], str]) -> Section:
+        drawn, kept = given
+        drawn = {name: value for name, value in drawn.items() if name not in names or name == kept}
+        if names and drawn[kept] is None:
+            drawn[kept] = "decoder" if kept == "family" else "x"
+        if "sources" in drawn:
+            drawn["sources"] = list({source.name: source for source in drawn["sources"]}.values())
+        return section(**drawn)
+
+    return st.tuples(st.fixed_dictionaries(fields), st.sampled_from(names or ("",))).map(one_kept)
+
+
+def values(hint: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (inner for inner in get_args(hint) if inner is not type(None))
+        return st.one_of(st.none(), values(inner, field))
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
+    if get_origin(hint) is dict:
+        return st.dictionaries(text, plain, max_size=3)
+    if get_origin(hint) is list:
+        inner = get_args(hint)[0]
+        few = max((m.min_length for m in field.metadata if isinstance(m, annotated_types.MinLen)), default=0)
+        return st.lists(text if inner is str else sections(inner), min_size=few, max_size=3)
+    if hint is bool:
+        return st.booleans()
+    if hint is str:
+        return text
+    low = next((m.gt for m in field.metadata if isinstance(m, annotated_types.Gt)), None)
+    least = next((m.ge for m in field.metadata if isinstance(m, annotated_types.Ge)), low)
+    high = next((m.lt for m in field.metadata if isinstance(m, annotated_types.Lt)), None)
+    most = next((m.le for m in field.metadata if isinstance(m, annotated_types.Le)), high)
+    if hint is int:
+        return st.integers(least + 1 if low is not None else least, most)
+    return st.floats(
+        least,
+        most,
+        exclude_min=low is not None,
+        exclude_max=high is not None,
+        allow_nan=False,
+        allow_infinity=False,
+    )

@@ -1,0 +1,238 @@
+"""Job files: what is accepted, and what is said about what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wanma.job.errors import EXIT_USAGE, JobError
+from wanma.job.load import job_from, load_job
+from wanma.job.sections import Job, ModelSection
+
+MODEL = '[model]\npreset = "gpt-10m"\n'
+
+
+def write(folder: Path, text: str, name: str = "job.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(JobError) as caught:
+        load_job(path, overrides)
+    assert caught.value.exit_code == EXIT_USAGE
+    return str(caught.value).replace(f"{path.parent}/", "")
+
+
+def test_a_file_sets_what_it_names_and_leaves_the_rest_at_its_default(tmp_path: Path) -> None:
+    job = load_job(
+        write(tmp_path, MODEL + "[train]\nsteps = 7\nbetas = [0.8, 0.9]\nbatch_ramp = [[0, 4], [9, 8]]\n")
+    )
+    assert job.model.preset == "gpt-10m"
+    assert (job.train.steps, job.train.betas, job.train.batch_ramp) == (7, (0.8, 0.9), [(0, 4), (9, 8)])
+    assert job.train.global_batch == 32
+
+
+def test_a_run_is_named_after_its_file_unless_the_job_names_it(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL, "gpt.toml")
+    assert load_job(path).observe.name == "gpt"
+    assert load_job(path, ["observe.name=second"]).observe.name == "second"
+
+
+def test_parallel_auto_is_short_for_a_table_and_keeps_axes_given_beside_it(tmp_path: Path) -> None:
+    auto = load_job(write(tmp_path, 'parallel = "auto"\n' + MODEL))
+    assert auto.parallel.auto
+    path = write(tmp_path, MODEL + "[parallel]\ntp = 2\n")
+    mixed = load_job(path, ["parallel=auto", "parallel.pp=2"]).parallel
+    assert (mixed.auto, mixed.tp, mixed.pp) == (True, 2, 2)
+
+
+def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
+    assert load_job(write(tmp_path, MODEL + '[data]\ntext = "stdlib"\n')).data.text == ["stdlib"]
+
+
+def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, MODEL + "\n[train]\nstpes = 3\n"))
+    assert text.splitlines()[0] == "job.toml:5: unknown key 'train.stpes'. Did you mean 'train.steps'?"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("trian.steps = 3", "unknown section 'trian'. Did you mean 'train'?"),
+        ("steps = 3", "unknown section 'steps'. It belongs in [train]."),
+        ("zzz = 3", "unknown section 'zzz'. There are: model, data, train,"),
+        ("train.dp_shard = 2", "unknown key 'train.dp_shard'. Did you mean 'parallel.dp_shard'?"),
+        ("train.parallel = 2", "unknown key 'train.parallel'. [parallel] is a section of its own."),
+        ("train.zzz = 2", "unknown key 'train.zzz'."),
+        ('train.steps = "many"', 'train.steps = "many": must be a whole number > 0.'),
+        ("train.steps = 2.0", "train.steps = 2.0: must be a whole number > 0."),
+        ("train.steps = true", "train.steps = true: must be a whole number > 0."),
+        ("train.steps = -1", "train.steps = -1: must be a whole number > 0."),
+        ("train.seed = {}", "train.seed = {}: must be a whole number >= 0."),
+        ("train.learning_rate = nan", "train.learning_rate = nan: must be a number > 0."),
+        ("train.gradient_clip = inf", "train.gradient_clip = inf: must be a number >= 0."),
+        ("train.momentum = 1", "train.momentum = 1: must be a number >= 0 and < 1."),
+        ('train.optimizer = "adam"', "must be one of adamw, sgd, adafactor, muon. Did you mean 'adamw'?"),
+        ('train.deterministic = "True"', "must be true or false. Did you mean 'true'?"),
+        ("train.betas = [0.9]", "train.betas = [0.9]: must be [number, number]."),
+        ('train.batch_ramp = [[1, 2], [3, "x"]]', "must be a list of [whole number, whole number]."),
+        ("train.batch_ramp = [[5, 2], [5, 4]]", "[train] the steps of batch_ramp must rise (given: [5, 5])"),
+        ("train.betas = [0.9, 1.0]", "[train] betas must be at least 0 and below 1 (given: [0.9, 1.0])"),
+        (
+            'parallel = "atuo"',
+            'parallel = "atuo": must be a table, [parallel] with its keys below it or "auto".',
+        ),
+        ("observe = 4", "observe = 4: must be a table, [observe] with its keys below it."),
+        (
+            'model.family = "decoder"',
+            "[model] give exactly one of preset, family, factory (given: preset, family)",
+        ),
+        (
+            "data = {text = ['a'], images = 'b'}",
+            "[data] give only one of text, sources, images, factory (given:",
+        ),
+        (
+            "data.sources = [{name = 'a', text = []}]",
+            "data.sources[0].text = []: must be a list of text (at least one).",
+        ),
+        (
+            "data.sources = [{text = ['a']}]",
+            "data.sources[0].name is missing (name in reports): it must be text",
+        ),
+        (
+            "data.sources = [3]",
+            "data.sources[0] = 3: must be a table, [[data.sources]] with its keys below it.",
+        ),
+        (
+            'cluster.rendezvous = "here"',
+            "[cluster] rendezvous is HOST:PORT, e.g. '10.0.0.1:29500' (given: 'here')",
+        ),
+        (
+            "cluster = {nodes = 2, node_rank = 2}",
+            "[cluster] node_rank counts from 0 to nodes - 1 = 1 (given: 2)",
+        ),
+    ],
+)
+def test_a_wrong_line_is_told_with_what_was_given_and_what_is_allowed(
+    tmp_path: Path, line: str, told: str
+) -> None:
+    text = refusal(write(tmp_path, f'# a job\nmodel.preset = "gpt-10m"\n\n{line}\n'))
+    first = text.splitlines()[0]
+    assert told in first
+    assert first.startswith("job.toml:2: " if "model" in line else "job.toml:4: ")
+
+
+def test_all_mistakes_are_listed_at_once_in_the_order_of_the_file_and_then_of_the_command_line(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, MODEL + '[train]\nprecision = "fp8"\n[data]\ntekst = ["a"]\n')
+    assert refusal(path, "cluster.nodes=0", "train.seed=x", "train.steps=9").splitlines()[:5] == [
+        "the job has 4 mistakes",
+        '  job.toml:4: train.precision = "fp8": must be one of fp64, fp32, bf16, fp16.',
+        "  job.toml:6: unknown key 'data.tekst'. Did you mean 'data.text'?",
+        "  override 1 on the command line: cluster.nodes = 0: must be a whole number >= 1.",
+        '  override 2 on the command line: train.seed = "x": must be a whole number >= 0.',
+    ]
+
+
+def test_a_job_without_a_model_is_told_how_to_get_one(tmp_path: Path) -> None:
+    assert "the job has no [model] section; add one" in refusal(write(tmp_path, ""))
+
+
+def test_broken_toml_is_told_with_its_line_and_the_usual_cause(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, MODEL + "[train]\nprecision = bf16\n"))
+    assert text.startswith("job.toml:4: not valid TOML: ")
+    assert "precision = bf16" in text
+    assert 'text goes in quotes: precision = "bf16"' in text
+    assert "this looks like YAML" in refusal(write(tmp_path, "model:\n  preset: gpt-10m\n"))
+    assert refusal(write(tmp_path, MODEL + "[train\n")).startswith("job.toml:3: not valid TOML")
+    assert refusal(write(tmp_path, 'a = """x\n\n')).startswith("job.toml:2: not valid TOML")
+
+
+def test_a_missing_file_is_told_with_the_job_files_nearby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(Path("gpt.toml")) == (
+        "there is no job file gpt.toml.\n  `wanma job --toml` prints one to start from"
+    )
+    (tmp_path / "examples").mkdir()
+    write(tmp_path / "examples", MODEL, "gpt.toml")
+    write(tmp_path, "", "pyproject.toml")
+    assert refusal(Path("gtp.toml")) == (
+        "there is no job file gtp.toml. Did you mean 'examples/gpt.toml'?\n"
+        "  job files nearby: examples/gpt.toml"
+    )
+    assert "Did you mean 'examples/gpt.toml'" in refusal(Path("gpt"))
+
+
+def test_a_folder_a_binary_file_and_an_endless_nesting_are_no_job_files(tmp_path: Path) -> None:
+    assert "is a folder, not a job file" in refusal(tmp_path)
+    binary = tmp_path / "job.toml"
+    binary.write_bytes(b"steps = \xff")
+    assert "byte 8 is not valid UTF-8 text" in refusal(binary)
+    assert "nested too deeply" in refusal(
+        write(tmp_path, f"model.arguments = {{a = {'[' * 500}{']' * 500}}}")
+    )
+    assert "nested too deeply" in refusal(write(tmp_path, f"model.arguments = {{a = {'[' * 99}{']' * 99}}}"))
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b"\xef\xbb\xbf[model]\r\npreset = 'x'\r\n\r\n[train]\r\nstpes = 1\r\n")
+    assert refusal(path).startswith("job.toml:5: unknown key 'train.stpes'")
+
+
+def test_yaml_reads_like_toml_and_points_at_its_lines(tmp_path: Path) -> None:
+    good = (
+        "model: {preset: gpt-10m}\n"
+        "train:\n  learning_rate: 1e-4\n  betas: [0.9, 0.99]\n"
+        "observe: {name: 2026-01-01}\n"
+    )
+    job = load_job(write(tmp_path, good, "job.yaml"))
+    assert (job.train.learning_rate, job.train.betas, job.observe.name) == (1e-4, (0.9, 0.99), "2026-01-01")
+    bad = "model: {preset: gpt-10m}\ndata:\n  sources:\n    - name: a\n      text: [x]\n      wait: 2\n"
+    first = refusal(write(tmp_path, bad, "job.yaml")).splitlines()[0]
+    assert first == "job.yaml:6: unknown key 'data.sources[0].wait'. Did you mean 'data.sources[0].weight'?"
+    assert refusal(write(tmp_path, "a: [1\nb: 2", "job.yml")).startswith("job.yml:2: not valid YAML")
+    assert "is a mapping of sections" in refusal(write(tmp_path, "- a\n", "job.yaml"))
+    assert "the job has no [model] section" in refusal(write(tmp_path, "", "job.yaml"))
+    assert "nested too deeply" in refusal(write(tmp_path, "model: &a\n  arguments: *a\n", "job.yaml"))
+
+
+def test_yaml_never_builds_python_objects(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, "model: !!python/object/apply:os.getcwd []\n", "job.yaml"))
+    assert "job.yaml:1: not valid YAML: could not determine a constructor" in text
+
+
+def test_a_duplicate_key_in_yaml_is_refused_as_in_toml(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, "model: {preset: a}\ntrain:\n  steps: 3\n  steps: 4\n", "job.yaml"))
+    assert "job.yaml:4: not valid YAML: 'steps' is given twice" in text
+
+
+def test_null_may_unset_a_key_but_not_hide_inside_arguments(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, "model: {preset: a, layers: null}\n", "job.yaml"))
+    assert job.model.layers is None
+    text = refusal(write(tmp_path, "model: {factory: 'a:b', arguments: {x: null}}\n", "job.yaml"))
+    assert "model.arguments.x is null: leave the key out instead" in text
+
+
+def test_python_gives_a_job_a_mapping_or_a_path(tmp_path: Path) -> None:
+    job = job_from({"model": {"preset": "gpt-10m"}, "train": {"betas": (0.5, 0.6)}, "parallel": "auto"})
+    assert (job.train.betas, job.parallel.auto) == ((0.5, 0.6), True)
+    assert job_from(job) is job
+    assert job_from({"model": ModelSection(preset="x")}) == Job(model=ModelSection(preset="x"))
+    assert job_from(job, ["train.steps=2"]).train.steps == 2
+    assert job_from(str(write(tmp_path, MODEL))).model.preset == "gpt-10m"
+
+
+def test_python_is_told_what_a_job_cannot_hold() -> None:
+    with pytest.raises(JobError, match="cannot be made from int"):
+        job_from(3)  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(JobError, match=r"model\.arguments\.x is a object; use text, numbers"):
+        job_from({"model": {"factory": "a:b", "arguments": {"x": object()}}})
+    with pytest.raises(JobError, match="the name 3 must be text"):
+        job_from({"model": {"factory": "a:b", "arguments": {3: 4}}})
