@@ -1,0 +1,41 @@
+"""Many steps in few points: a bucket keeps mean, lowest and highest, so that no spike is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring points as one. The numbers are NaN where none of the values was finite."""
+
+    first: float
+    last: float
+    """x of the first and last point."""
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        return (self.first + self.last) / 2
+
+
+def to_buckets(xs: Sequence[float], ys: Sequence[float], limit: int) -> list[Bucket]:
+    """At most `limit` buckets of equally many points; one per point while there are few.
+
+    Non-finite values are left out of a bucket's numbers.
+    """
+    count = min(limit, len(xs))
+    edges = [index * len(xs) // count for index in range(count + 1)] if count else []
+    return [_bucket(xs[start], xs[stop - 1], ys[start:stop]) for start, stop in pairwise(edges)]
+
+
+def _bucket(first: float, last: float, values: Sequence[float]) -> Bucket:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return Bucket(first, last, math.nan, math.nan, math.nan)
+    return Bucket(first, last, math.fsum(finite) / len(finite), min(finite), max(finite))

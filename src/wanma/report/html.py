@@ -1,0 +1,238 @@
+"""`report.html`: one page that says at a glance how a run went; it asks the network for nothing.
+
+Everything that comes from the run (names, job file, messages) is escaped where it enters the page.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import WanmaError
+from wanma.job.run_directory import RunDirectory, write_atomically
+from wanma.job.worker import Event
+from wanma.observe.units import bytes_text, count_text, duration_text
+from wanma.report.chart import figure
+from wanma.report.charts import charts
+from wanma.report.facts import FORECAST_PARTS, event_text, key_numbers, phase_shares, state_sentence
+from wanma.report.read import Report, read_report
+
+MOST_EVENTS = 200
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Write `run.report` from what the run directory holds now.
+
+    Raises:
+        WanmaError: the page cannot be written.
+    """
+    text = page(read_report(run))
+    try:
+        write_atomically(run.report, text)
+    except OSError as error:
+        raise WanmaError(
+            f"cannot write {run.report}: {error.strerror or error}",
+            "make the run directory writable, or free some space",
+        ) from error
+    return run.report
+
+
+def page(report: Report) -> str:
+    """The whole page as HTML."""
+    style, script = (
+        files("wanma.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")
+    )
+    name = escape(report.run.name)
+    parts = [
+        _header(report),
+        _problems(report),
+        _numbers(report),
+        _charts(report),
+        _comparison(report),
+        _details(report),
+        _events(report),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+        f"<title>{name} · wanma</title><style>{style}</style></head>\n<body><main>\n"
+        + "\n".join(part for part in parts if part)
+        + f"\n</main><script>{script}</script></body></html>\n"
+    )
+
+
+def _header(report: Report) -> str:
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    started = (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(report.starts[0]["time"]))
+        if report.starts
+        else "not started"
+    )
+    facts = " · ".join(
+        escape(text) for text in (report.plan_text, f"started {started}", f"page written {written}") if text
+    )
+    return (
+        f'<header><h1>{escape(report.run.name)} <span class="state {report.state}">{report.state}</span></h1>'
+        f"<p>{escape(state_sentence(report))}</p><p class=facts>{facts}</p></header>"
+    )
+
+
+def _problems(report: Report) -> str:
+    """Errors and what could not be read, before anything else."""
+    texts = [str(event.get("text", "")) for event in report.messages if event.get("level") == "error"]
+    texts += [f"could not be read: {problem}" for problem in report.problems]
+    return "".join(f'<p class="problem">{escape(text)}</p>' for text in texts)
+
+
+def _numbers(report: Report) -> str:
+    tiles = (
+        f'<div class="tile"><span class="label">{escape(tile.label)}</span>'
+        f'<span class="value">{escape(tile.value)}</span>'
+        f'<span class="aside">{escape(tile.aside)}</span></div>'
+        for tile in key_numbers(report)
+    )
+    return f'<section class="tiles">{"".join(tiles)}</section>'
+
+
+def _charts(report: Report) -> str:
+    if not report.steps["step"]:
+        return (
+            '<section class="empty"><b>This run has no metrics.</b> No step was finished; '
+            "what each rank said is in the logs below.</section>"
+        )
+    return f'<section class="charts">{"".join(figure(chart) for chart in charts(report))}</section>'
+
+
+def _comparison(report: Report) -> str:
+    """Memory as forecast beside memory as measured; time by phase."""
+    parts = [_memory(report), _phases(report)]
+    shown = "".join(part for part in parts if part)
+    return f'<section class="pair">{shown}</section>' if shown else ""
+
+
+def _memory(report: Report) -> str:
+    forecast, measured = report.forecast, report.highest("memory_bytes")
+    total = forecast.get("memory_bytes")
+    if not total:
+        return ""
+    full = max(total, measured or 0)
+    kinds = [(colour, label, forecast.get(key, 0)) for colour, (key, label) in enumerate(FORECAST_PARTS, 1)]
+    rows = "".join(_row(_key(label, colour), bytes_text(size)) for colour, label, size in kinds)
+    parts = [
+        _bar((f"c{colour}", size / full) for colour, _, size in kinds),
+        _under_bar("forecast, fullest rank", bytes_text(total)),
+    ]
+    if measured is not None:
+        parts += [_bar([("measured", measured / full)]), _under_bar("measured, rank 0", bytes_text(measured))]
+    parts.append(f"<table>{rows}</table>")
+    if report.plan.get("device") == "cpu":
+        parts.append('<p class="note">On the CPU, measured is the whole process with Python and PyTorch.</p>')
+    if reasons := "".join(f"<li>{escape(str(reason))}</li>" for reason in forecast.get("reasons", [])):
+        parts.append(f"<details><summary>Reasons</summary><ul>{reasons}</ul></details>")
+    return _card("Memory: forecast and measured", "".join(parts))
+
+
+def _phases(report: Report) -> str:
+    shares = phase_shares(report)
+    if not shares:
+        return ""
+    total = sum(share.seconds for share in shares)
+    rows = "".join(
+        _row(
+            _key(share.name, share.colour),
+            duration_text(share.seconds),
+            f"{100 * share.seconds / total:.1f} %",
+        )
+        for share in shares
+    )
+    return _card(
+        "Where the time went",
+        _bar((f"c{share.colour}", share.seconds / total) for share in shares)
+        + _under_bar(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
+        + f"<table>{rows}</table>",
+    )
+
+
+def _bar(segments: Iterable[tuple[str, float]]) -> str:
+    """Segments of (CSS class, share of the whole width)."""
+    inside = "".join(
+        f'<span class="{css}" style="width:{100 * share:.2f}%"></span>' for css, share in segments
+    )
+    return f'<div class="bar">{inside}</div>'
+
+
+def _under_bar(label: str, number: str) -> str:
+    return f'<p class="under"><span>{label}</span><b>{number}</b></p>'
+
+
+def _key(name: str, colour: int) -> str:
+    return f'<span class="key c{colour}">{escape(name)}</span>'
+
+
+def _row(first: str, *numbers: str) -> str:
+    """`first` is HTML already."""
+    cells = "".join(f'<td class="n">{escape(number)}</td>' for number in numbers)
+    return f"<tr><td>{first}</td>{cells}</tr>"
+
+
+def _card(title: str, body: str) -> str:
+    return f'<div class="card"><h2>{title}</h2>{body}</div>'
+
+
+def _details(report: Report) -> str:
+    logs = sorted(report.run.path.glob("logs/rank-*.log"), key=lambda path: (len(path.name), path.name))
+    links = "".join(f'<li><a href="logs/{escape(path.name)}">{escape(path.name)}</a></li>' for path in logs)
+    parts = [
+        ("Job", f"<pre>{escape(report.job_text)}</pre>" if report.job_text else ""),
+        ("Plan", _table(report.plan)),
+        ("Environment", _table(report.environment)),
+        ("Logs", f"<ul>{links}</ul>" if links else ""),
+    ]
+    cards = "".join(_card(title, body) for title, body in parts if body)
+    return f'<section class="pair details">{cards}</section>' if cards else ""
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in _flat(values, "")
+    )
+    return f"<table>{rows}</table>" if rows else ""
+
+
+def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
+    """Nested values as lines: 'devices.0.name'."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{name}.{index}")
+    elif isinstance(value, list):
+        yield name, " ".join(str(inner) for inner in value) or "none"
+    else:
+        yield name, str(value)
+
+
+def _events(report: Report) -> str:
+    if not report.events:
+        return ""
+    begin = report.events[0]["time"]
+    shown = report.events[-MOST_EVENTS:]
+    rows = "".join(_event_row(event, begin) for event in shown)
+    left_out = len(report.events) - len(shown)
+    note = f'<p class="note">{count_text(left_out, "earlier event")} in events.jsonl.</p>' if left_out else ""
+    return f'<section class="card"><h2>Events</h2>{note}<table class="events">{rows}</table></section>'
+
+
+def _event_row(event: Event, begin: float) -> str:
+    level = escape(str(event.get("level", "info")))
+    return (
+        f'<tr class="{level}"><td class="n">+{duration_text(event["time"] - begin)}</td>'
+        f"<td>{escape(event['kind'])}</td><td>{escape(event_text(event))}</td></tr>"
+    )

@@ -1,0 +1,262 @@
+"""Read a run directory into a `Report`, whatever state the run is in: going on, ended, or died half-way.
+
+What cannot be read is listed in `Report.problems` and shown; it never stops the rest from being told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+import tomllib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Event
+
+State = Literal["new", "running", "finished", "interrupted", "died"]
+"""new: nothing was recorded yet; died: began, and neither goes on nor said how it ended."""
+
+BRIEF_BYTES = 1 << 16
+"""How much of the end of metrics.jsonl a brief report reads: at least a hundred steps."""
+DEFAULT_HANG_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run, as its directory tells it. Times are unix seconds."""
+
+    run: RunDirectory
+    job_text: str
+    """job.toml as it stands."""
+    job: dict[str, Any]
+    plan: dict[str, Any]
+    forecast: dict[str, Any]
+    environment: dict[str, Any]
+    steps: dict[str, list[float]]
+    """Column by key of metrics.jsonl, phases as 'phases.NAME'; NaN where a step has no number.
+    'step' is always there; all columns are equally long."""
+    non_finite: tuple[int, ...]
+    """Steps with a NaN or infinite number."""
+    starts: tuple[Event, ...]
+    validations: tuple[Event, ...]
+    """One per step: what a resumed run repeated counts once."""
+    checkpoints: tuple[Event, ...]
+    messages: tuple[Event, ...]
+    events: tuple[Event, ...]
+    """All events as written."""
+    state: State
+    problems: tuple[str, ...]
+    """What could not be read, in words."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps the run was to have; 0 when unknown."""
+        return (
+            int(self.starts[-1]["steps"]) if self.starts else int(self.job.get("train", {}).get("steps", 0))
+        )
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps["step"][-1]) if self.steps["step"] else 0
+
+    @property
+    def plan_text(self) -> str:
+        """The plan in one line; empty when there is none."""
+        try:
+            return str(Plan.from_json(self.plan)) if self.plan else ""
+        except (TypeError, ValueError):  # written by another version
+            return str(self.starts[-1].get("plan", "")) if self.starts else ""
+
+    @property
+    def rate_unit(self) -> str:
+        """What `tokens_per_second` counts: the targets of an image run are its samples."""
+        return "samples/s" if self.job.get("data", {}).get("images") else "tokens/s"
+
+    def last(self, key: str) -> float | None:
+        """The newest finite number of a column."""
+        return next((value for value in reversed(self.steps.get(key, [])) if math.isfinite(value)), None)
+
+    def median(self, key: str) -> float | None:
+        """The median of a column's finite numbers: the first, slow steps do not move it."""
+        values = [value for value in self.steps.get(key, []) if math.isfinite(value)]
+        return median(values) if values else None
+
+    def highest(self, key: str) -> float | None:
+        return max((value for value in self.steps.get(key, []) if math.isfinite(value)), default=None)
+
+    @cached_property
+    def best_validation(self) -> Event | None:
+        """The validation with the lowest loss."""
+        known = [event for event in self.validations if event.get("loss") is not None]
+        return min(known, key=lambda event: float(event["loss"]), default=None)
+
+    @cached_property
+    def last_sign(self) -> float | None:
+        """When the run last wrote a step or an event."""
+        times = [event["time"] for event in self.events[-1:]] + self.steps.get("time", [])[-1:]
+        return max((stamp for stamp in times if math.isfinite(stamp)), default=None)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Wall-clock time of the run, summed over its starts; the pauses between them do not count."""
+        stamps = sorted(
+            [event["time"] for event in self.events]
+            + [stamp for stamp in self.steps.get("time", []) if math.isfinite(stamp)]
+        )
+        begins = [event["time"] for event in self.starts]
+        total = 0.0
+        for begin, end in zip(begins, [*begins[1:], math.inf], strict=True):
+            inside = [stamp for stamp in stamps if begin <= stamp < end]
+            total += inside[-1] - begin if inside else 0.0
+        return total
+
+
+def read_report(run: RunDirectory, brief: bool = False) -> Report:
+    """Read what `run` holds.
+
+    Args:
+        brief: read only the last steps, for lists of many runs.
+    """
+    problems: list[str] = []
+    job_text = _text(run.job, problems)
+    job = _parse(run.job, job_text, tomllib.loads, problems)
+    planned = _parse(run.plan, _text(run.plan, problems), json.loads, problems)
+    environment = _parse(run.environment, _text(run.environment, problems), json.loads, problems)
+    records = _records(run.metrics, problems, last_bytes=BRIEF_BYTES if brief else None)
+    events = _records(run.events, problems)
+    steps, non_finite = _columns(records)
+    validations, checkpoints = _of_this_history(events)
+    return Report(
+        run=run,
+        job_text=job_text,
+        job=job,
+        plan=planned.get("plan", {}),
+        forecast=planned.get("forecast", {}),
+        environment=environment,
+        steps=steps,
+        non_finite=non_finite,
+        starts=tuple(event for event in events if event["kind"] == "start"),
+        validations=validations,
+        checkpoints=checkpoints,
+        messages=tuple(event for event in events if event["kind"] == "message"),
+        events=tuple(events),
+        state=_state(events, records, job),
+        problems=tuple(problems),
+    )
+
+
+def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> State:
+    ends = [event for event in events if event["kind"] in ("start", "finish")]
+    if not ends:
+        return "running" if records else "new"
+    newest = ends[-1]
+    if newest["kind"] == "finish":
+        return "finished" if newest.get("outcome") == "finished" else "interrupted"
+    if newest.get("host") == socket.gethostname():
+        return "running" if _alive(newest.get("process")) else "died"
+    silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
+    patience = job.get("cluster", {}).get("hang_seconds", DEFAULT_HANG_SECONDS)
+    return "running" if silence <= patience else "died"
+
+
+def _alive(process: Any) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, TypeError, ValueError):
+        return False
+    except PermissionError:
+        return True  # somebody else's, but there
+    return True
+
+
+def _of_this_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    """Validations and checkpoints by step; a start from step S overrules what came after S before it."""
+    kept: dict[str, dict[int, Event]] = {"validation": {}, "checkpoint": {}}
+    for event in events:
+        kind = event["kind"]
+        if kind == "start":
+            done = event.get("step", 0)
+            kept = {name: {s: e for s, e in found.items() if s <= done} for name, found in kept.items()}
+        elif kind in kept and "step" in event:
+            kept[kind][event["step"]] = event
+    validations, checkpoints = (
+        tuple(found[step] for step in sorted(found)) for found in (kept["validation"], kept["checkpoint"])
+    )
+    return validations, checkpoints
+
+
+def _columns(records: list[Event]) -> tuple[dict[str, list[float]], tuple[int, ...]]:
+    """Turn records into columns of equal length, and list the steps with a non-finite number."""
+    columns: dict[str, list[float]] = {"step": []}
+    for index, record in enumerate(records):
+        phases = record.get("phases") or {}
+        flat = {**record, **{f"phases.{name}": seconds for name, seconds in phases.items()}}
+        for key, value in flat.items():
+            if isinstance(value, int | float):
+                if key not in columns:
+                    columns[key] = [math.nan] * index
+                columns[key].append(float(value))
+        for column in columns.values():
+            if len(column) <= index:
+                column.append(math.nan)
+    return columns, tuple(record["step"] for record in records if record.get("non_finite"))
+
+
+def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a torn last line is what a kill leaves and no problem."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - last_bytes) if last_bytes is not None else 0
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror or error}")
+        return []
+    whole = lines[1 if start else 0 : -1]
+    key = "step" if path.name == "metrics.jsonl" else "kind"
+    records, damaged = [], 0
+    for line in whole:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            damaged += 1
+            continue
+        if isinstance(record, dict) and key in record:
+            records.append(record)
+        else:
+            damaged += 1
+    if damaged:
+        problems.append(f"{path.name}: {damaged} damaged lines were left out")
+    return records
+
+
+def _text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        problems.append(f"{path.name}: not there")
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror or error}")
+    return ""
+
+
+def _parse(path: Path, text: str, parse: Any, problems: list[str]) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        value = parse(text)
+    except ValueError as error:
+        problems.append(f"{path.name}: {error}")
+        return {}
+    return value if isinstance(value, dict) else {}

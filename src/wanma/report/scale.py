@@ -1,0 +1,77 @@
+"""Axes: from values to positions, and the round numbers at which to draw lines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+STEPS = (1, 2, 2.5, 5, 10)
+MOST_TICKS = 6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to [start, end], linearly or by logarithm."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.logarithmic:
+            value, low, high = (math.log10(max(v, self.low)) for v in (value, low, high))
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
+
+    def ticks(self, unit: float = 1.0) -> list[float]:
+        """Round values within the scale, about five; multiples of 1, 2, 2.5 or 5 × 10ⁿ × `unit`."""
+        if self.logarithmic:
+            return _log_ticks(self.low, self.high)
+        return [tick * unit for tick in _linear_ticks(self.low / unit, self.high / unit)]
+
+
+def _linear_ticks(low: float, high: float) -> list[float]:
+    rough = (high - low) / (MOST_TICKS - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in STEPS if factor * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
+        ticks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+        ticks = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+        if len(ticks) <= MOST_TICKS:
+            return ticks if len(ticks) >= 2 else _linear_ticks(low, high)
+    stride = math.ceil(len(ticks) / MOST_TICKS)
+    return ticks[::stride]
+
+
+def span(values: list[float], from_zero: bool) -> tuple[float, float]:
+    """The range of a linear axis that holds `values` with some air; never empty."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if from_zero:
+        low = min(low, 0.0)
+    air = (high - low) * 0.06
+    if air == 0:
+        air = abs(high) * 0.5 or 1.0
+    return (low if from_zero and low == 0 else low - air), high + air
+
+
+def log_span(values: list[float]) -> tuple[float, float]:
+    """The range of a logarithmic axis that holds `values`, all positive; never empty."""
+    low, high = min(values), max(values)
+    air = max((high / low) ** 0.06, 1.05)
+    return low / air, high * air
+
+
+def tick_text(value: float) -> str:
+    """Short: '0.25', '6.8k', '1.5M', '1e-05'."""
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit * (10 if unit == 1e3 else 1):
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,0 +1,95 @@
+"""A run, and a list of runs, in the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from wanma.job.run_directory import RunDirectory
+from wanma.observe.progress import Curve, sparkline
+from wanma.observe.units import bytes_text, duration_text, number_text, share_text
+from wanma.report.facts import FORECAST_PARTS, event_text, key_numbers, phase_shares, state_sentence
+from wanma.report.read import Report, read_report
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STATE_STYLES = {"new": "dim", "running": "cyan", "finished": "green", "interrupted": "yellow", "died": "red"}
+SPARKLINE_WIDTH = 60
+LAST_MESSAGES = 10
+
+
+def summary(report: Report) -> str:
+    """How a run went, beside its forecast: plain text of some twenty lines."""
+    lines = [f"{report.run.name}: {state_sentence(report)}", f"  {report.run.path}"]
+    if report.plan_text:
+        lines.append(f"  {report.plan_text}")
+    if report.steps["step"]:
+        curve = Curve()
+        for loss in report.steps.get("loss", []):
+            if loss == loss:  # not NaN
+                curve.add(loss)
+        lines += ["", f"  loss  {sparkline(curve.points, SPARKLINE_WIDTH)}"]
+        tiles = key_numbers(report)
+        width = max(len(tile.label) for tile in tiles)
+        for tile in tiles:
+            aside = f"  ({tile.aside})" if tile.aside else ""
+            lines.append(f"  {tile.label:<{width}}  {tile.value}{aside}")
+        lines += _phase_lines(report) + _forecast_lines(report)
+    else:
+        lines += [
+            "",
+            "  This run has no metrics: no step was finished. See its logs: " + str(report.run.log(0)),
+        ]
+    if report.checkpoints:
+        lines += ["", f"  last: {event_text(report.checkpoints[-1])}"]
+    told = [event for event in report.messages if event.get("level") in ("warning", "error")]
+    if told:
+        lines += ["", *(f"  {event['level']}: {event_text(event)}" for event in told[-LAST_MESSAGES:])]
+    lines += [f"  could not be read: {problem}" for problem in report.problems]
+    return "\n".join(lines)
+
+
+def runs_table(runs: Iterable[RunDirectory]) -> Table:
+    """One line per run; reads only the end of each run's metrics."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("steps", "loss", "tokens/s", "MFU", "memory", "last sign"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in runs:
+        report = read_report(run, brief=True)
+        age = duration_text(time.time() - report.last_sign) + " ago" if report.last_sign else "–"
+        table.add_row(
+            Text(run.name),
+            Text(report.state, STATE_STYLES[report.state]),
+            f"{report.last_step:,}/{report.total_steps:,}",
+            number_text(report.last("loss")),
+            number_text(report.median("tokens_per_second")),
+            share_text(report.median("mfu")),
+            bytes_text(report.highest("memory_bytes")),
+            age,
+        )
+    return table
+
+
+def _phase_lines(report: Report) -> list[str]:
+    shares = phase_shares(report)
+    total = sum(share.seconds for share in shares)
+    parts = ", ".join(f"{share.name} {100 * share.seconds / total:.0f} %" for share in shares)
+    return [f"  time: {parts}"] if shares else []
+
+
+def _forecast_lines(report: Report) -> list[str]:
+    if not report.forecast.get("memory_bytes"):
+        return []
+    parts = ", ".join(
+        f"{label} {bytes_text(report.forecast.get(key))}"
+        for key, label in FORECAST_PARTS
+        if report.forecast.get(key)
+    )
+    return [f"  forecast of memory: {bytes_text(report.forecast['memory_bytes'])} ({parts})"]
