@@ -1,0 +1,84 @@
+"""Objects that a job names by import path: model factories, data factories, losses."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import JobError, did_you_mean
+
+
+def import_object(path: str, key: str) -> Any:
+    """The object that `path` names, e.g. 'package.module:function' or 'package.module:Class.method'.
+
+    The current working directory is searched first, as with `python -m`.
+
+    Args:
+        path: what the job says.
+        key: the job key that says it, e.g. "model.factory"; only for messages.
+
+    Raises:
+        JobError: the path is malformed, the module or the attribute is missing, or the module fails
+            while it is imported.
+    """
+    module_name, colon, attributes = path.partition(":")
+    if not colon or not module_name or not attributes:
+        raise JobError(f"{key} = '{path}' is no import path", "write it as 'package.module:function'")
+    with _working_directory_first():
+        found: Any = _import_module(module_name, path, key)
+    walked = module_name
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            public = [name for name in dir(found) if not name.startswith("_")]
+            raise JobError(
+                f"{key} = '{path}': {walked} has no '{attribute}'.{did_you_mean(attribute, public)}",
+                f"it was read from {getattr(found, '__file__', None) or walked}",
+            )
+        found = getattr(found, attribute)
+        walked = f"{walked}.{attribute}"
+    return found
+
+
+def _import_module(name: str, path: str, key: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(f"{missing}."):
+            raise JobError(
+                f"{key} = '{path}': there is no module '{missing}'",
+                f"looked in {Path.cwd()} and in Python's path; start wanma where it is, or install it",
+            ) from error
+        raise JobError(
+            f"{key} = '{path}': importing {name} failed because it needs '{missing}', which is not installed",
+            f"install '{missing}' into this environment",
+        ) from error
+    except Exception as error:
+        raise JobError(
+            f"{key} = '{path}': importing {name} failed: {type(error).__name__}: {error}",
+            f"see it whole with: python -c 'import {name}'",
+        ) from error
+
+
+@contextmanager
+def _working_directory_first() -> Iterator[None]:
+    """Search the working directory first during one import and last afterwards.
+
+    Last, and not nowhere, so that the imported code can import its siblings later; not first, so
+    that a user's `profile.py` never replaces the standard library's for everyone else.
+    """
+    here = str(Path.cwd())
+    known = here in sys.path
+    sys.path.insert(0, here)
+    # A file written after this process first listed its folder would otherwise not be seen.
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+        if not known:
+            sys.path.append(here)

@@ -1,0 +1,163 @@
+"""From a `[model]` section to something that makes the module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from wanma.job.errors import JobError
+from wanma.job.imports import import_object
+from wanma.job.sections import ModelSection
+from wanma.models.decoder import Decoder, decoder_layout
+from wanma.models.initialize import initial_value
+from wanma.models.layout import Layout, tie_parameters
+from wanma.models.presets import decoder_dimensions, model_kind, reject_dimension_keys, vision_dimensions
+from wanma.models.statistics import convert_batch_norm
+from wanma.models.vision import VISION_LAYOUT, build_vision
+
+Kind = Literal["tokens", "images", "custom"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How a model is made and what may be split of it."""
+
+    name: str
+    kind: Kind
+    make: Callable[[], nn.Module]
+    """Ours also work inside `torch.device("meta")`, and then need `initial_value` for each parameter."""
+    layout: Layout | None
+    """None for users' modules, which declare nothing."""
+    own_initialization: bool
+    """The constructor gives the weights their values: users' modules, built on CPU under the job's seed."""
+
+    def require_layout(self, key: str) -> Layout:
+        """The layout, for what job key `key` asks.
+
+        Raises:
+            JobError: the model declares none.
+        """
+        if self.layout is None:
+            raise JobError(
+                f"{key}: {self.name} does not declare what may be split of it",
+                f"set {key} = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+            )
+        return self.layout
+
+
+def model_spec(
+    section: ModelSection,
+    *,
+    vocabulary: int | None,
+    sequence_length: int | None,  # noqa: ARG001  # the next family may have a longest sequence
+    image_shape: tuple[int, int, int] | None,
+    classes: int | None,
+) -> ModelSpec:
+    """What a `[model]` section describes, with the data's sizes where the section is silent.
+
+    Args:
+        vocabulary: tokens that the tokenizer knows; None without one.
+        sequence_length: of the data; rotary positions have no longest sequence, so no model limits it.
+        image_shape: (channels, height, width); None without images.
+        classes: of labelled data; None without labels.
+
+    Raises:
+        JobError: keys that are unknown, missing, or contradict each other or the data; a factory that
+            cannot be imported.
+    """
+    kind = model_kind(section)
+    name = section.preset or section.family or section.factory or ""
+    if kind == "custom":
+        return ModelSpec(name, kind, _factory(section), None, True)
+    if section.arguments:
+        raise JobError("model.arguments are for model.factory only", "remove model.arguments")
+    if kind == "tokens":
+        if image_shape is not None:
+            raise JobError(f"model '{name}' reads tokens, but the data are images", "name a vision preset")
+        decoder = decoder_dimensions(section, vocabulary)
+        return ModelSpec(name, kind, lambda: Decoder(decoder), decoder_layout(decoder), False)
+    if image_shape is None and vocabulary is not None:
+        raise JobError(f"model '{name}' reads images, but the data are tokens", "name a decoder preset")
+    vision = vision_dimensions(section, image_shape, classes)
+    return ModelSpec(name, kind, lambda: build_vision(vision), VISION_LAYOUT, False)
+
+
+def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelSpec:
+    """For a module that the user built; `make` returns that very module.
+
+    Args:
+        statistics_group: converts its batch normalisation to groups of so many samples, in place.
+            Without it, `couples_samples` names what a plan of more than one micro-batch must refuse.
+    """
+    if statistics_group is not None:
+        model = convert_batch_norm(model, statistics_group)
+    return ModelSpec(type(model).__name__, "custom", lambda: model, None, True)
+
+
+def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The whole model on CPU with its initial values: what every layout of a job starts from.
+
+    Raises:
+        JobError: the user's factory failed, or returned no module.
+    """
+    if spec.own_initialization:
+        # Only the CPU's generator is seeded and put back: constructors run on the CPU.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            return spec.make().to(dtype)
+    with torch.device("meta"):
+        model = spec.make().to(dtype)
+    model.to_empty(device="cpu")
+    if spec.layout is not None:
+        tie_parameters(model, spec.layout.tied)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(model, name, parameter.shape, parameter.dtype, seed))
+    for module in model.modules():
+        reset = getattr(module, "reset_buffers", None)
+        if callable(reset):
+            reset()
+    return model
+
+
+def _factory(section: ModelSection) -> _Factory:
+    assert section.factory is not None
+    reject_dimension_keys(section)
+    function = import_object(section.factory, "model.factory")
+    if not callable(function):
+        raise JobError(
+            f"model.factory = '{section.factory}' is a {type(function).__name__}, which cannot be called",
+            "name a function or class that returns an nn.Module",
+        )
+    try:
+        inspect.signature(function).bind(**section.arguments)
+    except TypeError as error:
+        raise JobError(
+            f"model.factory = '{section.factory}' does not take what model.arguments gives: {error}",
+            f"its signature is {inspect.signature(function)}",
+        ) from error
+    return _Factory(section.factory, function, section.arguments, section.statistics_group)
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """Makes the user's module, with its batch normalisation converted: torch's would follow the layout."""
+
+    path: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    statistics_group: int
+
+    def __call__(self) -> nn.Module:
+        made = self.function(**self.arguments)
+        if not isinstance(made, nn.Module):
+            raise JobError(
+                f"model.factory = '{self.path}' returned {type(made).__name__}, not an nn.Module",
+                "return the module itself",
+            )
+        return convert_batch_norm(made, self.statistics_group)

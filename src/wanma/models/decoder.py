@@ -1,0 +1,265 @@
+"""A Llama-style decoder (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+It knows no parallelism. What makes it splittable is only this: children may be absent (a pipeline
+stage holds some of them, under the same names), head counts are read off the projected tensors, and
+nothing lives in buffers. `DECODER_LAYOUT` and `decoder_layout` declare what may be split.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wanma.models.dropout import KeyedDropout
+from wanma.models.layout import Layout, tie_parameters
+from wanma.models.normalization import RMSNorm
+from wanma.models.presets import DecoderDimensions
+
+
+class Decoder(nn.Module):
+    """Tokens to logits.
+
+    Children: `embedding`, `layers` (by number: "0", "1", ...), `norm`, `head`. A pipeline stage sets
+    `embedding`, or `norm` and `head`, to None and removes blocks from `layers`; a stage without
+    `embedding` takes hidden states where the first takes tokens.
+    """
+
+    def __init__(self, dimensions: DecoderDimensions) -> None:
+        super().__init__()
+        if dimensions.vocabulary is None:
+            raise ValueError("a decoder needs dimensions with a vocabulary")
+        self.dimensions = dimensions
+        self.layout = decoder_layout(dimensions)
+        self.embedding: nn.Embedding | None = nn.Embedding(dimensions.vocabulary, dimensions.hidden)
+        self.layers = nn.ModuleDict(
+            {str(number): Block(dimensions, f"layers.{number}") for number in range(dimensions.layers)}
+        )
+        self.norm: RMSNorm | None = RMSNorm(dimensions.hidden, eps=dimensions.norm_epsilon)
+        self.head: nn.Linear | None = nn.Linear(dimensions.hidden, dimensions.vocabulary, bias=False)
+        tie_parameters(self, self.layout.tied)
+
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens: (rows, sequence) int64; without an embedding, hidden states (rows, sequence, hidden).
+            documents: (rows, sequence), number of the document each token belongs to; attention stays
+                within a document. None: a row is one document.
+            positions: (rows, sequence) or (sequence,), place of each token in its document, for the
+                rotary angles. None: 0, 1, ... along the row.
+
+        Returns:
+            (rows, sequence, vocabulary); without a head, hidden states (rows, sequence, hidden).
+        """
+        self._check_tie()
+        hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens)
+        rotary = rotary_factors(
+            torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions,
+            self.dimensions.head_width,
+            self.dimensions.rope_theta,
+            hidden.dtype,
+        )
+        mask = None if documents is None else document_mask(documents)
+        for block in self.layers.values():
+            hidden = block(hidden, rotary, mask)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        if self.head is not None:
+            hidden = self.head(hidden)
+        return hidden
+
+    def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill the full value of parameter `name` in place.
+
+        Normal with deviation 0.02, and 0.02 / sqrt(2 · layers) for the two projections of each block
+        that add to the residual stream (Radford et al. 2019, section 2.3); norms one, biases zero.
+        """
+        module, _, kind = name.rpartition(".")
+        if kind == "bias":
+            tensor.zero_()
+        elif module.endswith("norm"):
+            tensor.fill_(1.0)
+        else:
+            deviation = 0.02
+            if module.endswith(("attention.output", "feed_forward.down")):
+                deviation /= math.sqrt(2 * self.dimensions.layers)
+            tensor.normal_(0.0, deviation, generator=generator)
+
+    def _check_tie(self) -> None:
+        if self.layout.tied and self.embedding is not None and self.head is not None:
+            assert self.embedding.weight is self.head.weight, (
+                "the embedding and the head have come apart; call tie_parameters(model, layout.tied)"
+            )
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream after.
+
+    Args:
+        name: of this block in the model; keys its dropout.
+    """
+
+    def __init__(self, dimensions: DecoderDimensions, name: str) -> None:
+        super().__init__()
+        hidden, epsilon = dimensions.hidden, dimensions.norm_epsilon
+        self.attention_norm = RMSNorm(hidden, eps=epsilon)
+        self.attention = Attention(dimensions)
+        self.attention_dropout = _dropout(dimensions.dropout, f"{name}.attention_dropout")
+        self.feed_forward_norm = RMSNorm(hidden, eps=epsilon)
+        self.feed_forward = FeedForward(hidden, dimensions.feed_forward)
+        self.feed_forward_dropout = _dropout(dimensions.dropout, f"{name}.feed_forward_dropout")
+
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
+        """(rows, sequence, hidden) to the same."""
+        attended = self.attention(self.attention_norm(hidden), rotary, mask)
+        hidden = hidden + self.attention_dropout(attended)
+        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        hidden = hidden + self.feed_forward_dropout(fed)
+        return hidden
+
+
+class Attention(nn.Module):
+    """Causal attention in which several query heads share a key and value head (Ainslie et al. 2023)."""
+
+    def __init__(self, dimensions: DecoderDimensions) -> None:
+        super().__init__()
+        hidden, width, bias = dimensions.hidden, dimensions.head_width, dimensions.attention_bias
+        self.head_width = width
+        self.query = nn.Linear(hidden, dimensions.heads * width, bias=bias)
+        self.key = nn.Linear(hidden, dimensions.kv_heads * width, bias=bias)
+        self.value = nn.Linear(hidden, dimensions.kv_heads * width, bias=bias)
+        self.output = nn.Linear(dimensions.heads * width, hidden, bias=False)
+        self.query_norm = (
+            RMSNorm(width, eps=dimensions.norm_epsilon) if dimensions.head_norm else nn.Identity()
+        )
+        self.key_norm = RMSNorm(width, eps=dimensions.norm_epsilon) if dimensions.head_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
+        """(rows, sequence, hidden) to the same.
+
+        Args:
+            rotary: of `rotary_factors`.
+            mask: of `document_mask`, or None where every earlier token of the row is seen.
+        """
+        # The number of heads is read off the projections: under tensor parallel a rank has its share.
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_width))
+            for projection in (self.query, self.key, self.value)
+        )
+        query, key = rotate(self.query_norm(query), rotary), rotate(self.key_norm(key), rotary)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2),  # (rows, heads, sequence, head_width)
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        joined: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return joined
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) to the same."""
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """By what each pair of a head's elements is turned at each position, in two views of one storage.
+
+    An object of its own, so that whoever casts a block's inputs to bf16 leaves the angles alone.
+    """
+
+    factors: Tensor
+    """Unit complex numbers (sequence, 1, head_width / 2) or (rows, sequence, 1, head_width / 2)."""
+    cosine_sine: Tensor
+    """The same as reals, with a last dim of 2."""
+
+
+def rotary_factors(positions: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """Rotary positions (Su et al. 2021, section 3.2.2).
+
+    Args:
+        positions: (sequence,) or (rows, sequence).
+        dtype: of the hidden states; angles have at least fp32.
+    """
+    precise = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, head_width, 2, dtype=precise, device=positions.device) / head_width
+    angles = positions.to(precise).unsqueeze(-1) * theta**-exponents
+    factors = torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
+    return Rotary(factors, torch.view_as_real(factors))
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the pairs (0, 1), (2, 3), ... of the last dim, as the weights that Meta publishes expect.
+
+    Args:
+        x: (rows, sequence, heads, head_width).
+    """
+    pairs = x.to(rotary.cosine_sine.dtype).view(*x.shape[:-1], -1, 2)
+    if torch.compiler.is_compiling():
+        # Inductor fuses real arithmetic only; in eager mode one complex product is three times faster.
+        even, odd = pairs.unbind(-1)
+        cosine, sine = rotary.cosine_sine.unbind(-1)
+        turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * rotary.factors)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Who sees whom: earlier tokens of the same document, and oneself.
+
+    Args:
+        documents: (rows, sequence).
+
+    Returns:
+        (rows, 1, sequence, sequence) bool, true where attention is allowed; one per forward, for all blocks.
+    """
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return same.tril_().unsqueeze(1)
+
+
+def decoder_layout(dimensions: DecoderDimensions) -> Layout:
+    """What a plan may split of a decoder."""
+    return Layout(
+        blocks="layers",
+        first=("embedding",),
+        last=("norm", "head"),
+        tensor={
+            "embedding": "vocabulary",
+            "layers.*.attention.query": "column",
+            "layers.*.attention.key": "column",
+            "layers.*.attention.value": "column",
+            "layers.*.attention.output": "row",
+            "layers.*.attention.*_norm": "head_norm",
+            "layers.*.feed_forward.gate": "column",
+            "layers.*.feed_forward.up": "column",
+            "layers.*.feed_forward.down": "row",
+            "layers.*.*_norm": "norm",
+            "norm": "norm",
+            "head": "head",
+        },
+        tied=(("embedding.weight", "head.weight"),) if dimensions.tie_embeddings else (),
+    )
+
+
+def _dropout(probability: float, name: str) -> nn.Module:
+    return KeyedDropout(probability, name) if probability > 0 else nn.Identity()

@@ -1,0 +1,74 @@
+"""What a plan may split of a model: declared beside it as pure data. Splitting itself is `parallel/`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TensorRole = Literal["column", "row", "vocabulary", "head", "norm", "head_norm"]
+"""What tensor parallel may do with a module (Shoeybi et al. 2019).
+
+column      a linear, split by outputs; its input is whole
+row         a linear, split by inputs; its output is a sum over ranks
+vocabulary  an embedding, split by tokens; its output is a sum over ranks
+head        a linear to the vocabulary, split by outputs
+norm        whole on every rank; acts on the whole hidden dim
+head_norm   whole on every rank, but acts on a rank's own heads: its gradient is a sum over ranks
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names are module paths, without the model's own name."""
+
+    blocks: str | None
+    """Container of the repeated blocks: what is staged, recomputed, compiled and sharded one by one."""
+    first: tuple[str, ...] = ()
+    """What only the first pipeline stage holds."""
+    last: tuple[str, ...] = ()
+    """What only the last pipeline stage holds."""
+    tensor: Mapping[str, TensorRole] = field(default_factory=dict)
+    """By shell pattern on the module path; the first match counts, no match means whole on every rank."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """Parameters that are one tensor under two names; the first is the one that is saved."""
+
+
+def tie_parameters(model: nn.Module, tied: tuple[tuple[str, str], ...]) -> None:
+    """Make each second parameter the same object as its first, where the model holds both.
+
+    Needed again after anything that replaces parameters one module at a time.
+    """
+    for kept, other in tied:
+        source, _, source_name = kept.rpartition(".")
+        target, _, target_name = other.rpartition(".")
+        present = dict(model.named_modules(remove_duplicate=False))
+        if source in present and target in present:
+            setattr(present[target], target_name, getattr(present[source], source_name))
+
+
+def find_blocks(model: nn.Module) -> str | None:
+    """Path of a model's repeated blocks, found by structure.
+
+    They are the list, dict or sequence of at least two children, all of one type, that holds the most
+    parameters; the outermost of equals.
+
+    Returns:
+        the path, which may be "" for a model that is itself such a sequence; None when there are none.
+    """
+    from torch import nn
+
+    best, most = None, 0
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        children = list(module.children())
+        if len(children) < 2 or len({type(child) for child in children}) > 1:
+            continue
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if size > most:
+            best, most = path, size
+    return best

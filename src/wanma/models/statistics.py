@@ -1,0 +1,187 @@
+"""Batch normalisation over groups of samples that the job fixes, so that no layout changes its numbers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from wanma.job.errors import WanmaError
+
+
+class GroupedBatchNorm(nn.Module):
+    """Batch normalisation whose training statistics are those of `group` consecutive samples.
+
+    Parameters, buffers and state-dict keys are those of `nn.BatchNorm1d` and `nn.BatchNorm2d`. Running
+    statistics do not move in forward: it only adds up the groups' means and variances, and
+    `commit` applies one update per optimizer step, whatever ranks and micro-batches saw the groups.
+
+    Args:
+        features: size of dim 1.
+        group: samples per statistic ("ghost batches", Hoffer et al. 2017).
+        epsilon: added to the variance.
+        momentum: weight of a step in the running statistics; None: every step weighs the same.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        group: int,
+        *,
+        epsilon: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+    ) -> None:
+        super().__init__()
+        self.features, self.group, self.epsilon, self.momentum = features, group, epsilon, momentum
+        self.weight = nn.Parameter(torch.ones(features)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(features)) if affine else None
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("running_var", torch.ones(features))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
+        self._mean_sum: Tensor | None = None
+        self._variance_sum: Tensor | None = None
+        self._groups = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, features, ...) to the same.
+
+        Raises:
+            WanmaError: training with rows that are no whole number of groups.
+        """
+        precise = torch.promote_types(x.dtype, torch.float32)
+        weight = None if self.weight is None else self.weight.to(precise)
+        bias = None if self.bias is None else self.bias.to(precise)
+        if not self.training:
+            mean, variance = self.running_mean.to(precise), self.running_var.to(precise)
+            return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.epsilon)
+        if x.shape[0] % self.group:
+            raise WanmaError(
+                f"batch normalisation over groups of {self.group} samples cannot take {x.shape[0]} rows",
+                "make every rank's micro-batch a multiple of model.statistics_group "
+                "(parallel.micro_batch, train.global_batch), or change model.statistics_group",
+            )
+        normalized, means, variances = [], [], []
+        for samples in torch.split(x, self.group):
+            # With momentum 1 torch's running statistics become this group's: the mean and, as in
+            # nn.BatchNorm2d, the unbiased variance.
+            mean = torch.zeros(self.features, dtype=precise, device=x.device)
+            variance = torch.zeros_like(mean)
+            normalized.append(F.batch_norm(samples, mean, variance, weight, bias, True, 1.0, self.epsilon))
+            means.append(mean)
+            variances.append(variance)
+        self._note(means, variances)
+        return normalized[0] if len(normalized) == 1 else torch.cat(normalized)
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What forward has added up since the last call: sums over groups, and begin again from zero.
+
+        Returns:
+            sum of means (features,), sum of variances (features,), number of groups () int64.
+        """
+        zero = torch.zeros_like(self.running_mean)
+        mean_sum = zero if self._mean_sum is None else self._mean_sum
+        variance_sum = zero.clone() if self._variance_sum is None else self._variance_sum
+        groups = torch.full((), self._groups, device=zero.device)
+        self._mean_sum, self._variance_sum, self._groups = None, None, 0
+        return mean_sum, variance_sum, groups
+
+    @torch.no_grad()
+    def commit(self, mean_sum: Tensor, variance_sum: Tensor, groups: Tensor | int) -> None:
+        """Move the running statistics once, by the average over a step's groups.
+
+        Args:
+            mean_sum: (features,), of `take`, added up over all ranks with different samples; likewise
+            variance_sum: (features,), and
+            groups: their number; with none, nothing moves.
+        """
+        # All on the device: asking it whether there are groups would make the host wait for it.
+        count = torch.as_tensor(groups, device=self.running_mean.device)
+        moves = (count > 0).to(self.running_mean)
+        count = count.clamp(min=1)
+        self.num_batches_tracked += moves.to(torch.int64)
+        share = (
+            moves / self.num_batches_tracked.clamp(min=1) if self.momentum is None else moves * self.momentum
+        )
+        self.running_mean.lerp_((mean_sum / count).to(self.running_mean), share)
+        self.running_var.lerp_((variance_sum / count).to(self.running_var), share)
+
+    def reset_buffers(self) -> None:
+        """Give the running statistics their first values, after they were allocated without any."""
+        self.running_mean.zero_()
+        self.running_var.fill_(1.0)
+        self.num_batches_tracked.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, group={self.group}, epsilon={self.epsilon}, momentum={self.momentum}"
+
+    @torch.no_grad()
+    def _note(self, means: list[Tensor], variances: list[Tensor]) -> None:
+        # Where backward runs forward again every group is counted twice, which leaves the average alone.
+        mean, variance = torch.stack(means).sum(0), torch.stack(variances).sum(0)
+        self._mean_sum = mean if self._mean_sum is None else self._mean_sum + mean
+        self._variance_sum = variance if self._variance_sum is None else self._variance_sum + variance
+        self._groups += len(means)
+
+
+def pending_statistics(model: nn.Module) -> list[GroupedBatchNorm]:
+    """The modules whose statistics must be committed after each optimizer step, in the model's order."""
+    return [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
+
+
+def couples_samples(model: nn.Module) -> list[str]:
+    """Names of modules whose result depends on which samples share a micro-batch.
+
+    Only one process with one micro-batch per step computes such a model as its author meant; other
+    layouts need `convert_batch_norm`.
+    """
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+    ]
+
+
+def convert_batch_norm(model: nn.Module, group: int) -> nn.Module:
+    """Replace torch's batch normalisation by the grouped one, in place, under the same names.
+
+    Args:
+        group: samples per statistic.
+
+    Returns:
+        `model`, or its replacement when it is itself a batch normalisation.
+
+    Raises:
+        WanmaError: a module keeps no running statistics, so that evaluation would couple samples too.
+    """
+    if isinstance(model, _BatchNorm):
+        return _converted(model, group, "")
+    for parent_name, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _BatchNorm):
+                setattr(parent, name, _converted(child, group, f"{parent_name}.{name}".lstrip(".")))
+    return model
+
+
+def _converted(module: _BatchNorm, group: int, name: str) -> GroupedBatchNorm:
+    if not module.track_running_stats or isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        raise WanmaError(
+            f"cannot convert {type(module).__name__} '{name}': it has no running statistics",
+            "use track_running_stats=True and a given number of features",
+        )
+    converted = GroupedBatchNorm(
+        module.num_features, group, epsilon=module.eps, momentum=module.momentum, affine=module.affine
+    )
+    converted.weight, converted.bias = module.weight, module.bias
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    assert module.num_batches_tracked is not None
+    converted.running_mean = module.running_mean
+    converted.running_var = module.running_var
+    converted.num_batches_tracked = module.num_batches_tracked
+    return converted.train(module.training)
