@@ -1,0 +1,83 @@
+"""RUN, JOB and the options that are keys in another form."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from wanma.cli.arguments import chosen_run
+from wanma.cli.commands.launch import _take_ranks
+from wanma.cli.commands.train import _options_as_overrides
+from wanma.cli.parser import build_parser, parse
+from wanma.job.errors import JobError, WanmaError
+
+
+def chosen(folder: Path, name: str | None) -> str:
+    return chosen_run(argparse.Namespace(runs=folder, run_name=name)).name
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for time, name in enumerate(("older", "newer"), 1):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.toml").touch()
+        os.utime(tmp_path / name / "job.toml", (time, time))
+    return tmp_path
+
+
+def test_a_run_is_found_by_name_by_folder_or_as_the_newest(runs: Path) -> None:
+    assert chosen(runs, "older") == "older"
+    assert chosen(Path("nowhere"), str(runs / "older")) == "older"
+    assert chosen(runs, None) == "newer"
+
+
+def test_an_unknown_run_is_told_with_the_runs_that_are_there(runs: Path) -> None:
+    with pytest.raises(WanmaError, match=r"there is no run 'oldr'\. Did you mean 'older'\?") as caught:
+        chosen(runs, "oldr")
+    assert caught.value.hint == f"runs in {runs}: newer, older"
+    with pytest.raises(WanmaError, match="there are no runs in"):
+        chosen(runs / "empty", None)
+
+
+def test_overrides_may_stand_before_and_after_options() -> None:
+    parsed = parse(build_parser(), ["train", "a.toml", "train.steps=1", "--dry-run", "train.seed=2", "a=3"])
+    assert parsed.overrides == ["train.steps=1", "train.seed=2", "a=3"]
+    assert (parsed.job, parsed.dry_run) == (Path("a.toml"), True)
+    assert parsed.command_line[:3] == ["wanma", "train", "a.toml"]
+
+
+def test_options_for_several_machines_are_keys_of_the_job() -> None:
+    line = ["train", "a.toml", "--nodes", "2", "--rendezvous", "h:1", "--node-rank", "1", "--fresh"]
+    assert _options_as_overrides(parse(build_parser(), line)) == [
+        "cluster.nodes=2",
+        "cluster.rendezvous=h:1",
+        "cluster.node_rank=1",
+        "checkpoint.resume=false",
+    ]
+    assert _options_as_overrides(parse(build_parser(), ["train", "a.toml"])) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "rest", "ranks", "script_gets"),
+    [
+        (2, ["--rate", "3", "x"], 2, ["--rate", "3", "x"]),
+        (None, ["--rate", "3", "--ranks", "4", "x"], 4, ["--rate", "3", "x"]),
+        (None, ["--ranks=4"], 4, []),
+        (2, ["a", "--", "--ranks", "7"], 2, ["a", "--ranks", "7"]),
+        (2, ["--rank", "7"], 2, ["--rank", "7"]),
+    ],
+)
+def test_ranks_may_stand_before_or_after_the_script_and_the_rest_is_the_scripts(
+    before: int | None, rest: list[str], ranks: int, script_gets: list[str]
+) -> None:
+    assert _take_ranks(before, rest) == (ranks, script_gets)
+
+
+def test_ranks_must_be_given() -> None:
+    with pytest.raises(JobError, match="give --ranks N"):
+        _take_ranks(None, ["--", "--ranks", "7"])
+    with pytest.raises(JobError, match="give --ranks N"):
+        _take_ranks(0, [])

@@ -1,0 +1,179 @@
+"""The command line's manners: one message, the right exit code, no traceback for the user's mistakes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from wanma.cli import main as main_module
+from wanma.cli.commands import version
+from wanma.cli.main import main
+from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, WanmaError
+
+JOB = 'model.preset = "gpt-1m"\n'
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["trian", "x.toml"], "error: unknown command 'trian'. Did you mean 'train'?\n"),
+        (["gpt.toml"], "error: 'gpt.toml' is not a command.\n  to train it: wanma train gpt.toml\n"),
+        (["train"], "error: wanma train: the following arguments are required: JOB\n"),
+        (["train", "x.toml", "--dry-rn"], "unknown option --dry-rn. Did you mean '--dry-run'?"),
+        (["train", "x.toml", "--train.steps=4"], "overrides have no dashes: train.steps=500"),
+        (["train", "x.toml", "--dry"], "unknown option --dry. "),
+        (["runs", "extra"], "error: wanma runs: 'extra' is one argument too many"),
+        (["--colour"], "error: wanma: unknown option --colour.\n  `wanma --help` shows how"),
+        (["job", "trian"], "error: the job file has no 'trian'. Did you mean 'train'?"),
+        (["sample", "--prompt", "x", "--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
+        (["sample", "--prompt", "x", "--tokens", "0"], "--tokens 0: must be at least 1"),
+        (["sample", "--prompt", "x", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        (["launch", "none.py", "--ranks", "2"], "error: there is no script none.py"),
+        (["launch", "none.py"], "give --ranks N, at least 1"),
+        (["launch", "none.py", "--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_message_with_the_way_out(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    assert told in complaint(capsys, *arguments)
+
+
+def test_a_wrong_job_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB + "train.stpes = 3\n")
+    text = complaint(capsys, "train", str(path), "--nodes", "0", "train.seed=x", "--rendezvous", "here")
+    assert "job.toml:2: unknown key 'train.stpes'. Did you mean 'train.steps'?" in text
+    assert 'train.seed = "x": must be a whole number >= 0.' in text
+    assert "cluster.nodes = 0: must be a whole number >= 1." in text
+
+
+def test_without_a_command_the_overview_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "wanma train JOB.toml --dry-run" in capsys.readouterr().out
+
+
+def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    listed = re.findall(r"^    (\w+)\s+\w", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [
+        "train", "launch", "runs", "show", "report", "sample", "doctor", "job", "completion", "version",
+    ]  # fmt: skip
+    for command in listed:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert f"usage: wanma {command}" in capsys.readouterr().out
+
+
+def test_the_exit_code_is_the_errors_own_and_colour_is_only_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: object) -> int:
+        raise WanmaError("rank 3 died", "look at logs/rank-3.log", 17)
+
+    monkeypatch.setattr(version, "run", fails)
+    assert main(["version"]) == 17
+    assert capsys.readouterr().err == "error: rank 3 died\n  look at logs/rank-3.log\n"
+    monkeypatch.setattr(main_module, "_colours", lambda: True)
+    main(["version"])
+    assert capsys.readouterr().err.startswith("\x1b[1;31merror:\x1b[0m rank 3 died")
+
+
+def test_a_bug_shows_its_traceback_and_asks_for_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bug(_: object) -> int:
+        return {}["missing"]
+
+    monkeypatch.setattr(version, "run", bug)
+    assert main(["version"]) == EXIT_FAILED
+    text = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in text
+    assert "this is a bug in wanma (KeyError), not in your job\n  please report it" in text
+
+
+def test_version_names_what_a_report_of_a_problem_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert re.match(r"wanma \d+\.\d+\.\d+\npython 3\.\d+\.\d+\ntorch 2\.\d+", capsys.readouterr().out)
+
+
+def wanma(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "wanma", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_a_reader_that_leaves_early_causes_no_complaint() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wanma", "job", "--toml"], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", main_module.EXIT_BROKEN_PIPE)
+
+
+def test_ctrl_c_ends_a_command_with_one_word(tmp_path: Path) -> None:
+    fifo = tmp_path / "job.toml"
+    os.mkfifo(fifo)  # a job that never arrives: the command waits for it
+    process = wanma("train", str(fifo))
+    writer = opened_by_a_reader(fifo)
+    process.send_signal(signal.SIGINT)
+    _, text = process.communicate(timeout=60)
+    os.close(writer)
+    assert (text, process.returncode) == ("\nstopped\n", EXIT_INTERRUPTED)
+
+
+def opened_by_a_reader(fifo: Path) -> int:
+    """The writing end, as soon as someone reads."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            assert time.monotonic() < deadline, "nobody read it"
+            time.sleep(0.02)
+
+
+def test_help_starts_without_the_slow_libraries() -> None:
+    program = (
+        "import sys\nfrom wanma.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "slow = {'torch', 'numpy', 'pydantic', 'rich', 'argcomplete', 'asyncio'} & set(sys.modules)\n"
+        "sys.exit(f'imported {slow}' if slow else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.stderr, result.returncode) == ("", 0)
+
+
+def test_help_costs_less_than_a_sixth_of_a_second_of_processor_time() -> None:
+    def seconds() -> float:
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "wanma", "--help"], stdout=subprocess.DEVNULL, check=True)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(5)) < 0.15

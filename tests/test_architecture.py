@@ -1,0 +1,144 @@
+"""The house: a room imports only rooms on lower floors, whatever way the import is written."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "wanma"
+
+FLOORS = {
+    "cli": 8,
+    "api": 7,
+    "mlops": 7,
+    "bench": 7,
+    "federated": 7,
+    "dashboard": 7,
+    "engines": 6,
+    "elastic": 5,
+    "training": 4,
+    "parallel": 3,
+    "planner": 2,
+    "report": 2,
+    "models": 1,
+    "data": 1,
+    "hardware": 1,
+    "collectives": 1,
+    "checkpoint": 1,
+    "observe": 1,
+    "job": 0,
+}
+"""The table in CONTRIBUTING.md; a new room gets its floor in both."""
+
+ROOT_FILES = {
+    "__init__.py": set(FLOORS),  # the public names, loaded on first use
+    "__main__.py": {"cli"},
+}
+
+LONGEST_FILE = 500
+
+TORCH_FREE = (
+    "wanma",
+    "wanma.cli.main",
+    "wanma.cli.parser",
+    "wanma.cli.arguments",
+    "wanma.job.describe",
+    "wanma.job.load",
+    "wanma.job.plan",
+    "wanma.job.run_directory",
+    "wanma.job.worker",
+    "wanma.job.write",
+    "wanma.hardware.catalogue",
+    "wanma.hardware.discover",
+    "wanma.hardware.doctor",
+    "wanma.observe.recorder",
+    "wanma.report.html",
+    "wanma.report.read",
+    "wanma.report.text",
+)
+"""What must start at once: importing torch takes the better part of a second."""
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def test_every_folder_is_a_room_of_the_house() -> None:
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders - set(FLOORS) == set(), "give a new room its floor here and in CONTRIBUTING.md"
+
+
+def test_only_the_public_names_live_outside_the_rooms() -> None:
+    assert {path.name for path in SOURCE.glob("*.py")} <= set(ROOT_FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_room_imports_only_rooms_on_lower_floors(path: Path) -> None:
+    parts = path.relative_to(SOURCE).parts
+    lines = path.read_text().splitlines()
+    wrong = []
+    for line, room in imported_rooms(path):
+        if len(parts) == 1:
+            allowed = room in ROOT_FILES[parts[0]]
+        else:
+            allowed = room == parts[0] or FLOORS.get(room, 99) < FLOORS[parts[0]]
+        if not allowed:
+            wrong.append(f"{path}:{line}: {lines[line - 1].strip()}   ({parts[0]} may not import {room})")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_reads_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE, "look for the second idea in it"
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_what_must_start_at_once_does_not_import_torch(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "room"),
+    [
+        ("import wanma.planner.search", "planner"),
+        ("from wanma.planner import search", "planner"),
+        ("from wanma import planner", "planner"),
+        ("from ..planner import search", "planner"),
+        ("from .. import planner", "planner"),
+        ("def f():\n    import wanma.planner", "planner"),
+        ("importlib.import_module('wanma.planner.search')", "planner"),
+        ("PRELOAD = ['wanma.planner.search:main']", "planner"),
+    ],
+)
+def test_no_way_of_importing_is_overlooked(tmp_path: Path, source: str, room: str) -> None:
+    path = SOURCE / "training" / "imagined.py"
+    assert [found for _, found in _imports(ast.parse(source), path)] == [room]
+
+
+def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, room) of everything that a file imports or names as a module of ours."""
+    yield from _imports(ast.parse(path.read_text(), str(path)), path)
+
+
+def _imports(tree: ast.Module, path: Path) -> Iterator[tuple[int, str]]:
+    package = ("wanma", *path.relative_to(SOURCE).parts[:-1])
+    for node in ast.walk(tree):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, node.module) if node.module else base)
+            modules = [f"{module}.{name.name}" for name in node.names] if module == "wanma" else [module]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            modules = [node.value] if re.fullmatch(r"wanma(\.\w+)+(:\w+)?", node.value) else []
+        for module in modules:
+            top, _, rest = module.partition(".")
+            room = re.split(r"[.:]", rest)[0]
+            if top == "wanma" and room and not room.startswith("__"):
+                yield node.lineno, room
