@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from wanma.collectives.gloo import Stopwatch
+from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.build import ModelSpec
-from wanma.models.dropout import replace_dropout
+from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import find_blocks
+from wanma.models.statistics import couples_samples
 from wanma.parallel.materialize import materialize
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline import Pipeline, keep_stage
@@ -27,6 +29,8 @@ class Parallel:
     module: nn.Module
     pipeline: Pipeline | None
     communication: Stopwatch
+    parameter_names: tuple[str, ...]
+    """Of the whole model, whatever part of it is here."""
 
 
 def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
@@ -42,6 +46,8 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     if plan.precision == "fp64":
         module.to(torch.float64)
     replace_dropout(module)
+    _refuse_what_depends_on_the_layout(module, spec, plan)
+    names = tuple(name for name, _ in module.named_parameters())
     if plan.pp > 1:
         keep_stage(module, spec.require_layout("parallel.pp"), plan, grid.at("pp"))
     if plan.tp > 1:
@@ -57,7 +63,25 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     else:
         materialize(module, grid.device, seed)
     pipeline = Pipeline(module, plan, grid) if plan.pp > 1 else None
-    return Parallel(module, pipeline, communication)
+    return Parallel(module, pipeline, communication, names)
+
+
+def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
+    """Law 1: what cannot give the same numbers on several ranks is not run on several ranks."""
+    if plan.data_ranks == 1:
+        return
+    if coupled := couples_samples(module):
+        raise JobError(
+            f"{spec.name}: {coupled[0]} computes statistics over whatever samples share a micro-batch, so "
+            f"{plan.data_ranks} data ranks would train another model than one",
+            "make its groups explicit: wanma.models.statistics.convert_batch_norm(model, group)",
+        )
+    if drawing := unkeyed_randomness(module):
+        raise JobError(
+            f"{spec.name}: {drawing[0]} draws random numbers that depend on the rank, so "
+            f"{plan.data_ranks} data ranks would train another model than one",
+            "use nn.Dropout modules, which wanma keys by sample, or train on one rank",
+        )
 
 
 def _build(spec: ModelSpec, seed: int) -> nn.Module:
@@ -71,4 +95,4 @@ def _build(spec: ModelSpec, seed: int) -> nn.Module:
 
 def _blocks(module: nn.Module, spec: ModelSpec) -> list[nn.Module]:
     path = spec.layout.blocks if spec.layout is not None else find_blocks(module)
-    return list(module.get_submodule(path).children()) if path else []
+    return [] if path is None else list(module.get_submodule(path).children())

@@ -6,10 +6,11 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from wanma.job.plan import Plan
+from wanma.models.dropout import recompute_context
 
 
 def recompute(blocks: list[nn.Module], plan: Plan) -> None:
     """Apply `plan.recompute` to each block in place; parameter names stay as they are."""
     if plan.recompute == "full":
         for block in blocks:
-            checkpoint(block)
+            checkpoint(block, use_reentrant=False, context_fn=recompute_context(block))

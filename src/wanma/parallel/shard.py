@@ -69,6 +69,12 @@ def begin_micro_batch(model: nn.Module, plan: Plan, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
+def reshard(model: nn.Module) -> None:
+    """Let the module's parameters be this rank's shards again: a forward without backward leaves them whole."""
+    for unit in _units(model):
+        unit.reshard()
+
+
 def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch) -> None:
     unit.set_custom_all_gather(GlooAllGather(stopwatch))
     unit.set_custom_reduce_scatter(GlooReduceScatter(stopwatch))

@@ -13,7 +13,7 @@ from wanma.job.sections import Job
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
-from wanma.parallel.shard import begin_micro_batch
+from wanma.parallel.shard import begin_micro_batch, reshard
 from wanma.training.loss import LossFunction, cross_entropy_sum
 
 
@@ -53,7 +53,9 @@ class ForwardBackward:
             whole samples), counted as above.
         """
         if self._parallel.pipeline is not None:
-            return *self._pipelined(batches, 1.0, backward=False), self._zero()
+            sums = self._pipelined(batches, 1.0, backward=False)
+            reshard(self._parallel.module)
+            return *sums, self._zero()
         loss_sum, targets, right = self._zero(), self._zero(), self._zero()
         with torch.no_grad():
             for batch in batches:
@@ -64,6 +66,7 @@ class ForwardBackward:
                 targets += batch_targets
                 if batch.targets.ndim == 1 and not batch.targets.is_floating_point():
                     right += (output.argmax(dim=-1) == batch.targets).sum()
+        reshard(self._parallel.module)
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
 
     def _forward(self, batch: Batch) -> Any:

@@ -6,7 +6,6 @@ The supervisor calls `train_worker` in every rank; `train_here` is the same in t
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,24 +21,17 @@ from wanma.parallel.parallelize import parallelize
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, classification_loss, user_loss
+from wanma.training.request import Request
 from wanma.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command tells its workers. Objects a user passed in Python travel along."""
-
-    job: Job
-    plan: Plan
-    flops_per_sample: float | None = None
-    peak_flops_per_second: float | None = None
-    objects: dict[str, Any] = field(default_factory=dict)
-    """May hold `model` (an nn.Module), `data` (a dataset) and `loss` (a function)."""
-
-
 def train_worker(worker: Worker, payload: bytes) -> None:
-    """Entry for the supervisor. `payload` is a pickled `Request` that came through an inherited
-    descriptor from the very command that started this process, never from a file."""
+    """Entry for the supervisor.
+
+    Args:
+        payload: a pickled `Request`. It comes through an inherited descriptor from the very command
+            that started this process, never from a file that somebody could have left.
+    """
     train(worker, pickle.loads(payload))
 
 
@@ -65,6 +57,7 @@ def train(worker: Worker, request: Request) -> str:
             grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
+            data_fingerprint=data.fingerprint,
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:

@@ -193,8 +193,8 @@ def _groups(
 def _optimizer(groups: list[dict[str, Any]], train: TrainSection) -> Optimizer:
     rate = train.learning_rate
     if train.optimizer == "sgd":
-        # Decay is coupled to the gradient in torch's SGD; with a rate schedule that is the usual reading.
-        return SGD(groups, lr=rate, momentum=train.momentum, fused=True)
+        # torch has no fused SGD for DTensors.
+        return SGD(groups, lr=rate, momentum=train.momentum)
     if train.optimizer == "adafactor":
         return Adafactor(groups, lr=rate)
     return AdamW(groups, lr=rate, betas=train.betas, eps=train.epsilon, fused=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wanma.parallel.parallelize import Parallel
+from wanma.parallel.shard import reshard
 from wanma.training.average import WeightAverage
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
@@ -33,6 +34,7 @@ class TrainingState:
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers as 'model.NAME'."""
         module = self.parallel.module
+        reshard(module)  # a user's own evaluation may have left it whole
         tensors: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in module.named_parameters()}
         persistent = module.state_dict().keys()
         tensors |= {f"model.{n}": b for n, b in module.named_buffers() if n in persistent}

@@ -30,7 +30,7 @@ from wanma.observe.recorder import Recorder
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.training.average import WeightAverage
-from wanma.training.optimizer import build_updater
+from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import LossScale
 from wanma.training.records import open_recorder
 from wanma.training.schedule import learning_rate
@@ -55,15 +55,18 @@ class Trainer:
         parallel: Parallel,
         *,
         targets_per_sample: int,
+        data_fingerprint: str = "",
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
     ) -> None:
         self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
         self.phases = PhaseTimer()
         self._targets_per_sample = targets_per_sample
+        self._fingerprint = data_fingerprint
         self._flops_per_sample = flops_per_sample
         self._peak = peak_flops_per_second
         train = job.train
+        check_patterns(parallel.parameter_names, train)
         self.state = TrainingState(
             parallel,
             build_updater(parallel.module, train, plan),
@@ -189,7 +192,7 @@ class Trainer:
             self._checkpointer.save(
                 self.state.step,
                 self.state.tensors(),
-                self.state.values(),
+                {**self.state.values(), "data_fingerprint": self._fingerprint},
                 rank_state={"random": random_state()},
                 metric=metric,
             )
@@ -261,13 +264,18 @@ class Trainer:
         return found[0]
 
     def _check_position(self, values: dict[str, Any], path: Path) -> None:
-        """The position is one integer; a job that would count it differently is another job."""
+        """The position is one integer; a job that counts it differently, or on other data, is another job."""
         expected = samples_before(self.job.train, values["step"])
         if values["samples"] != expected:
             raise WanmaError(
                 f"{path} was saved after {values['samples']} samples at step {values['step']}, but with "
                 f"train.global_batch = {self.job.train.global_batch} that step comes after {expected}",
                 "keep the batch size of the run, or start a new run with checkpoint.start_from",
+            )
+        if values["data_fingerprint"] != self._fingerprint:
+            raise WanmaError(
+                f"{path} was saved while training on other data than [data] now gives",
+                "put the data back as it was, or start a new run with checkpoint.start_from",
             )
 
     def _commit_statistics(self) -> None:

@@ -1,0 +1,71 @@
+"""Let a trained text model write: one token after the other, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wanma.job.errors import WanmaError
+from wanma.job.load import load_job
+from wanma.job.run_directory import RunDirectory
+
+
+def sample(run: RunDirectory, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
+    """Continue `prompt` with the newest whole checkpoint of `run`, averaged weights if it has them.
+
+    Args:
+        tokens: how many to write.
+        temperature: divides the logits; 0 takes the likeliest token.
+
+    Yields:
+        pieces of text as they come.
+
+    Raises:
+        WanmaError: the run has no checkpoint, or its model reads no text.
+    """
+    import torch
+
+    from wanma.checkpoint.reader import load_full, newest
+    from wanma.data.tokenizer import load_tokenizer
+    from wanma.models.build import model_spec
+
+    job = load_job(run.job)
+    path = newest(run.checkpoints)
+    if path is None:
+        raise WanmaError(f"{run.path} has no whole checkpoint yet", "let the run reach its first checkpoint")
+    tokenizer = load_tokenizer(job.data.tokenizer)
+    length = job.data.sequence_length
+    spec = model_spec(
+        job.model, vocabulary=tokenizer.vocabulary, sequence_length=length, image_shape=None, classes=None
+    )
+    if spec.kind != "tokens":
+        raise WanmaError(f"{run.path} trained {spec.name}, which reads no text", "sample from a text model")
+    with torch.device("meta"):
+        model = spec.make()
+    saved = load_full(path)
+    wanted = [name for name, _ in model.named_parameters()]
+    weights = {n: saved.get(f"average.{n}", saved[f"model.{n}"]).float() for n in wanted}
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.eval()
+
+    generator = torch.Generator().manual_seed(seed)
+    context = [int(token) for token in tokenizer.encode(prompt.encode())] or [tokenizer.end_of_document]
+    written: list[int] = []
+    shown = ""
+    with torch.inference_mode():
+        for _ in range(tokens):
+            logits = model(torch.tensor([context[-length:]]))[0, -1, : tokenizer.vocabulary].float()
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                chances = torch.softmax(logits / temperature, dim=-1)
+                token = int(torch.multinomial(chances, 1, generator=generator))
+            if token == tokenizer.end_of_document:
+                return
+            context.append(token)
+            written.append(token)
+            text = tokenizer.decode(written)
+            # A character may take several tokens: hold back what is not whole yet.
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                continue
+            yield text[len(shown) :]
+            shown = text

@@ -1,0 +1,23 @@
+"""What a command tells its workers. Free of torch: the command line makes one too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job to train under a plan."""
+
+    job: Job
+    plan: Plan
+    flops_per_sample: float | None = None
+    """Model FLOPs of one sample, forward and backward."""
+    peak_flops_per_second: float | None = None
+    """Of one rank's device."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """What a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function)."""

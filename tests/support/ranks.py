@@ -1,0 +1,121 @@
+"""Run a job on N real processes without the supervisor, and read back what it did."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+import traceback
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.job.worker import Worker
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["wanma.training.main", "torch.distributed.fsdp", "torch._dynamo"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run as its files tell it."""
+
+    directory: Path
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps]
+
+    @property
+    def norms(self) -> list[float]:
+        return [step["grad_norm"] for step in self.steps]
+
+    def tensors(self, step: int | None = None) -> dict[str, torch.Tensor]:
+        """Full tensors of the checkpoint of `step`, by default the newest."""
+        from wanma.checkpoint.reader import load_full
+
+        folders = sorted(self.directory.joinpath("checkpoints").glob("step-*[0-9]"))
+        path = folders[-1] if step is None else self.directory / "checkpoints" / f"step-{step:08d}"
+        return load_full(path)
+
+
+def run_job(
+    directory: Path, job: dict[str, Any], plan: Plan, objects: dict[str, Any] | None = None, seconds: float = 120
+) -> Outcome:
+    """Train `job` under `plan` in `plan.world_size` processes; raises the first rank's error."""
+    run_ranks(_train_rank, plan.world_size, (directory, job, plan, objects or {}), seconds)
+    return Outcome(directory)
+
+
+def run_ranks(function: Any, world_size: int, arguments: tuple[Any, ...], seconds: float = 120) -> list[Any]:
+    """Call `function(worker, *arguments)` in `world_size` processes that share a store.
+
+    Returns:
+        results by rank.
+    """
+    results: Queue[tuple[int, Any, str | None]] = _context.Queue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder = Path(tempfile.mkdtemp(prefix="wanma-test-"))
+    processes = [
+        _context.Process(
+            target=_run_rank,
+            args=(function, rank, world_size, store.port, folder, arguments, results),
+            daemon=True,
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    values: dict[int, Any] = {}
+    try:
+        for _ in processes:
+            rank, value, error = results.get(timeout=seconds)
+            if error is not None:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+            values[rank] = value
+        for process in processes:
+            process.join(seconds)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [values[rank] for rank in range(world_size)]
+
+
+def _run_rank(
+    function: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    arguments: tuple[Any, ...],
+    results: Queue[tuple[int, Any, str | None]],
+) -> None:
+    worker = Worker(rank, rank, world_size, world_size, 0, 1, folder, store_port=port)
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, function(worker, *arguments), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+
+
+def _train_rank(
+    worker: Worker, directory: Path, job: dict[str, Any], plan: Plan, objects: dict[str, Any]
+) -> str:
+    from dataclasses import replace
+
+    from wanma.training.main import Request, train
+
+    worker = replace(worker, run_directory=directory)
+    return train(worker, Request(Job.model_validate(job), plan, objects=objects))

@@ -1,0 +1,103 @@
+import pytest
+import torch
+from torch import nn
+
+from wanma.job.errors import JobError
+from wanma.job.plan import Plan
+from wanma.job.sections import ParameterGroupSection, TrainSection
+from wanma.training.optimizer import build_updater, check_patterns, group_rules
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.inner = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+
+
+def give_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    rules = group_rules({"inner.weight": 2, "inner.bias": 1, "norm.weight": 1}, TrainSection(weight_decay=0.3))
+    assert {name: rule.weight_decay for name, rule in rules.items()} == {
+        "inner.weight": 0.3,
+        "inner.bias": 0.0,
+        "norm.weight": 0.0,
+    }
+
+
+def test_the_first_matching_group_wins() -> None:
+    train = TrainSection(
+        parameter_groups=[
+            ParameterGroupSection(match="inner.*", learning_rate_scale=0.5, weight_decay=0.7),
+            ParameterGroupSection(match="*", learning_rate_scale=2.0),
+        ]
+    )
+    rules = group_rules({"inner.bias": 1, "norm.weight": 1}, train)
+    assert (rules["inner.bias"].learning_rate_scale, rules["inner.bias"].weight_decay) == (0.5, 0.7)
+    assert rules["norm.weight"].learning_rate_scale == 2.0
+
+
+def test_frozen_parameters_get_no_gradient_and_no_update() -> None:
+    model = Small()
+    before = model.embedding.weight.clone()
+    train = TrainSection(parameter_groups=[ParameterGroupSection(match="embedding.*", frozen=True)])
+    updater = build_updater(model, train, Plan())
+    give_gradients(model)
+    updater.step(0.1)
+    assert not model.embedding.weight.requires_grad
+    assert torch.equal(model.embedding.weight, before)
+    assert set(updater.parameters) == {"inner.weight", "inner.bias", "norm.weight", "norm.bias"}
+
+
+def test_freezing_everything_is_refused() -> None:
+    train = TrainSection(parameter_groups=[ParameterGroupSection(match="*", frozen=True)])
+    with pytest.raises(JobError, match="freezes every parameter"):
+        build_updater(Small(), train, Plan())
+
+
+def test_a_pattern_that_matches_nothing_is_a_typing_error() -> None:
+    train = TrainSection(parameter_groups=[ParameterGroupSection(match="iner.weight")])
+    with pytest.raises(JobError, match="Did you mean 'inner.weight'"):
+        check_patterns(["inner.weight", "inner.bias"], train)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_every_rule_steps_and_gives_its_state_by_parameter_name(name: str) -> None:
+    model = Small()
+    updater = build_updater(model, TrainSection(optimizer=name), Plan())
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    give_gradients(model)
+    updater.step(0.1)
+    assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+    known = set(before)
+    assert all(any(key.startswith(f"{n}.") for n in known) for key in updater.state_tensors())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name: str) -> None:
+    train = TrainSection(optimizer=name)
+    torch.manual_seed(0)
+    one, other = Small(), Small()
+    other.load_state_dict(one.state_dict())
+    first = build_updater(one, train, Plan())
+    give_gradients(one)
+    first.step(0.1)
+
+    second = build_updater(other, train, Plan())
+    start = {n: p.clone() for n, p in other.named_parameters()}
+    second.allocate_state()
+    assert all(torch.equal(p, start[n]) for n, p in other.named_parameters())
+    other.load_state_dict(one.state_dict())
+    for key, tensor in second.state_tensors().items():
+        tensor.copy_(first.state_tensors()[key])
+    second.updates = first.updates
+    for model, updater in ((one, first), (other, second)):
+        give_gradients(model)
+        updater.step(0.05)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
