@@ -117,11 +117,10 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
         """(rows, sequence, hidden) to the same."""
-        attended = self.attention(self.attention_norm(hidden), rotary, mask)
-        hidden = hidden + self.attention_dropout(attended)
-        fed = self.feed_forward(self.feed_forward_norm(hidden))
-        hidden = hidden + self.feed_forward_dropout(fed)
-        return hidden
+        attended = self.attention_dropout(self.attention(self.attention_norm(hidden), rotary, mask))
+        hidden = hidden + attended
+        fed: Tensor = self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(hidden)))
+        return hidden + fed
 
 
 class Attention(nn.Module):
