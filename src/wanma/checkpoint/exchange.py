@@ -18,8 +18,8 @@ from wanma.checkpoint.format import to_json
 from wanma.job.errors import WanmaError
 from wanma.job.run_directory import write_atomically
 
-_LONGEST_PAUSE_SECONDS = 0.2
 _NOTE_ATTEMPTS = 5
+_NOTE_PAUSE_SECONDS = 0.2
 
 
 class Meeting:
@@ -35,26 +35,35 @@ class Meeting:
         self._rank = rank
         self._world_size = world_size
         self._deadline_seconds = deadline_seconds
+        self._opened = False
+
+    def open(self) -> None:
+        """Make the folder, unless another rank has; only once, because it may be removed meanwhile."""
+        if not self._opened:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self._opened = True
 
     def post(self, table: dict[str, Any]) -> None:
         """Leave this rank's table where rank 0 finds it."""
         write_atomically(self._path("table", self._rank), to_json(table, "a checkpoint's table"))
 
     def fail(self, message: str) -> None:
-        """Tell everybody that this rank's part failed.
+        """Tell everybody that this rank's part failed, unless rank 0 has removed the folder already.
 
         Raises:
             OSError: not even the note could be written; the others will find out by their deadline.
         """
         for attempt in range(_NOTE_ATTEMPTS):
+            if self._opened and not self._partial.exists():
+                return
             try:
-                self._partial.mkdir(parents=True, exist_ok=True)
+                self.open()
                 write_atomically(self._path("failed", self._rank), json.dumps({"message": message}))
                 return
             except OSError:  # on a full disk, room for a note comes when the others drop their parts
                 if attempt == _NOTE_ATTEMPTS - 1:
                     raise
-                time.sleep(_LONGEST_PAUSE_SECONDS)
+                time.sleep(_NOTE_PAUSE_SECONDS)
 
     def collect(self) -> list[dict[str, Any]]:
         """Rank 0: wait for the tables of all ranks; returns them in the order of ranks.
@@ -104,7 +113,8 @@ class Meeting:
 
     def _watch(self, seconds: float) -> Iterator[set[str]]:
         """Yield the names in the folder again and again until the deadline, or until it is gone."""
-        stop, pause = time.monotonic() + seconds, 0.002
+        # Two ranks look every 10 ms; thousands would wear out a shared file system that way.
+        stop, pause, longest = time.monotonic() + seconds, 0.001, min(1.0, 0.01 + self._world_size / 4000)
         while True:
             try:
                 names = {path.name for path in self._partial.iterdir()}
@@ -118,7 +128,7 @@ class Meeting:
             if time.monotonic() > stop:
                 return
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, longest)
 
     def _path(self, kind: str, rank: int) -> Path:
         return self._partial / f"{kind}-{rank:05d}.json"

@@ -32,6 +32,8 @@ ITEM_BYTES = {
 """Bytes of one element by dtype, in the safetensors spelling that the manifest uses too."""
 
 DATA_FILE = re.compile(r"rank-(\d{5,})\.safetensors")
+METADATA = "__metadata__"
+"""The one entry of a safetensors header that is no tensor."""
 HEADER_LIMIT = 100_000_000
 """Longest safetensors header that readers accept, in bytes (the safetensors specification)."""
 ALIGNMENT = 64
@@ -259,7 +261,7 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[by
     Wide elements go first, so that without gaps (the specification allows none) all are aligned.
     """
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][0]], name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     position = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -288,7 +290,7 @@ def parse_header(content: bytes | memoryview, file_bytes: int) -> dict[str, Regi
     regions = {}
     try:
         for name, entry in json.loads(bytes(content[8 : 8 + length])).items():
-            if name == "__metadata__":
+            if name == METADATA:
                 continue
             start, stop = (8 + length + int(at) for at in entry["data_offsets"])
             region = Region(str(entry["dtype"]), _sizes(entry["shape"]), start, stop)

@@ -10,6 +10,7 @@ Files are mapped and only what a rank needs is read. Loading trusts the hashes t
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from wanma.job.errors import WanmaError, did_you_mean
 __all__ = ["load", "load_full", "newest", "read_state", "verify"]
 
 _SHOWN = 5
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, for which Python 3.11 has no name."""
 
 
 def load(
@@ -128,8 +131,14 @@ class _Files:
     def _map(self, file: str) -> tuple[mmap.mmap, dict[str, Region]]:
         try:
             with (self.path / file).open("rb") as opened:
-                # Private, because torch wants memory that may be written to; nothing reaches the file.
-                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+                # Torch wants memory that may be written to: a private mapping, of which no write would
+                # reach the file. Without a reservation, or files larger than the memory are refused.
+                memory = mmap.mmap(
+                    opened.fileno(),
+                    0,
+                    flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
             if len(memory) != self._sizes[file]:
                 raise ValueError(f"it has {len(memory):,} bytes instead of {self._sizes[file]:,}")
             return memory, parse_header(memoryview(memory), len(memory))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from wanma.checkpoint.format import ITEM_BYTES, Box
+from wanma.checkpoint.format import ITEM_BYTES, METADATA, Box
 from wanma.job.errors import WanmaError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -63,6 +63,8 @@ def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> l
     """
     pieces = []
     for name, tensor in tensors.items():
+        if name == METADATA:
+            raise WanmaError(f"a tensor cannot be named {METADATA}: safetensors keeps that name for itself")
         box = local_box(name, tensor)
         if box is not None and (box.elements > 0 or tensor.numel() == 0):
             holders = _holders(tensor) if isinstance(tensor, DTensor) else tuple(replicas)

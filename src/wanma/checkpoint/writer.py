@@ -61,7 +61,7 @@ class SaveResult:
     write_seconds: float
     """Write, fsync and hash of this rank's part."""
     commit_seconds: float
-    """From then until all ranks' parts were committed and older checkpoints removed."""
+    """From then until all ranks' parts were committed; 0 when the save failed."""
     error: WanmaError | None = None
 
 
@@ -166,6 +166,10 @@ class Checkpointer:
             with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
                 self._give_up(partial, meeting, f"rank {self._rank}: {error.message}")
             raise
+        # Now, not in the background: once the folder of a failed save is gone, a late rank must not
+        # make it anew and wait there for the others.
+        with contextlib.suppress(OSError):  # the background meets the same error, and reports it
+            meeting.open()
         ticket = SaveTicket(step, len(self._buffer.content), time.perf_counter() - began)
         self._thread = threading.Thread(
             target=self._finish, args=(job, ticket), name=f"checkpoint-{step}", daemon=True
@@ -225,7 +229,7 @@ class Checkpointer:
         final = self._folder / step_name(job.step)
         try:
             self._sweep()
-            job.partial.mkdir(parents=True, exist_ok=True)
+            job.meeting.open()
             table = self._write(job)
             result = replace(result, write_seconds=time.perf_counter() - began)
             job.meeting.post(table)
@@ -233,12 +237,13 @@ class Checkpointer:
                 commit(job.partial, job.meeting, job.step, job.metric, job.state_json)
             else:
                 job.meeting.follow(final)
-            result = replace(result, path=final)
+            result = replace(
+                result, path=final, commit_seconds=time.perf_counter() - began - result.write_seconds
+            )
             if self._rank == 0:
                 self._retention.prune(self._folder, job.step, job.metric)
         except Exception as error:  # a thread has nobody to raise to: the result carries it
             result = replace(result, error=self._failure(job, error, result.path))
-        result = replace(result, commit_seconds=time.perf_counter() - began - result.write_seconds)
         with self._lock:
             self._results.append(result)
 
@@ -261,6 +266,8 @@ class Checkpointer:
         """Make room, tell the other ranks, and say it in one message."""
         if isinstance(error, WanmaError):
             cause, hint = error.message, error.hint
+        elif isinstance(error, FileNotFoundError) and not job.partial.exists():
+            cause, hint = "rank 0 gave up the save", "see the log of rank 0 for the cause"
         elif isinstance(error, OSError):
             place = f" ({error.filename})" if error.filename else ""
             cause = f"rank {self._rank}: {error.strerror or error}{place}"
