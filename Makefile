@@ -45,5 +45,5 @@ $(READY): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || $(PYTHON) -m virtualenv --quiet $(VENV) 2>/dev/null || { rm -rf $(VENV); \
 	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }; }
 	@echo "installing wanma and the pinned versions into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
 	@touch $@

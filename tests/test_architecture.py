@@ -54,10 +54,12 @@ TORCH_FREE = (
     "wanma.job.run_directory",
     "wanma.job.worker",
     "wanma.job.write",
+    "wanma.data.open",
     "wanma.hardware.catalogue",
     "wanma.hardware.discover",
     "wanma.hardware.doctor",
-    "wanma.observe.recorder",
+    "wanma.models.presets",
+    "wanma.observe.console",
     "wanma.report.html",
     "wanma.report.read",
     "wanma.report.text",
@@ -74,6 +76,12 @@ def test_every_folder_is_a_room_of_the_house() -> None:
 
 def test_only_the_public_names_live_outside_the_rooms() -> None:
     assert {path.name for path in SOURCE.glob("*.py")} <= set(ROOT_FILES)
+
+
+def test_the_contributors_table_is_the_one_that_is_held() -> None:
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", text, re.MULTILINE)
+    assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)} == FLOORS
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
