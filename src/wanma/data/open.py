@@ -6,6 +6,7 @@ forked.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.data.images import find_images, read_images
+from wanma.data.prepare_worker import prepare_elsewhere
 from wanma.data.ramp import samples_before
-from wanma.data.text import STDLIB, Document, list_documents
-from wanma.data.token_file import ensure_token_file
+from wanma.data.split import split_documents
+from wanma.data.text import STDLIB, Document, list_documents, starts_threads
+from wanma.data.token_file import TokenFile, ensure_token_file
 from wanma.data.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.sections import DataSection, TrainSection
 
 if TYPE_CHECKING:
     from wanma.data.data import Data
+
+log = logging.getLogger("wanma.data")
 
 
 def prepare(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
@@ -35,18 +40,34 @@ def prepare(section: DataSection, progress: Callable[[int, int], None] | None = 
     """
     if section.images:
         find_images(section.images)
-    elif not section.factory:
-        texts = _texts(section)
-        tokenizer = load_tokenizer(section.tokenizer)
-        totals = [sum(document.size for document in text.documents) for text in texts]
-        for number, text in enumerate(texts):
-            before = sum(totals[:number])
+    elif section.factory:
+        return  # a dataset may import anything, torch and threads included: only ranks open it
+    elif any(starts_threads(entry) for entry in _entries(section)):
+        prepare_elsewhere(section, progress)
+    else:
+        build_token_files(section, progress)
 
-            def advance(done: int, _: int, before: int = before) -> None:
-                if progress is not None:
-                    progress(before + done, sum(totals))
 
-            ensure_token_file(text.documents, tokenizer, cache_folder(section), advance)
+def build_token_files(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
+    """The work of `prepare` for text: token files, and whether they hold enough for the job's sequences."""
+    texts = _texts(section)
+    tokenizer = load_tokenizer(section.tokenizer)
+    files: list[TokenFile] = []
+    totals = [sum(document.size for document in text.documents) for text in texts]
+    for number, text in enumerate(texts):
+        before = sum(totals[:number])
+
+        def advance(done: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + done, sum(totals))
+
+        files.append(ensure_token_file(text.documents, tokenizer, cache_folder(section), advance))
+    splits = split_documents(files, section.validation_fraction, section.sequence_length)
+    if splits[0].cut:
+        log.warning(
+            "too few documents to keep whole ones for validation; the last %.1f%% of each is kept instead",
+            splits[0].cut * 100,
+        )
 
 
 def open_data(section: DataSection, train: TrainSection, dataset: Any = None) -> Data:
@@ -83,6 +104,10 @@ def cache_folder(section: DataSection) -> Path:
         return Path(section.cache).expanduser()
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "wanma"
+
+
+def _entries(section: DataSection) -> list[str]:
+    return [*section.text, *(entry for source in section.sources for entry in source.text), section.tokenizer]
 
 
 @dataclass(frozen=True)

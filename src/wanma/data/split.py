@@ -8,7 +8,6 @@ length, which keeps copies together too. No torch here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,6 @@ from wanma.job.errors import JobError
 Segments = NDArray[np.int64]
 """(segments, 2): first token and end of each stretch of a token file."""
 
-log = logging.getLogger("wanma.data")
-
 
 @dataclass(frozen=True)
 class Split:
@@ -31,6 +28,8 @@ class Split:
 
     train: Segments
     validation: Segments
+    cut: float = 0.0
+    """Share of every document, its end, that is for validation, where whole documents are too few."""
 
 
 def split_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
@@ -101,13 +100,9 @@ def _inside_documents(files: Sequence[TokenFile], fraction: float, sequence_leng
     for file in files:
         starts, ends = file.offsets[:-1], file.offsets[1:]
         cuts = ends - np.ceil(file.lengths * share).astype(np.int64)
-        splits.append(Split(_segments(starts, cuts), _segments(cuts, ends)))
+        splits.append(Split(_segments(starts, cuts), _segments(cuts, ends), share))
         if (tokens := _count(splits[-1].train)) < least:
             raise _too_little(tokens, sequence_length, f" once {share:.0%} is kept for validation")
-    log.warning(
-        "too few documents to keep whole ones for validation: the last %.1f%% of each is kept instead",
-        share * 100,
-    )
     return splits
 
 

@@ -13,11 +13,12 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from typing import Any
 
 import fsspec
-from fsspec.core import url_to_fs
+from fsspec.core import get_filesystem_class, url_to_fs
+from fsspec.utils import get_protocol
 
 from wanma.job.errors import JobError, WanmaError
 
@@ -66,11 +67,10 @@ class Document:
         """
         try:
             with self.filesystem.open(self.path, "rb", compression="infer") as stream:
-                rest = b""
-                while block := stream.read(size):
+                rest = stream.read(size)
+                while block := stream.read(size):  # the last piece is cut nowhere: small files are one piece
                     rest += block
-                    cut = _cut(rest)
-                    if cut:
+                    if cut := _cut(rest):
                         yield rest[:cut]
                         rest = rest[cut:]
                 if rest:
@@ -83,9 +83,10 @@ def _cut(text: bytes) -> int:
     """Where a piece may end: after the last line, else before a last character that may be incomplete."""
     if newline := text.rfind(b"\n") + 1:
         return newline
-    for back in range(1, min(4, len(text)) + 1):
-        if text[-back] & 0xC0 != 0x80:  # the first byte of the last character
-            return len(text) - back
+    for back in range(1, min(3, len(text)) + 1):
+        if text[-back] & 0xC0 != 0x80:  # the first byte of the last character says how many it has
+            size = 1 + (text[-back] >= 0xC0) + (text[-back] >= 0xE0) + (text[-back] >= 0xF0)
+            return len(text) - back if size > back else len(text)
     return len(text)
 
 
@@ -134,30 +135,48 @@ def _expand(entry: str, key: str) -> list[Document]:
 
 
 def _below(filesystem: Any, folder: str) -> dict[str, Any]:
-    """Files below `folder`, without hidden ones. A local folder that cannot be entered is an error."""
-    strict = {"on_error": "raise"} if "file" in _protocols(filesystem) else {}
-    found = filesystem.find(folder, detail=True, **strict)
+    """Files below `folder` and what is known of them, without hidden ones."""
+    if "file" in _protocols(filesystem):
+        return {name: filesystem.info(name) for name in _walk(folder, (".*",))}
     start = len(folder.rstrip("/"))
+    found = filesystem.find(folder, detail=True)
     return {name: info for name, info in found.items() if "/." not in name[start:]}
 
 
 def _standard_library(key: str) -> list[Document]:
     root = sysconfig.get_paths()["stdlib"]
     filesystem = fsspec.filesystem("file")
-    found = []
-    for folder, folders, names in os.walk(
-        root
-    ):  # not `find`: installed packages may be a hundred times as many
-        folders[:] = [name for name in folders if not any(fnmatch(name, not_) for not_ in _NOT_SOURCE)]
-        found += [
-            f"{folder}/{name}" for name in names if name.endswith(".py") and not fnmatch(name, _NOT_PORTABLE)
-        ]
+    found = [name for name in _walk(root, (*_NOT_SOURCE, _NOT_PORTABLE)) if name.endswith(".py")]
     if not found:
         raise JobError(
             f"{key}: this Python comes without the source of its standard library ({root})",
             "name text files instead",
         )
     return [_document(filesystem, name, filesystem.info(name), False, key) for name in sorted(found)]
+
+
+def _walk(root: str, without: tuple[str, ...]) -> Iterator[str]:
+    """Local files below `root`; folders and files named as in `without` are not entered or given.
+
+    Unlike fsspec's own walk it raises where a folder may not be entered, follows links to folders, each once,
+    and does not list what it leaves out.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    entered = set()
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(folder)) in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not _matches(name, without))
+        yield from (f"{folder}/{name}" for name in names if not _matches(name, without))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _document(filesystem: Any, path: str, info: dict[str, Any], explicit: bool, key: str) -> Document:
@@ -192,6 +211,18 @@ def _known_protocols() -> str:
 def _protocols(filesystem: Any) -> tuple[str, ...]:
     protocol = filesystem.protocol
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def starts_threads(entry: str) -> bool:
+    """Whether reading `entry` starts fsspec's thread for asynchronous storage (s3, gs, http and the like)."""
+    for part in entry.split("::"):
+        protocol = get_protocol(part)
+        try:
+            if protocol != "file" and get_filesystem_class(protocol).async_impl:
+                return True
+        except (ImportError, ValueError):
+            return False  # cannot be read at all, which `list_documents` says better
+    return False
 
 
 def filesystem_to_json(filesystem: Any) -> str:

@@ -47,6 +47,7 @@ class TokenData(Data):
     ) -> None:
         splits = split_documents([source.file for source in sources], validation_fraction, sequence_length)
         self._sources = sources
+        self._splits = splits
         self._train = [
             TokenStream(source.file.tokens, split.train, sequence_length)
             for source, split in zip(sources, splits, strict=True)
@@ -89,11 +90,12 @@ class TokenData(Data):
                     "not_utf8": source.file.header["not_utf8"],
                     "train_tokens": train.size,
                     "validation_tokens": validation.size,
+                    "validation_cut": split.cut,
                     "epochs": float(self._total * share / train.sequences),
                     "token_file": str(source.file.folder),
                 }
-                for source, share, train, validation in zip(
-                    self._sources, shares, self._train, self._validation, strict=True
+                for source, share, train, validation, split in zip(
+                    self._sources, shares, self._train, self._validation, self._splits, strict=True
                 )
             ],
         }

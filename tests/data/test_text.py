@@ -1,0 +1,188 @@
+"""What a text entry means, and how it is refused."""
+
+import gzip
+import os
+import sysconfig
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.asyn import AsyncFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanma.data.text import _cut, list_documents, starts_threads
+from wanma.job.errors import JobError, WanmaError
+
+
+def names(entries: list[str], root: Path) -> list[str]:
+    return [os.path.relpath(document.path, root) for document in list_documents(entries)]
+
+
+def content(entry: str, size: int = 1 << 20) -> list[bytes]:
+    return list(list_documents([entry])[0].pieces(size))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.md", "sub/c.txt", ".git/config", "sub/.hidden"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    return tmp_path
+
+
+def test_a_folder_means_its_files_below_sorted_without_hidden_ones(corpus: Path) -> None:
+    assert names([str(corpus)], corpus) == ["a.md", "b.txt", "sub/c.txt"]
+
+
+def test_a_linked_folder_is_read_once_even_in_a_circle(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "d.txt").write_text("d")
+    (corpus / "linked").symlink_to(elsewhere)
+    (corpus / "sub" / "circle").symlink_to(corpus)
+    assert names([str(corpus)], corpus) == ["a.md", "b.txt", "linked/d.txt", "sub/c.txt"]
+
+
+def test_a_glob_crosses_folders_with_two_stars(corpus: Path) -> None:
+    assert names([f"{corpus}/*.txt"], corpus) == ["b.txt"]
+    assert names([f"{corpus}/**/*.txt"], corpus) == ["b.txt", "sub/c.txt"]
+
+
+def test_a_file_named_twice_counts_once_and_keeps_its_first_place(corpus: Path) -> None:
+    assert names([f"{corpus}/sub/c.txt", str(corpus)], corpus) == ["sub/c.txt", "a.md", "b.txt"]
+
+
+def test_a_name_with_glob_characters_is_found_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text("x")
+    assert names([f"{tmp_path}/a[1].txt"], tmp_path) == ["a[1].txt"]
+
+
+def test_any_fsspec_url_is_read() -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/corpus-urls/x.txt", b"hello")
+    assert content("memory://corpus-urls/x.txt") == [b"hello"]
+    assert [d.path for d in list_documents(["memory://corpus-urls"])] == ["/corpus-urls/x.txt"]
+
+
+def test_compressed_text_is_read_as_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"hello\n"))
+    assert content(str(tmp_path / "x.txt.gz")) == [b"hello\n"]
+
+
+def test_the_standard_library_is_there_in_order_without_tests_and_installed_packages() -> None:
+    documents = list_documents(["stdlib"])
+    root = sysconfig.get_paths()["stdlib"]
+    found = [os.path.relpath(document.path, root) for document in documents]
+    assert found == sorted(found)
+    assert {"argparse.py", "json/decoder.py"} <= set(found)
+    assert not [n for n in found if "site-packages" in n or n.startswith("test/") or "_sysconfigdata" in n]
+    assert sum(document.size for document in documents) > 5_000_000
+
+
+@given(text=st.text(max_size=200), size=st.integers(1, 64))
+def test_pieces_join_to_the_content_and_never_cut_a_character(text: str, size: int) -> None:
+    fsspec.filesystem("memory").pipe("/pieces.txt", text.encode())
+    if text:
+        pieces = content("memory://pieces.txt", size)
+        assert "".join(piece.decode("utf-8") for piece in pieces) == text
+
+
+@given(st.binary(max_size=300), st.integers(1, 20))
+def test_pieces_of_any_bytes_join_to_the_content(raw: bytes, size: int) -> None:
+    fsspec.filesystem("memory").pipe("/raw.bin", raw + b"x")
+    assert b"".join(content("memory://raw.bin", size)) == raw + b"x"
+
+
+def test_a_piece_ends_after_the_last_line() -> None:
+    assert _cut(b"one\ntwo\nthr") == 8
+    assert [_cut("aé€".encode()[:size]) for size in range(1, 7)] == [1, 1, 3, 3, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("/no/such/file.txt", r"data\.text\[0\]: '/no/such/file.txt' does not exist"),
+        ("/no/such/*.txt", r"data\.text\[0\]: no file matches '/no/such/\*\.txt'"),
+        ("nosuch://bucket/x", r"data\.text\[0\]: 'nosuch://bucket/x' is no path or URL"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_its_key(entry: str, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        list_documents([entry])
+
+
+def test_the_number_of_the_bad_entry_is_named(corpus: Path) -> None:
+    with pytest.raises(JobError, match=r"data\.sources\[2\]\.text\[1\]: 'missing' does not exist"):
+        list_documents([str(corpus), "missing"], "data.sources[2].text")
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"data\.text\[0\]: no file in the folder"):
+        list_documents([str(tmp_path)])
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").touch()
+    with pytest.raises(WanmaError, match=r"data\.text: the corpus is empty: 1 files, 0 bytes"):
+        list_documents([str(tmp_path)])
+
+
+def test_an_unreadable_file_names_itself_and_its_key(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = list_documents([str(corpus / "b.txt")])[0]
+
+    def refuse(*args: object, **keywords: object) -> None:
+        raise PermissionError(13, "Permission denied", document.path)
+
+    monkeypatch.setattr(document.filesystem, "open", refuse)
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: no permission to read '.*b\.txt'"):
+        list(document.pieces())
+
+
+def test_a_folder_that_may_not_be_entered_is_not_silently_left_out(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.scandir
+
+    def refuse(path: str) -> object:
+        if path.endswith("sub"):  # by hand, because root may enter everything
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: no permission to read"):
+        list_documents([str(corpus)])
+
+
+@pytest.mark.parametrize("damage", [b"\x1f\x8b", gzip.compress(os.urandom(5000))[:3000]])
+def test_a_broken_compressed_file_is_told(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "x.gz").write_bytes(damage)
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*x\.gz'"):
+        content(str(tmp_path / "x.gz"))
+
+
+def test_a_file_that_disappears_is_told(corpus: Path) -> None:
+    document = list_documents([str(corpus / "b.txt")])[0]
+    (corpus / "b.txt").unlink()
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*b\.txt': No such file"):
+        list(document.pieces())
+
+
+def test_a_file_that_changes_has_another_version(corpus: Path) -> None:
+    before = list_documents([str(corpus / "b.txt")])[0]
+    os.utime(corpus / "b.txt", ns=(1, before.size + 10**18))
+    assert list_documents([str(corpus / "b.txt")])[0].version != before.version
+
+
+def test_asynchronous_storage_is_known_by_its_url() -> None:
+    class Remote(AsyncFileSystem):
+        protocol = "wanma-remote"
+
+    fsspec.register_implementation("wanma-remote", Remote, clobber=True)
+    assert starts_threads("wanma-remote://bucket/x")
+    assert starts_threads("simplecache::wanma-remote://bucket/x")
+    assert not starts_threads("memory://x")
+    assert not starts_threads("/tmp/x")
+    assert not starts_threads("stdlib")

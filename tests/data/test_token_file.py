@@ -1,0 +1,295 @@
+"""Token files: built once, whole or not at all, damaged ones built again."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from wanma.data import token_build, token_file
+from wanma.data.text import Document, list_documents
+from wanma.data.token_build import TokenWriter
+from wanma.data.token_file import DamagedError, TokenFile, ensure_token_file, open_token_file
+from wanma.data.tokenizer import BytesTokenizer, load_tokenizer
+from wanma.job.errors import WanmaError
+
+TEXTS = [f"document {number}\n" * (number + 1) for number in range(20)]
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> list[Document]:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02}.txt").write_text(text)
+    return list_documents([str(folder)])
+
+
+def build(documents: list[Document], tmp_path: Path, **keywords: object) -> TokenFile:
+    return ensure_token_file(documents, BytesTokenizer(), tmp_path / "cache", **keywords)  # type: ignore[arg-type]
+
+
+def folders(tmp_path: Path) -> list[str]:
+    return [path.name for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
+
+
+def test_every_document_is_there_in_order_with_its_end(documents: list[Document], tmp_path: Path) -> None:
+    file = build(documents, tmp_path)
+    for text, start, end in zip(TEXTS, file.offsets[:-1], file.offsets[1:], strict=True):
+        tokens = file.tokens[start:end]
+        assert bytes(tokens[:-1].tolist()).decode() == text
+        assert tokens[-1] == 256
+    assert file.header["tokens"] == sum(len(text) + 1 for text in TEXTS)
+    assert file.tokens.dtype == np.uint16
+
+
+def test_a_second_opening_builds_nothing(documents: list[Document], tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    build(documents, tmp_path, progress=lambda *done: seen.append(done))
+    total = sum(len(text) for text in TEXTS)
+    assert seen == [(0, total), (total, total)]
+    seen.clear()
+    build(documents, tmp_path, progress=lambda *done: seen.append(done))
+    assert seen == []
+
+
+def test_a_changed_document_or_tokenizer_is_another_file(documents: list[Document], tmp_path: Path) -> None:
+    first = build(documents, tmp_path)
+    Path(documents[0].path).write_text("changed")
+    second = build(list_documents([str(tmp_path / "corpus")]), tmp_path)
+    assert first.folder != second.folder
+    assert first.fingerprint != second.fingerprint
+
+
+def test_the_fingerprint_is_of_the_content_and_not_of_its_place(
+    documents: list[Document], tmp_path: Path
+) -> None:
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    moved = list_documents([str(tmp_path / "moved")])
+    assert build(moved, tmp_path).fingerprint == build_at(tmp_path / "again").fingerprint
+
+
+def build_at(folder: Path) -> TokenFile:
+    (folder / "corpus").mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (folder / "corpus" / f"{number:02}.txt").write_text(text)
+    return build(list_documents([str(folder / "corpus")]), folder)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_processes_build_the_same_file_as_one(
+    documents: list[Document], tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_build, "_TASK_BYTES", 500)
+    if tokenizer == "words":
+        backend = Backend(models.WordLevel({"document": 0, "?": 1, "3": 2}, unk_token="?"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        backend.save(str(tmp_path / "words.json"))
+        tokenizer = str(tmp_path / "words.json")
+    loaded = load_tokenizer(tokenizer)
+    seen: list[int] = []
+    alone = ensure_token_file(documents, loaded, tmp_path / "one", workers=1)
+    several = ensure_token_file(
+        documents, loaded, tmp_path / "two", lambda *done: seen.append(done[0]), workers=2
+    )
+    assert several.fingerprint == alone.fingerprint
+    assert several.tokens.tolist() == alone.tokens.tolist()
+    assert len(seen) > 3
+    assert seen == sorted(seen)
+    assert sorted(path.name for path in several.folder.iterdir()) == [
+        "digests.bin", "header.json", "offsets.bin", "tokens.bin", "verified.json",
+    ]  # fmt: skip
+
+
+def test_an_error_in_a_process_is_told_and_leaves_nothing(
+    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_build, "_TASK_BYTES", 500)
+    Path(documents[7].path).unlink()
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*07\.txt'"):
+        build(documents, tmp_path, workers=2)
+    assert folders(tmp_path) == []
+
+
+def test_a_process_that_dies_is_told_and_leaves_nothing(
+    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_build, "_TASK_BYTES", 500)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WanmaError, match="a process that encodes text ended with code 1"):
+        build(documents, tmp_path, workers=2)
+    assert folders(tmp_path) == []
+
+
+def test_binary_files_found_in_a_folder_are_left_out_and_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    (folder / "b.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "c.txt").touch()
+    file = build(list_documents([str(folder)]), tmp_path)
+    assert file.header["skipped"] == {"binary": 1, "empty": 1}
+    assert bytes(file.tokens[:-1].tolist()) == b"text"
+    named = build(list_documents([str(folder / "b.png")]), tmp_path)
+    assert bytes(named.tokens[:-1].tolist()) == b"\x89PNG\0\0"
+
+
+def test_a_corpus_of_binary_files_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "b.png").write_bytes(b"\x89PNG\0\0")
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: the corpus is empty: no text in 1 files"):
+        build(list_documents([str(tmp_path / "corpus")]), tmp_path)
+
+
+def test_documents_that_are_not_utf8_are_replaced_and_counted_where_it_matters(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    backend = Backend(models.WordLevel({"caf\ufffd": 0, "?": 1}, unk_token="?"))
+    backend.save(str(tmp_path / "t.json"))
+    documents = list_documents([str(tmp_path / "latin.txt")])
+    words = ensure_token_file(documents, load_tokenizer(tmp_path / "t.json"), tmp_path / "cache")
+    assert (words.header["not_utf8"], words.tokens.tolist()) == (1, [0, 2])
+    assert build(documents, tmp_path).header["not_utf8"] == 0
+
+
+def test_memory_is_built_here_whatever_the_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(token_build, "_TASK_BYTES", 10)
+    for name in "ab":
+        fsspec.filesystem("memory").pipe(f"/built-here/{name}", name.encode() * 20)
+    file = build(list_documents(["memory://built-here"]), tmp_path, workers=2)
+    assert bytes(file.tokens[:20].tolist()) == b"a" * 20
+
+
+DAMAGE = {
+    "a truncated file": lambda folder: os.truncate(folder / "tokens.bin", 100),
+    "a flipped byte": lambda folder: flip(folder / "tokens.bin"),
+    "a flipped offset": lambda folder: flip(folder / "offsets.bin"),
+    "a missing file": lambda folder: (folder / "digests.bin").unlink(),
+    "no header": lambda folder: (folder / "header.json").unlink(),
+    "half a header": lambda folder: (folder / "header.json").write_text('{"format": "wanma-to'),
+    "another header": lambda folder: (folder / "header.json").write_text("[]"),
+    "an older format": lambda folder: edit_header(folder, version=0),
+    "half a stamp and a flipped byte": lambda folder: (
+        (folder / "verified.json").write_text("{"),
+        flip(folder / "tokens.bin"),
+    ),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit_header(folder: Path, **values: object) -> None:
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps({**header, **values}))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found_told_and_mended(
+    documents: list[Document], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = build(documents, tmp_path)
+    content = whole.tokens.tolist()
+    DAMAGE[damage](whole.folder)
+    with pytest.raises(DamagedError):
+        open_token_file(whole.folder)
+    with caplog.at_level(logging.WARNING):
+        mended = build(documents, tmp_path)
+    assert "is damaged" in caplog.text
+    assert "building it again" in caplog.text
+    assert mended.tokens.tolist() == content
+
+
+def test_a_copied_cache_is_hashed_once(documents: list[Document], tmp_path: Path) -> None:
+    folder = build(documents, tmp_path).folder
+    (folder / "verified.json").unlink()
+    open_token_file(folder)
+    assert (folder / "verified.json").is_file()
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(
+    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: TokenWriter, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(TokenWriter, "write_bytes", full)
+    with pytest.raises(
+        WanmaError, match=r"cannot keep token files in .*: No space left on device .* MiB free"
+    ) as told:
+        build(documents, tmp_path)
+    assert "data.cache" in told.value.hint
+    assert folders(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_in_a_process_is_told_alike(documents: list[Document], tmp_path: Path) -> None:
+    BytesTokenizer().save(tmp_path)
+    (tmp_path / "part").symlink_to("/dev/full")  # every write to it fails as on a full disk
+    process = token_build._Process(tmp_path, "bytes")
+    try:
+        with pytest.raises(WanmaError, match="No space left on device"), token_file._folder_errors(tmp_path):
+            process.encode(documents, tmp_path / "part")
+    finally:
+        process.kill()
+        process.close()
+
+
+def test_a_cache_that_cannot_be_made_is_told(documents: list[Document], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(WanmaError, match="cannot keep token files"):
+        build(documents, tmp_path)
+
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from wanma.data.text import list_documents
+from wanma.data.token_file import ensure_token_file
+from wanma.data.tokenizer import BytesTokenizer
+def progress(done, total):
+    print("building", done, flush=True)
+    time.sleep(float(sys.argv[3]))
+file = ensure_token_file(list_documents([sys.argv[1]]), BytesTokenizer(), Path(sys.argv[2]), progress)
+print(file.fingerprint, flush=True)
+"""
+
+
+def start_builder(tmp_path: Path, pause: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(tmp_path / "corpus"), str(tmp_path / "cache"), str(pause)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_of_several_builders_one_builds_and_all_get_the_same(
+    documents: list[Document], tmp_path: Path
+) -> None:
+    builders = [start_builder(tmp_path, 0.2) for _ in range(3)]
+    outputs = [builder.communicate(timeout=60)[0].split("\n") for builder in builders]
+    assert sum("building 0" in output for output in outputs) == 1
+    assert len({output[-2] for output in outputs}) == 1
+
+
+def test_a_killed_builder_blocks_nobody_and_its_half_is_never_used(
+    documents: list[Document], tmp_path: Path
+) -> None:
+    killed = start_builder(tmp_path, 60)
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "building 0\n"
+    time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert [name for name in folders(tmp_path) if name.endswith(".building")]
+    file = build(documents, tmp_path)
+    assert file.header["documents"] == 20
+    assert folders(tmp_path) == [file.folder.name]
