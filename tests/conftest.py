@@ -54,7 +54,8 @@ def pytest_make_collect_report(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == pytest.ExitCode.OK and _unwelcome(session.config):
+    passed = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if session.exitstatus in passed and _unwelcome(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
