@@ -138,7 +138,7 @@ class Checkpointer:
 
         Args:
             tensors: full name -> tensor or DTensor, of all that this rank holds.
-            state: JSON-able, the same on all ranks.
+            state: JSON-able, the same on all ranks (rank 0's is written, and its `metric`).
             rank_state: JSON-able, of this rank alone; loaded again only in a world of the same size.
             metric: lower is better; decides which checkpoint is the best. NaN counts as none.
 
@@ -151,8 +151,10 @@ class Checkpointer:
         partial = self._folder / f"{step_name(step)}.partial-{self._generation}-{self._serial}"
         meeting = Meeting(partial, self._rank, self._world_size, self._deadline_seconds)
         try:
-            self._raise_forgotten()
+            forgotten = self._take_failures()  # not of the save under way: that is for the next `poll`
             self._join()
+            if forgotten:
+                raise forgotten[0]
             job = _Job(
                 step=step,
                 state_json=to_json(dict(state), "the training state"),
@@ -195,8 +197,12 @@ class Checkpointer:
             WanmaError: a save failed and nobody has taken its result.
         """
         self._join()
-        self._sweep()
-        self._raise_forgotten()
+        try:
+            self._sweep()
+        except OSError as error:
+            raise WanmaError(f"cannot remove a failed save from {self._folder}: {error}") from error
+        if forgotten := self._take_failures():
+            raise forgotten[0]
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -212,13 +218,12 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
-    def _raise_forgotten(self) -> None:
+    def _take_failures(self) -> list[WanmaError]:
+        """Errors of ended saves that nobody has taken."""
         with self._lock:
             failed = [result.error for result in self._results if result.error is not None]
-            if failed:
-                self._results = [result for result in self._results if result.error is None]
-        if failed:
-            raise failed[0]
+            self._results = [result for result in self._results if result.error is None]
+        return failed
 
     # ------------------------------------------------------------ in the background
 
@@ -267,7 +272,8 @@ class Checkpointer:
         if isinstance(error, WanmaError):
             cause, hint = error.message, error.hint
         elif isinstance(error, FileNotFoundError) and not job.partial.exists():
-            cause, hint = "rank 0 gave up the save", "see the log of rank 0 for the cause"
+            cause = "rank 0 gave up the save and removed its folder"
+            hint = "see the log of rank 0 for the cause"
         elif isinstance(error, OSError):
             place = f" ({error.filename})" if error.filename else ""
             cause = f"rank {self._rank}: {error.strerror or error}{place}"
@@ -321,7 +327,7 @@ class _Job:
 def write_file(path: Path, content: memoryview) -> str:
     """Write and fsync; returns the SHA-256, computed in another thread meanwhile.
 
-    Both leave the interpreter lock, and a disk is mostly waited for: hashing costs little extra.
+    Both leave the interpreter lock: with a core to spare, a save takes the longer of the two.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as beside:
         digest = beside.submit(hashlib.sha256, content)
