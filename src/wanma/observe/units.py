@@ -22,9 +22,11 @@ def bytes_text(value: float | None) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """'0.45 s', '12 s', '3 min 05 s', '1 h 02 min', '3 d 04 h'."""
+    """'12 ms', '0.45 s', '12 s', '3 min 05 s', '1 h 02 min', '3 d 04 h'."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
+    if seconds < 0.1:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 10:
         return f"{seconds:.2f} s"
     whole = round(seconds)

@@ -146,7 +146,7 @@ def _linear_axis(chart: Chart, drawn: list[_Drawn]) -> tuple[Scale, str]:
         highest = max(above, key=lambda index: totals[index])
         outside = (
             f"{len(above)} beyond the top, the highest at {_step_text(top.buckets[highest])}: "
-            f"{chart.value_text(totals[highest])}{' ' + chart.unit if chart.unit else ''}."
+            f"{chart.value_text(totals[highest])}."
         )
     return Scale(*span(kept, True), HEIGHT - BOTTOM, TOP), outside
 

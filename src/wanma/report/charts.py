@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from wanma.observe.units import bytes_text, duration_text, number_text, share_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
 from wanma.report.chart import Chart, Line
 from wanma.report.facts import PHASE_COLOURS
 from wanma.report.read import Report
@@ -20,19 +21,14 @@ def charts(report: Report) -> list[Chart]:
         _memory(report),
         _gradient(report),
         _rate(report),
+        Chart("MFU", [_column(report, "mfu", "MFU", 3)], "", share_text, _percent),
+        Chart("GPU utilisation", [_column(report, "gpu_utilization", "busy", 1)], "", share_text, _percent),
+        Chart("GPU power", [_column(report, "gpu_power_watts", "power", 2)], "W"),
     ]
-    for key, title in (("gpu_utilization", "GPU utilisation"), ("gpu_power_watts", "GPU power")):
-        if key in report.steps:
-            share = key == "gpu_utilization"
-            every.append(
-                Chart(
-                    title,
-                    [_column(report, key, title, 6)],
-                    "" if share else "W",
-                    share_text if share else number_text,
-                )
-            )
-    return [chart for chart in every if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
+    shown = [chart for chart in every if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
+    if shown and sum(not chart.wide for chart in shown) % 2:  # two in a row, and none alone in the last
+        shown[-1] = replace(shown[-1], wide=True)
+    return shown
 
 
 def _column(report: Report, key: str, name: str, colour: int) -> Line:
@@ -52,7 +48,8 @@ def _loss(report: Report) -> Chart:
         notes.append("Dashed: the run carried on from a checkpoint.")
     if bad:
         notes.append(
-            f"Red: {len(bad)} with a NaN or infinite number, the first at step {report.non_finite[0]:,}."
+            f"Red: {count_text(len(bad), 'step')} with a NaN or infinite number, "
+            f"the first at {report.non_finite[0]:,}."
         )
     return Chart(
         "Loss",
@@ -99,3 +96,7 @@ def _gradient(report: Report) -> Chart:
 
 def _rate(report: Report) -> Chart:
     return Chart("Learning rate", [_column(report, "learning_rate", "rate", 6)], axis_text=tick_text)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

@@ -67,12 +67,13 @@ def key_numbers(report: Report) -> list[Tile]:
     tiles = [Tile("loss", number_text(loss), f"step {report.last_step:,}" if loss is not None else "")]
     best = report.best_validation
     if best is not None:
-        extra = [f"step {best['step']:,}"]
+        extra = []
         if best.get("perplexity") is not None:
             extra.append(f"perplexity {number_text(best['perplexity'])}")
         if best.get("accuracy") is not None:
             extra.append(f"accuracy {share_text(best['accuracy'])}")
-        tiles.append(Tile("best validation loss", number_text(best["loss"]), ", ".join(extra)))
+        extra.append(f"step {best['step']:,}")
+        tiles.append(Tile("best validation", number_text(best["loss"]), ", ".join(extra)))
     tiles.append(Tile(report.rate_unit, number_text(report.median("tokens_per_second")), "median"))
     tiles.append(Tile("seconds per step", number_text(report.median("step_seconds")), "median"))
     mfu = report.median("mfu")

@@ -22,6 +22,10 @@ from wanma.report.facts import FORECAST_PARTS, event_text, key_numbers, phase_sh
 from wanma.report.read import Report, read_report
 
 MOST_EVENTS = 200
+NO_METRICS = (
+    '<section class="empty"><b>This run has no metrics.</b> No step was finished; '
+    "what each rank said is in its log.</section>"
+)
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -50,8 +54,7 @@ def page(report: Report) -> str:
     parts = [
         _header(report),
         _problems(report),
-        _numbers(report),
-        _charts(report),
+        *([_numbers(report), _charts(report)] if report.steps["step"] else [NO_METRICS]),
         _comparison(report),
         _details(report),
         _events(report),
@@ -101,11 +104,6 @@ def _numbers(report: Report) -> str:
 
 
 def _charts(report: Report) -> str:
-    if not report.steps["step"]:
-        return (
-            '<section class="empty"><b>This run has no metrics.</b> No step was finished; '
-            "what each rank said is in the logs below.</section>"
-        )
     return f'<section class="charts">{"".join(figure(chart) for chart in charts(report))}</section>'
 
 

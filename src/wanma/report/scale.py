@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 STEPS = (1, 2, 2.5, 5, 10)
 MOST_TICKS = 6
+MOST_LOG_TICKS = 8
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ def _log_ticks(low: float, high: float) -> list[float]:
     for factors in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
         ticks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
         ticks = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
-        if len(ticks) <= MOST_TICKS:
+        if len(ticks) <= MOST_LOG_TICKS:
             return ticks if len(ticks) >= 2 else _linear_ticks(low, high)
-    stride = math.ceil(len(ticks) / MOST_TICKS)
+    stride = math.ceil(len(ticks) / MOST_LOG_TICKS)
     return ticks[::stride]
 
 
@@ -72,6 +73,6 @@ def log_span(values: list[float]) -> tuple[float, float]:
 def tick_text(value: float) -> str:
     """Short: '0.25', '6.8k', '1.5M', '1e-05'."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit * (10 if unit == 1e3 else 1):
+        if abs(value) >= unit:
             return f"{value / unit:.4g}{letter}"
-    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -1,0 +1,84 @@
+"""The doctor names what is here and what to do about what is not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from wanma.hardware import cpu_peak, doctor
+from wanma.hardware.doctor import Finding, examine
+from wanma.hardware.probes import disk_write_seconds, loopback_gloo
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_peak, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(doctor, "WRITE_PROBE_BYTES", 1 << 20)
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_this_machine_can_train_and_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    found = by_name(examine(tmp_path / "runs" / "not" / "there"))
+    assert found["torch"].status == "ok"
+    assert found["collectives"].status == "ok"
+    assert found["Gloo on loopback"] == Finding("Gloo on loopback", "ok", "two ranks reduced a tensor")
+    assert str(tmp_path) in found["disk"].text
+    assert "GFLOP/s" in found["CPU peak"].text
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_every_problem_comes_with_advice(tmp_path: Path) -> None:
+    assert all(finding.advice for finding in examine(tmp_path) if finding.status != "ok")
+
+
+def test_a_missing_compiler_is_one_sentence_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    finding = doctor._compiler()
+    assert finding.status == "missing"
+    assert "apt-get install g++" in finding.advice
+
+
+def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", "2.20.1+cu130")
+    finding = doctor._torch()
+    assert finding.status == "warn"
+    assert "2.20.1+cu130, outside the proven range 2.11 to 2.13" in finding.text
+
+
+def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "EXTRAS", {"gpu": ("no_such_module_here", "GPU power")})
+    assert doctor._extras() == [Finding("extra: gpu", "missing", "for GPU power", "pip install 'wanma[gpu]'")]
+
+
+def test_too_many_threads_in_the_environment_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    assert doctor._cores().status == "warn"
+
+
+def test_a_place_that_cannot_be_written_is_a_finding_not_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path, size: int) -> float:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor, "disk_write_seconds", refuse)
+    finding = doctor._disk(tmp_path)
+    assert finding.status == "warn"
+    assert finding.text == f"cannot write to {tmp_path}: Permission denied"
+
+
+def test_the_disk_probe_writes_and_removes_its_file(tmp_path: Path) -> None:
+    assert disk_write_seconds(tmp_path, 1 << 16) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gloo_reduces_over_the_loopback() -> None:
+    assert loopback_gloo() == ""
