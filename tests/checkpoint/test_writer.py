@@ -297,7 +297,8 @@ def test_a_rank_that_is_still_writing_when_the_others_have_moved_on_hears_of_it(
         return real(path, content)
 
     monkeypatch.setattr(writer, "write_file", uneven)
-    ranks = [Checkpointer(tmp_path, rank, 2) for rank in range(2)]
+    (tmp_path / "step-00000001").mkdir()  # of an earlier run: not to be taken for this save
+    ranks = [Checkpointer(tmp_path, rank, 2, keep=1) for rank in range(2)]
     for checkpointer in ranks:
         checkpointer.save(1, tensors(1), {})
     assert "rank 0: Input/output error" in str(ranks[0].wait()[0].error)
@@ -309,6 +310,18 @@ def test_a_rank_that_is_still_writing_when_the_others_have_moved_on_hears_of_it(
     ranks[1].save(2, tensors(2), {})
     assert [checkpointer.wait()[0].error for checkpointer in ranks] == [None, None]
     assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_rank_does_not_take_an_older_save_of_the_step_for_the_one_it_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    checkpointer = Checkpointer(tmp_path, 1, 2, replicas=[1])
+    checkpointer.save(1, tensors(), {})
+    partial = tmp_path / "step-00000001.partial-0-1"
+    while not (partial / "table-00001.json").exists():
+        time.sleep(0.001)
+    partial.rename(tmp_path / "gone")  # rank 0 gave up
+    (result,) = checkpointer.wait()
+    assert "rank 0 gave up the save" in str(result.error)
 
 
 def test_a_rank_that_cannot_even_start_tells_the_others(tmp_path: Path) -> None:

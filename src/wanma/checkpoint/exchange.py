@@ -35,13 +35,14 @@ class Meeting:
         self._rank = rank
         self._world_size = world_size
         self._deadline_seconds = deadline_seconds
-        self._opened = False
+        self._inode: int | None = None
+        """Of the folder, which keeps it when it is renamed; None until `open`."""
 
     def open(self) -> None:
         """Make the folder, unless another rank has; only once, because it may be removed meanwhile."""
-        if not self._opened:
+        if self._inode is None:
             self._partial.mkdir(parents=True, exist_ok=True)
-            self._opened = True
+            self._inode = self._partial.stat().st_ino
 
     def post(self, table: dict[str, Any]) -> None:
         """Leave this rank's table where rank 0 finds it."""
@@ -54,7 +55,7 @@ class Meeting:
             OSError: not even the note could be written; the others will find out by their deadline.
         """
         for attempt in range(_NOTE_ATTEMPTS):
-            if self._opened and not self._partial.exists():
+            if self._inode is not None and not self._partial.exists():
                 return
             try:
                 self.open()
@@ -99,7 +100,7 @@ class Meeting:
                 f"rank 0 did not commit within {2 * self._deadline_seconds:g} s",
                 "see the log of rank 0 for the cause",
             )
-        if not final.exists():
+        if not final.exists() or final.stat().st_ino != self._inode:  # gone, or an older save of that step
             raise WanmaError("rank 0 gave up the save", "see the log of rank 0 for the cause")
 
     def leave(self) -> None:
