@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.load import job_from, load_job
+from wanma.job.schema import keys
 from wanma.job.sections import Job, ModelSection
 
 MODEL = '[model]\npreset = "gpt-10m"\n'
@@ -236,3 +241,56 @@ def test_python_is_told_what_a_job_cannot_hold() -> None:
         job_from({"model": {"factory": "a:b", "arguments": {"x": object()}}})
     with pytest.raises(JobError, match="the name 3 must be text"):
         job_from({"model": {"factory": "a:b", "arguments": {3: 4}}})
+
+
+_WORDS = st.sampled_from(
+    [*Job.model_fields, *{key.name for key in keys().values()}, "", "0", "stpes", "none", "décor", "a b"]
+)
+_ANYTHING = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        _WORDS,
+        st.text(max_size=5),
+        st.dates(),
+        st.binary(max_size=2),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_WORDS, inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(_WORDS, st.one_of(_ANYTHING, st.dictionaries(_WORDS, _ANYTHING, max_size=5)), max_size=5),
+    st.lists(st.tuples(_WORDS, _WORDS, st.text(max_size=6)), max_size=2),
+)
+def test_whatever_is_given_becomes_a_job_or_one_message(
+    tables: dict[str, Any], overrides: list[tuple[str, str, str]]
+) -> None:
+    try:
+        job = job_from(tables, [f"{section}.{key}={value}" for section, key, value in overrides])
+    except JobError:
+        return
+    assert isinstance(job, Job)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("[]{}=.#\"'\n\\, a1_-+:eE")))
+def test_whatever_a_file_holds_is_a_job_or_one_message(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder), text)
+        with pytest.raises(JobError, match=r"job\.toml"):
+            load_job(path)
+
+
+def test_a_number_or_date_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    assert "job.toml" in refusal(write(tmp_path, "observe.name = 2026-02-31\n"))
+    assert "job.yaml" in refusal(write(tmp_path, "observe: {name: 2026-02-31}\n", "job.yaml"))
+    assert "must be a whole number > 0" in refusal(write(tmp_path, MODEL), f"train.steps={'9' * 5000}")
+    assert "job.toml" in refusal(write(tmp_path, f"train.steps = {'9' * 5000}\n"))
+    assert "must be a whole number > 0" in refusal(
+        write(tmp_path, f"model.preset = 'x'\ntrain.steps = -{'9' * 50}\n")
+    )

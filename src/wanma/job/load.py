@@ -101,7 +101,7 @@ def parse_override(text: str) -> Override:
 def _literal(raw: str) -> Any:
     try:
         value = tomllib.loads(f"value = {raw}")["value"] if "\n" not in raw else raw
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: no TOML, or a number that is too long
         if raw.startswith("[") and raw.endswith("]") and not set(raw[1:-1]) & set("[]{}\"'"):
             return [_literal(item.strip()) for item in raw[1:-1].split(",") if item.strip()]
         return raw

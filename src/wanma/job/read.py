@@ -23,6 +23,8 @@ def read_tables(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         return (_yaml if path.suffix in (".yaml", ".yml") else _toml)(path, text)
     except RecursionError:
         raise JobError(f"{path} is nested too deeply to be a job file") from None
+    except ValueError as error:  # a number or date that is well written but cannot be
+        raise JobError(f"{path}: {error}") from None
 
 
 def _read(path: Path) -> str:
