@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -105,20 +106,28 @@ class CustomData(Data):
         with self._lock:
             samples = [self._item(dataset, int(row)) for row in rows]
         name = type(dataset).__name__
-        joined = [(sample.inputs, sample.target, sample.keywords) for sample in samples]
         try:
+            joined = [
+                (
+                    tuple(_as_tensor(value) for value in sample.inputs),
+                    _as_tensor(sample.target),
+                    {key: _as_tensor(value) for key, value in sample.keywords.items()},
+                )
+                for sample in samples
+            ]
             inputs, target, keywords = default_collate(joined)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             raise WanmaError(
                 f"data: samples {_few(rows)} of {name} cannot be joined into a batch: {error}",
                 "every sample needs the same shapes and keys: pad or crop them in __getitem__",
             ) from error
-        if not isinstance(target, Tensor) or not all(isinstance(value, Tensor) for value in inputs):
-            raise WanmaError(
-                f"data: {name} gives {type(target).__name__} as target and "
-                f"{[type(value).__name__ for value in inputs]} as inputs",
-                "give tensors, arrays or numbers",
-            )
+        given = {"the target": target, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
+        for what, value in given.items():
+            if not isinstance(value, Tensor):
+                raise WanmaError(
+                    f"data: {name} gives something as {what} that makes no tensor (sample {rows[0]})",
+                    "give tensors, arrays, numbers or lists of numbers",
+                )
         return make_batch(tuple(inputs), target, numbers, dict(keywords))
 
     @staticmethod
@@ -212,6 +221,11 @@ def _sample(item: Any, name: str) -> Sample:
         f"data: a sample of {name} is {type(item).__name__}",
         "return (input, target), a dict with a target, or wanma.data.custom.Sample",
     )
+
+
+def _as_tensor(value: Any) -> Any:
+    """Lists of numbers as tensors: the default collate would take a list's items apart."""
+    return torch.tensor(value) if isinstance(value, list) else value
 
 
 def _few(rows: Numbers) -> str:

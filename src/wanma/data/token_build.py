@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wanma.data.text import Document, filesystem_to_json
-from wanma.data.tokenizer import Tokenizer
+from wanma.data.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
-_TASK_BYTES = 8 << 20
-_WORTH_A_PROCESS = {"bytes": 512 << 20}
-_WORTH_A_PROCESS_ELSE = 4 << 20
+_TASK_BYTES = 1 << 20
+_COPIED_PER_PROCESS = 512 << 20
+_MERGED_PER_PROCESS = 4 << 20
 """Bytes of text for which another process pays: copying bytes is fast, merging them into words is not."""
 
 
@@ -99,8 +99,8 @@ def build_tokens(
     total = sum(document.size for document in documents)
     tasks = _tasks(documents)
     if workers is None:
-        worth = _WORTH_A_PROCESS.get(tokenizer.fingerprint, _WORTH_A_PROCESS_ELSE)
-        workers = min(len(os.sched_getaffinity(0)), total // worth)
+        copied = isinstance(tokenizer, BytesTokenizer)
+        workers = min(_cores(), total // (_COPIED_PER_PROCESS if copied else _MERGED_PER_PROCESS))
     elsewhere = all("memory" not in document.filesystem.protocol for document in documents)
     built = Built()
     done = 0
@@ -145,6 +145,11 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, writer
     return built
 
 
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _is_utf8(text: bytes) -> bool:
     try:
         text.decode("utf-8")
@@ -154,7 +159,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _tasks(documents: Sequence[Document]) -> list[list[Document]]:
-    """Runs of documents of a few megabytes each, so that processes share the work and progress is seen."""
+    """Runs of documents of about a megabyte each, so that processes share the work and progress is seen."""
     tasks: list[list[Document]] = [[]]
     size = 0
     for document in documents:

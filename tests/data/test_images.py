@@ -1,0 +1,280 @@
+"""Labelled images in the formats that they are published in."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wanma.data.image_data import ImageData
+from wanma.data.images import find_images, read_images
+from wanma.data.open import open_data
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.sections import DataSection, TrainSection
+
+RANDOM = np.random.default_rng(0)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">u4").tobytes() + array.tobytes()
+
+
+def save(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(gzip.compress(content, 1) if path.suffix == ".gz" else content)
+
+
+def random_images(count: int, height: int = 6, width: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    return (
+        RANDOM.integers(0, 256, (count, height, width), dtype=np.uint8),
+        RANDOM.integers(0, 10, count, dtype=np.uint8),
+    )
+
+
+def mnist(folder: Path, ending: str, names: tuple[str, ...] = ("train", "t10k")) -> list[np.ndarray]:
+    arrays = []
+    for name, count in zip(names, (30, 8), strict=False):
+        images, labels = random_images(count)
+        save(folder / f"{name}-images-idx3-ubyte{ending}", idx(images))
+        save(folder / f"{name}-labels-idx1-ubyte{ending}", idx(labels))
+        arrays += [images, labels]
+    return arrays
+
+
+def opened(path: Path, fraction: float = 0.1) -> ImageData:
+    data = open_data(DataSection(images=str(path), validation_fraction=fraction), TrainSection())
+    assert isinstance(data, ImageData)
+    return data
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_mnist_files_are_found_by_their_names(tmp_path: Path, ending: str) -> None:
+    images, labels, test_images, test_labels = mnist(tmp_path, ending)
+    train, test = read_images(str(tmp_path))
+    assert test is not None
+    assert np.array_equal(train.images, images[:, None])
+    assert train.labels.tolist() == labels.tolist()
+    assert np.array_equal(test.images, test_images[:, None])
+    assert test.labels.tolist() == test_labels.tolist()
+
+
+def test_one_idx_file_is_read_with_its_labels(tmp_path: Path) -> None:
+    images, labels = mnist(tmp_path, "", ("train",))
+    train, test = read_images(str(tmp_path / "train-images-idx3-ubyte"))
+    assert test is None
+    assert np.array_equal(train.images[:, 0], images)
+    assert train.labels.tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("inside", ["", "cifar-10-batches-bin"])
+def test_cifar_batches_are_joined_in_order(tmp_path: Path, ending: str, inside: str) -> None:
+    records = [RANDOM.integers(0, 10, (4, 3073), dtype=np.uint8) for _ in range(3)]
+    for name, record in zip(("data_batch_1", "data_batch_2", "test_batch"), records, strict=True):
+        save(tmp_path / inside / f"{name}.bin{ending}", record.tobytes())
+    train, test = read_images(str(tmp_path))
+    assert test is not None
+    assert train.images.shape == (8, 3, 32, 32)
+    assert np.array_equal(train.images.reshape(8, -1), np.concatenate(records[:2])[:, 1:])
+    assert train.labels.tolist() == np.concatenate(records[:2])[:, 0].tolist()
+    assert len(test.labels) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((9, 6, 5), (1, 6, 5)), ((9, 6, 5, 3), (3, 6, 5)), ((9, 3, 6, 5), (3, 6, 5))],
+)
+def test_npz_arrays_become_channels_first(
+    tmp_path: Path, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    images = RANDOM.integers(0, 256, shape, dtype=np.uint8)
+    np.savez(tmp_path / "x.npz", images=images, labels=np.arange(9)[:, None] % 3)
+    train, test = read_images(str(tmp_path / "x.npz"))
+    assert test is None
+    assert train.images.shape[1:] == expected
+    assert train.labels.tolist() == [0, 1, 2] * 3
+    if len(shape) == 4 and shape[3] == 3:
+        assert np.array_equal(train.images[2, 1], images[2, :, :, 1])
+
+
+def test_npz_with_a_test_set_in_a_folder(tmp_path: Path) -> None:
+    images, labels = random_images(12)
+    np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images[:4], y_test=labels[:4])
+    _, test = read_images(str(tmp_path))
+    assert test is not None
+    assert test.labels.tolist() == labels[:4].tolist()
+
+
+def test_batches_are_normalised_by_the_training_set(tmp_path: Path) -> None:
+    images = RANDOM.integers(0, 256, (40, 4, 4, 3), dtype=np.uint8)
+    images[..., 2] = 7  # a constant channel must not divide by zero
+    np.savez(tmp_path / "x.npz", images=images, labels=np.arange(40) % 2)
+    data = opened(tmp_path / "x.npz", 0)
+    batch = data.batch(range(40))
+    pixels = batch.inputs[0].numpy()
+    assert pixels.dtype == np.float32
+    assert pixels.shape == (40, 3, 4, 4)
+    assert pixels.mean(axis=(0, 2, 3)) == pytest.approx([0, 0, 0], abs=1e-5)
+    assert pixels.std(axis=(0, 2, 3)) == pytest.approx([1, 1, 0], abs=1e-5)
+    assert sorted(batch.targets.tolist()) == [0] * 20 + [1] * 20
+    assert (data.image_shape, data.classes, data.kind) == ((3, 4, 4), 2, "images")
+
+
+def test_the_test_set_is_the_validation_set(tmp_path: Path) -> None:
+    mnist(tmp_path, "")
+    data = opened(tmp_path)
+    assert (data.train_samples, data.validation_samples) == (30, 8)
+    assert data.validation_batch(range(8)).targets.shape == (8,)
+
+
+def test_without_a_test_set_equal_images_stay_on_one_side(tmp_path: Path) -> None:
+    images, _ = random_images(200)
+    np.savez(tmp_path / "x.npz", images=np.concatenate([images, images]), labels=np.arange(400) % 200)
+    data = opened(tmp_path / "x.npz", 0.2)
+    train = set(data.batch(range(data.train_samples)).targets.tolist())
+    validation = set(data.validation_batch(range(data.validation_samples)).targets.tolist())
+    assert not train & validation
+    assert len(train) + len(validation) == 200
+    assert 0.1 < data.validation_samples / 400 < 0.3
+
+
+def test_a_folder_with_only_a_test_set_is_divided(tmp_path: Path) -> None:
+    mnist(tmp_path, ".gz", ("t10k",))
+    data = opened(tmp_path)
+    assert data.train_samples + data.validation_samples == 30
+    assert data.validation_samples >= 1
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    images, labels = random_images(20)
+    np.savez(tmp_path / "a.npz", images=images, labels=labels)
+    np.savez(tmp_path / "b.npz", images=images, labels=(labels + 1) % 10)
+    assert opened(tmp_path / "a.npz").fingerprint == opened(tmp_path / "a.npz").fingerprint
+    assert opened(tmp_path / "a.npz").fingerprint != opened(tmp_path / "b.npz").fingerprint
+
+
+def test_padding_is_one_row_that_counts_for_nothing(tmp_path: Path) -> None:
+    mnist(tmp_path, "")
+    batch = opened(tmp_path).batch(range(0))
+    assert batch.inputs[0].shape == (1, 1, 6, 5)
+    assert (batch.targets.tolist(), batch.real.tolist(), batch.samples.tolist()) == ([-100], [False], [-1])
+
+
+def test_what_is_not_there_is_refused_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"data\.images: '/no/such' does not exist"):
+        read_images("/no/such")
+    with pytest.raises(JobError, match=r"data\.images: no images that are known in the folder"):
+        find_images(str(tmp_path))
+    save(tmp_path / "train-images-idx3-ubyte", b"")
+    with pytest.raises(JobError, match=r"data\.images: no labels beside '.*train-images-idx3-ubyte'"):
+        find_images(str(tmp_path))
+    save(tmp_path / "letters-train-images-idx3-ubyte", b"")
+    with pytest.raises(JobError, match=r"data\.images: more than one set of images"):
+        find_images(str(tmp_path))
+
+
+def test_npz_without_the_arrays_says_which_it_has(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", data=np.zeros(3))
+    with pytest.raises(JobError, match=r"holds the arrays \['data'\]"):
+        read_images(str(tmp_path / "x.npz"))
+
+
+def test_npz_with_pickled_objects_is_refused_and_nothing_runs(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (Path.touch, (tmp_path / "ran",))  # type: ignore[return-value]
+
+    np.savez(tmp_path / "x.npz", images=np.array([Bomb()], dtype=object), labels=np.zeros(1, int))
+    with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' cannot be read: .*allow_pickle"):
+        read_images(str(tmp_path / "x.npz"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (b"", idx(np.zeros(2, np.uint8)), "does not begin as an IDX file"),
+        (b"\0\0\x08\x03\0\0", idx(np.zeros(2, np.uint8)), "cannot be read"),
+        (
+            idx(np.zeros((2, 3, 3), np.uint8))[:-1],
+            idx(np.zeros(2, np.uint8)),
+            r"17 bytes of values for the shape",
+        ),
+        (
+            idx(np.zeros((2, 3, 3), np.uint8)),
+            idx(np.zeros(3, np.uint8)),
+            r"images of shape \(2, 1, 3, 3\) with lab",
+        ),
+        (idx(np.zeros((0, 3, 3), np.uint8)), idx(np.zeros(0, np.uint8)), "it holds no image"),
+    ],
+)
+def test_damaged_idx_files_are_told(tmp_path: Path, images: bytes, labels: bytes, message: str) -> None:
+    save(tmp_path / "train-images-idx3-ubyte", images)
+    save(tmp_path / "train-labels-idx1-ubyte", labels)
+    with pytest.raises(WanmaError, match=rf"data\.images: '.*' cannot be read: .*{message}|{message}"):
+        read_images(str(tmp_path))
+
+
+@pytest.mark.parametrize(("ending", "cut"), [("", 100), (".gz", 20)])
+def test_a_truncated_cifar_file_is_told(tmp_path: Path, ending: str, cut: int) -> None:
+    path = tmp_path / f"data_batch_1.bin{ending}"
+    save(path, RANDOM.integers(0, 10, 3073 * 2, dtype=np.uint8).tobytes())
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(WanmaError, match=r"data\.images: '.*data_batch_1\.bin.*' cannot be read"):
+        read_images(str(tmp_path))
+
+
+def test_a_cifar_file_with_impossible_labels_is_told(tmp_path: Path) -> None:
+    save(tmp_path / "data_batch_1.bin", bytes([77]) * 3073)
+    with pytest.raises(WanmaError, match="a label is 77; CIFAR-10 has 0 to 9"):
+        read_images(str(tmp_path))
+
+
+@pytest.mark.parametrize("cut", [10, 400])
+def test_a_truncated_npz_is_told(tmp_path: Path, cut: int) -> None:
+    np.savez(tmp_path / "x.npz", images=np.zeros((9, 4, 4), np.uint8), labels=np.zeros(9, int))
+    content = (tmp_path / "x.npz").read_bytes()
+    (tmp_path / "x.npz").write_bytes(content[:-cut])
+    with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' cannot be read"):
+        read_images(str(tmp_path))
+
+
+def test_sets_of_different_shapes_are_told(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "x.npz",
+        x_train=np.zeros((3, 4, 4), np.uint8), y_train=np.zeros(3, int),
+        x_test=np.zeros((3, 5, 4), np.uint8), y_test=np.zeros(3, int),
+    )  # fmt: skip
+    with pytest.raises(WanmaError, match=r"different shapes: \(1, 4, 4\) for training but \(1, 5, 4\)"):
+        read_images(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (np.zeros((3, 4, 4), np.int64), np.zeros(3, int), "the array images is int64"),
+        (np.zeros((3, 4, 4), np.uint8), np.zeros(3), "the array labels is float64"),
+        (np.zeros((3, 4, 4), np.uint8), np.array([0, 1, -1]), "a label is -1"),
+        (np.zeros((3, 16), np.uint8), np.zeros(3, int), r"images of shape \(3, 16\)"),
+    ],
+)
+def test_arrays_that_are_no_images_are_told(
+    tmp_path: Path, images: np.ndarray, labels: np.ndarray, message: str
+) -> None:
+    np.savez(tmp_path / "x.npz", images=images, labels=labels)
+    with pytest.raises(WanmaError, match=message):
+        read_images(str(tmp_path / "x.npz"))
+
+
+REAL = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.mark.skipif(not (REAL / "mnist-t10k-images-idx3-ubyte.gz").exists(), reason="no real MNIST at hand")
+def test_the_real_mnist_test_set_is_read() -> None:
+    data = opened(REAL / "mnist-t10k-images-idx3-ubyte.gz", 0.1)
+    assert (data.image_shape, data.classes) == ((1, 28, 28), 10)
+    assert data.train_samples + data.validation_samples == 10_000
+    assert 900 < data.validation_samples < 1100
+    # the published mean and deviation of MNIST's training set are 0.1307 and 0.3081
+    assert data.describe()["mean"][0] / 255 == pytest.approx(0.1307, abs=0.005)
+    assert data.describe()["standard_deviation"][0] / 255 == pytest.approx(0.3081, abs=0.005)
