@@ -105,7 +105,6 @@ def test_buffers_are_used_again_and_follow_a_change_of_the_tensors(tmp_path: Pat
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_on_a_gpu_go_through_pinned_memory_and_come_back(tmp_path: Path) -> None:
     content = {name: tensor.cuda() for name, tensor in tensors(3.0).items()}
     with Checkpointer(tmp_path) as checkpointer:
@@ -350,8 +349,6 @@ def test_ranks_that_disagree_about_a_tensor_do_not_commit(tmp_path: Path) -> Non
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a small file system")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
     yield folder
     subprocess.run(["umount", folder], check=True)
