@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.api.sample import sample
 
     pieces = sample(run_directory, arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed)
-    print(arguments.prompt, end="", flush=True)
+    first = next(pieces, "")  # what cannot be sampled from is told before anything is printed
+    print(arguments.prompt, end=first, flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
