@@ -108,7 +108,8 @@ class Progress:
         last = self.last
         if last is None:
             return []
-        words = [f"loss {number_text(last.get('loss')) if last.get('loss') is not None else 'nan'}"]
+        loss = math.nan if last["loss"] is None else last["loss"]
+        words = [f"loss {number_text(loss) if math.isfinite(loss) else loss}"]
         if (rate := self.tokens_per_second()) is not None:
             words.append(f"{number_text(rate)} tokens/s")
         if last.get("mfu") is not None:

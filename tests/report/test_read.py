@@ -1,0 +1,145 @@
+"""Reading a run directory, whatever state the run was left in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from wanma.job.run_directory import RunDirectory
+from wanma.observe.jsonl import JsonLinesSink
+from wanma.report.read import read_report
+
+NewRun = Callable[..., RunDirectory]
+
+
+def dead_process() -> int:
+    """The number of a process that existed and is gone."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def rewrite_start(run: RunDirectory, **changes: Any) -> None:
+    lines = [json.loads(line) for line in run.events.read_text().splitlines()]
+    lines[0] |= changes
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_finished_run_is_told_in_full(new_run: NewRun) -> None:
+    report = read_report(new_run(30))
+    assert report.state == "finished"
+    assert report.steps["step"] == [float(step) for step in range(1, 31)]
+    assert report.steps["phases.communication"] == [0.06] * 30
+    assert (report.last_step, report.total_steps) == (30, 30)
+    assert report.job["train"]["precision"] == "bf16"
+    assert report.forecast["memory_bytes"] == 544 << 20
+    assert report.plan_text == "2 ranks (dp_replicate 2), bf16, cpu"
+    assert len({len(column) for column in report.steps.values()}) == 1
+    assert report.best_validation is not None
+    assert report.best_validation["step"] == 30
+    assert report.problems == ()
+
+
+def test_a_run_that_goes_on_is_running(new_run: NewRun) -> None:
+    assert read_report(new_run(5, total=10, finish=None)).state == "running"
+
+
+def test_a_run_whose_process_is_gone_died(new_run: NewRun) -> None:
+    run = new_run(5, total=10, finish=None)
+    rewrite_start(run, process=dead_process())
+    assert read_report(run).state == "died"
+
+
+@pytest.mark.parametrize(("age", "state"), [(10.0, "running"), (1000.0, "died")])
+def test_a_run_on_another_machine_is_judged_by_its_silence(new_run: NewRun, age: float, state: str) -> None:
+    run = new_run(0, total=10, finish=None)
+    rewrite_start(run, host="elsewhere", time=time.time() - age)
+    assert read_report(run).state == state
+
+
+def test_an_interrupted_run_is_neither_finished_nor_dead(new_run: NewRun) -> None:
+    assert read_report(new_run(5, total=10, finish="interrupted")).state == "interrupted"
+
+
+def test_what_a_resume_repeats_counts_once_and_lost_validations_are_gone(new_run: NewRun) -> None:
+    run = new_run(12, total=12, finish=None)  # validations at 2, 4, ..., 12; checkpoints at 4, 8, 12
+    sink = JsonLinesSink()
+    sink.open(run, first_step=9)
+    sink.write(
+        {"kind": "start", "time": time.time(), "step": 8, "steps": 12, "process": os.getpid(), "host": "x"}
+    )
+    sink.write({"kind": "validation", "time": time.time(), "step": 10, "loss": 1.0})
+    sink.close()
+    report = read_report(run)
+    assert [event["step"] for event in report.validations] == [2, 4, 6, 8, 10]
+    assert [event["step"] for event in report.checkpoints] == [4, 8]
+    assert report.steps["step"][-1] == 8
+    assert len(report.starts) == 2
+
+
+def test_non_finite_numbers_are_gaps_and_their_steps_are_listed(new_run: NewRun) -> None:
+    report = read_report(new_run(5, loss=lambda step: math.nan if step == 3 else 1.0))
+    assert report.non_finite == (3,)
+    assert math.isnan(report.steps["loss"][2])
+    assert report.last("loss") == 1.0
+
+
+def test_an_empty_directory_is_a_new_run_with_its_gaps_named(tmp_path: Any) -> None:
+    report = read_report(RunDirectory(tmp_path))
+    assert report.state == "new"
+    assert report.problems == ("job.toml: not there", "plan.json: not there", "environment.json: not there")
+    assert report.last("loss") is report.median("mfu") is report.highest("memory_bytes") is None
+
+
+def test_damage_is_named_and_the_rest_is_told(new_run: NewRun) -> None:
+    run = new_run(5)
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    run.metrics.write_bytes(lines[0] + b"\0\0\0\n" + b"".join(lines[1:]) + b'{"step": 6, "lo')
+    run.plan.write_text("{")
+    report = read_report(run)
+    assert report.last_step == 5
+    assert report.plan == {}
+    assert any(problem.startswith("plan.json: ") for problem in report.problems)
+    assert "metrics.jsonl: 1 damaged lines were left out" in report.problems
+
+
+def test_a_key_that_only_some_steps_have_is_a_column_with_gaps(new_run: NewRun) -> None:
+    run = new_run(2)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "gpu_power_watts": 640.0}\n')
+    power = read_report(run).steps["gpu_power_watts"]
+    assert power[2] == 640.0
+    assert math.isnan(power[0])
+
+
+def test_a_brief_report_reads_the_end_only(new_run: NewRun) -> None:
+    run = new_run(2000)
+    brief = read_report(run, brief=True)
+    assert brief.last_step == 2000
+    assert 100 <= len(brief.steps["step"]) < 2000
+    assert brief.last("loss") == read_report(run).last("loss")
+
+
+def test_pauses_between_starts_are_no_time_of_the_run(new_run: NewRun) -> None:
+    run = new_run(0, total=10, finish=None)
+    events = [
+        {"kind": "start", "time": 100.0, "step": 0, "steps": 10},
+        {"kind": "message", "time": 160.0, "level": "info", "text": "a minute"},
+        {"kind": "start", "time": 1000.0, "step": 0, "steps": 10},
+        {"kind": "finish", "time": 1030.0, "step": 10, "outcome": "finished"},
+    ]
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert read_report(run).seconds == pytest.approx(90.0)
+
+
+def test_reading_imports_no_torch() -> None:
+    code = "import sys, wanma.report.html, wanma.report.text; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

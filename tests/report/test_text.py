@@ -1,0 +1,51 @@
+"""A run in the terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+
+from rich.console import Console
+
+from wanma.job.run_directory import RunDirectory
+from wanma.report.read import read_report
+from wanma.report.text import runs_table, summary
+
+NewRun = Callable[..., RunDirectory]
+
+
+def test_the_summary_tells_the_end_the_numbers_and_the_forecast(new_run: NewRun) -> None:
+    lines = summary(read_report(new_run(300))).splitlines()
+    assert lines[0] == "gpt: Finished: 300 of 300 steps."
+    assert "  2 ranks (dp_replicate 2), bf16, cpu" in lines
+    assert "  best validation   2.202  (perplexity 9.043, step 300)" in lines
+    assert any(line.startswith("  peak memory") and "680 MiB  (forecast 544 MiB)" in line for line in lines)
+    assert any(line.startswith("  time: forward and backward 87 %") for line in lines)
+
+
+def test_a_run_without_metrics_is_said_to_have_none(new_run: NewRun) -> None:
+    run = new_run(0, total=10, finish=None)
+    text = summary(read_report(run))
+    assert "This run has no metrics: no step was finished." in text
+    assert str(run.log(0)) in text
+
+
+def test_warnings_and_gaps_are_part_of_the_summary(new_run: NewRun) -> None:
+    run = new_run(3, loss=lambda _: math.nan)
+    with run.events.open("a") as file:
+        file.write('{"kind": "message", "time": 1.0, "level": "warning", "text": "disk full"}\n')
+    run.environment.unlink()
+    text = summary(read_report(run))
+    assert "  warning: disk full" in text
+    assert "  could not be read: environment.json: not there" in text
+
+
+def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:
+    runs = [new_run(300, name="long"), new_run(5, name="[b]odd", total=10, finish="interrupted")]
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(runs_table(runs))
+    heads, long, odd = stream.getvalue().splitlines()
+    assert heads.split() == ["run", "state", "steps", "loss", "tokens/s", "MFU", "memory", "last", "sign"]
+    assert long.split()[:4] == ["long", "finished", "300/300", "2.069"]
+    assert odd.split()[:3] == ["[b]odd", "interrupted", "5/10"]
