@@ -29,7 +29,8 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that this rank holds, sharing storage with `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:

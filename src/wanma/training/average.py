@@ -21,6 +21,7 @@ class WeightAverage:
             name: parameter.detach().clone() for name, parameter in self._weights.items()
         }
 
+    @torch.no_grad()
     def update(self) -> None:
         averages = [local_part(tensor) for tensor in self.tensors.values()]
         weights = [local_part(parameter) for parameter in self._weights.values()]

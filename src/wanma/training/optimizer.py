@@ -18,6 +18,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import Plan
 from wanma.job.sections import TrainSection
+from wanma.parallel.materialize import local_part
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,20 @@ class Updater:
 
     def __init__(self, parameters: dict[str, nn.Parameter], rules: dict[str, GroupRule], train: TrainSection):
         self.parameters = {name: parameters[name] for name in rules}
-        matrices, others = _split_for(train.optimizer, self.parameters)
+        self._plain: dict[str, nn.Parameter] = {}
+        """Stand-ins without placements, sharing storage, for rules that torch cannot run on DTensors."""
+        if train.optimizer == "adafactor":
+            self._plain = {name: nn.Parameter(local_part(p)) for name, p in self.parameters.items()}
+        updated = self._plain or self.parameters
+        matrices, others = _split_for(train.optimizer, updated)
         self._optimizers: list[Optimizer] = []
         if matrices:
-            groups = _groups(matrices, self.parameters, rules)
+            groups = _groups(matrices, updated, rules)
             self._optimizers.append(
                 torch.optim.Muon(groups, lr=train.learning_rate, momentum=train.momentum)
             )
         if others:
-            self._optimizers.append(_optimizer(_groups(others, self.parameters, rules), train))
+            self._optimizers.append(_optimizer(_groups(others, updated, rules), train))
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -58,7 +64,7 @@ class Updater:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
-            optimizer.step()
+        self._run()
 
     def allocate_state(self) -> None:
         """Make every state tensor exist, without changing a parameter: what a checkpoint is loaded into."""
@@ -69,7 +75,7 @@ class Updater:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"], group["weight_decay"] = 0.0, 0.0
-            optimizer.step()
+        self._run()
         for optimizer, rates, decay in zip(self._optimizers, before, decays, strict=True):
             for group, rate, share in zip(optimizer.param_groups, rates, decay, strict=True):
                 group["lr"], group["weight_decay"] = rate, share
@@ -100,8 +106,17 @@ class Updater:
                 elif "step" in state:
                     state["step"] = count
 
+    def _run(self) -> None:
+        for name, plain in self._plain.items():
+            parameter = self.parameters[name]
+            plain.data = local_part(parameter)
+            plain.grad = None if parameter.grad is None else local_part(parameter.grad)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        updated = self._plain or self.parameters
+        names = {id(parameter): name for name, parameter in updated.items()}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
@@ -118,6 +133,12 @@ def build_updater(model: nn.Module, train: TrainSection, plan: Plan) -> Updater:
     frozen = {name for name in parameters if _is_frozen(name, train)}
     for name in frozen:
         parameters[name].requires_grad_(False)
+    if train.optimizer == "adafactor" and (plan.dp_shard > 1 or plan.tp > 1):
+        raise JobError(
+            "train.optimizer = 'adafactor' needs whole rows and columns, which parallel.dp_shard = "
+            f"{plan.dp_shard} and parallel.tp = {plan.tp} split",
+            "use dp_replicate, or train.optimizer = 'adamw'",
+        )
     rules = group_rules(
         {n: p.ndim for n, p in parameters.items() if n not in frozen and p.requires_grad}, train
     )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.checkpoint.reader import load, newest, read_state
+from wanma.checkpoint.reader import load, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
 from wanma.data.ramp import samples_before
 from wanma.job.errors import WanmaError
@@ -220,9 +220,8 @@ class Trainer:
         if path is None and choice.start_from is None:
             return
         if path is None:
-            start = Path(str(choice.start_from))
-            load(start, self.state.weights(), strict=False)
-            messages.append(f"weights from {start}")
+            self._start_from(Path(str(choice.start_from)))
+            messages.append(f"weights from {choice.start_from}")
             return
         values = read_state(path)
         self._check_position(values, path)
@@ -239,6 +238,18 @@ class Trainer:
         if rank_state is not None:
             restore_random_state(rank_state["random"])
         messages.append(f"carrying on from step {self.state.step} ({path.name})")
+
+    def _start_from(self, path: Path) -> None:
+        """Weights alone, of another run; each rank checks its share of the files."""
+        world = self.worker.world_size
+        everyones = [verify(path, self.worker.rank, world)] * world
+        if world > 1:
+            dist.all_gather_object(everyones, everyones[0])
+        if problems := [problem for problems in everyones for problem in problems]:
+            raise WanmaError(
+                f"checkpoint.start_from = '{path}' is not whole: {problems[0]}", "name another checkpoint folder"
+            )
+        load(path, self.state.weights(), strict=False)
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""

@@ -1,0 +1,138 @@
+"""A run that stops and carries on ends as if it had never stopped (laws 2 and 4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import Outcome, run_job
+
+from wanma.job.plan import Plan
+
+
+def job(folder: Path, steps: int = 6, **train: Any) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
+        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
+        "train": {
+            "steps": steps,
+            "global_batch": 6,
+            "learning_rate": 1e-2,
+            "deterministic": True,
+            "validation_samples": 4,
+            "weight_average": 0.5,
+            "schedule": "constant",
+            **train,
+        },
+        "checkpoint": {"every_steps": 2},
+    }
+
+
+def equal(one: Outcome, other: Outcome) -> None:
+    expected, got = one.tensors(), other.tensors()
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(micro_batch=3),
+        Plan(dp_replicate=2, micro_batch=2),
+        Plan(dp_shard=2, shard="parameters", micro_batch=3),
+        Plan(tp=2, micro_batch=6),
+    ],
+    ids=str,
+)
+def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(plan: Plan, tmp_path: Path) -> None:
+    whole = run_job(tmp_path / "whole", job(tmp_path), plan)
+    run_job(tmp_path / "parts", job(tmp_path, steps=4), plan)
+    parts = run_job(tmp_path / "parts", job(tmp_path), plan)
+    assert parts.losses == whole.losses
+    assert [step["step"] for step in parts.steps] == [1, 2, 3, 4, 5, 6]
+    equal(whole, parts)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Plan(dp_shard=2, shard="parameters", micro_batch=3), Plan(micro_batch=6)),
+        (Plan(micro_batch=6), Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=2)),
+        (Plan(dp_shard=4, shard="optimizer", micro_batch=2), Plan(dp_shard=2, shard="parameters", micro_batch=3)),
+        (Plan(pp=2, micro_batch=2), Plan(tp=2, micro_batch=6)),
+        (Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=3), Plan(pp=2, dp_shard=2, shard="gradients", micro_batch=1)),
+    ],
+    ids=str,
+)
+def test_carrying_on_with_another_plan_follows_the_same_curve(first: Plan, second: Plan, tmp_path: Path) -> None:
+    text = job(tmp_path, precision="fp64")
+    text["model"]["dropout"] = 0.0
+    from dataclasses import replace
+
+    first, second = replace(first, precision="fp64"), replace(second, precision="fp64")
+    whole = run_job(tmp_path / "whole", text, Plan(micro_batch=6, precision="fp64"))
+    shorter = {**text, "train": {**text["train"], "steps": 4}}
+    run_job(tmp_path / "parts", shorter, first)
+    parts = run_job(tmp_path / "parts", text, second)
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-10)
+    assert parts.norms == pytest.approx(whole.norms, rel=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
+def test_every_optimizer_resumes_exactly(optimizer: str, tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    whole = run_job(tmp_path / "whole", job(tmp_path, optimizer=optimizer), plan)
+    run_job(tmp_path / "parts", job(tmp_path, steps=4, optimizer=optimizer), plan)
+    equal(whole, run_job(tmp_path / "parts", job(tmp_path, optimizer=optimizer), plan))
+
+
+def test_a_ramp_of_the_batch_size_resumes_exactly(tmp_path: Path) -> None:
+    ramp = {"global_batch": 2, "batch_ramp": [[1, 4], [3, 6]]}
+    plan = Plan(dp_replicate=2, micro_batch=1)
+    whole = run_job(tmp_path / "whole", job(tmp_path, **ramp), plan)
+    assert [step["samples"] for step in whole.steps] == [2, 6, 10, 16, 22, 28]
+    run_job(tmp_path / "parts", job(tmp_path, steps=4, **ramp), plan)
+    equal(whole, run_job(tmp_path / "parts", job(tmp_path, **ramp), plan))
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    whole = run_job(tmp_path / "whole", job(tmp_path), plan)
+    run_job(tmp_path / "parts", job(tmp_path, steps=4), plan)
+    newest = tmp_path / "parts" / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 1
+    newest.write_bytes(content)
+    parts = run_job(tmp_path / "parts", job(tmp_path), plan)
+    equal(whole, parts)
+    events = (tmp_path / "parts" / "events.jsonl").read_text()
+    assert "carrying on from step 2" in events
+    assert "step-00000004" in events
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
+    other = job(tmp_path)
+    other["model"]["hidden"] = 64
+    with pytest.raises(AssertionError, match="another model"):
+        run_job(tmp_path / "run", other, plan)
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
+    other = job(tmp_path)
+    other["data"]["text"] = [str(Path(__file__).parents[1] / "support")]
+    with pytest.raises(AssertionError, match="other data"):
+        run_job(tmp_path / "run", other, plan)
+
+
+def test_another_batch_size_is_refused_because_the_position_would_be_lost(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
+    with pytest.raises(AssertionError, match=r"train\.global_batch"):
+        run_job(tmp_path / "run", job(tmp_path, global_batch=3), plan)
