@@ -163,14 +163,33 @@ def test_padding_is_one_row_that_counts_for_nothing(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"data\.images: '/no/such' does not exist"):
         read_images("/no/such")
-    with pytest.raises(JobError, match=r"data\.images: no images that are known in the folder"):
+    with pytest.raises(JobError, match=r"data\.images: no images that are known in "):
         find_images(str(tmp_path))
+    save(tmp_path / "picture.png", b"")
+    with pytest.raises(JobError, match=r"data\.images: no images that are known in '.*picture\.png'"):
+        find_images(str(tmp_path / "picture.png"))
     save(tmp_path / "train-images-idx3-ubyte", b"")
     with pytest.raises(JobError, match=r"data\.images: no labels beside '.*train-images-idx3-ubyte'"):
         find_images(str(tmp_path))
     save(tmp_path / "letters-train-images-idx3-ubyte", b"")
     with pytest.raises(JobError, match=r"data\.images: more than one set of images"):
         find_images(str(tmp_path))
+
+
+def test_a_file_and_its_compressed_copy_count_once(tmp_path: Path) -> None:
+    images, *_ = mnist(tmp_path / "mnist", "")
+    mnist(tmp_path / "mnist", ".gz")
+    assert np.array_equal(read_images(str(tmp_path / "mnist"))[0].images[:, 0], images)
+    for folder, ending in (("cifar", ""), ("cifar", ".gz"), ("cifar/cifar-10-batches-bin", "")):
+        save(tmp_path / folder / f"data_batch_1.bin{ending}", bytes(3073 * 2))
+    assert len(read_images(str(tmp_path / "cifar"))[0].labels) == 2
+
+
+def test_a_file_that_is_no_archive_is_told(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    (tmp_path / "x.npy").rename(tmp_path / "x.npz")
+    with pytest.raises(WanmaError, match=r"data\.images: '.*x\.npz' cannot be read: it is no \.npz archive"):
+        read_images(str(tmp_path / "x.npz"))
 
 
 def test_npz_without_the_arrays_says_which_it_has(tmp_path: Path) -> None:
@@ -269,7 +288,7 @@ def test_arrays_that_are_no_images_are_told(
 REAL = Path(__file__).parents[3] / "shared" / "data"
 
 
-@pytest.mark.skipif(not (REAL / "mnist-t10k-images-idx3-ubyte.gz").exists(), reason="no real MNIST at hand")
+@pytest.mark.skipif(not (REAL / "mnist-t10k-images-idx3-ubyte.gz").exists(), reason="no ../shared/data here")
 def test_the_real_mnist_test_set_is_read() -> None:
     data = opened(REAL / "mnist-t10k-images-idx3-ubyte.gz", 0.1)
     assert (data.image_shape, data.classes) == ((1, 28, 28), 10)

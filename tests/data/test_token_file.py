@@ -178,10 +178,6 @@ DAMAGE = {
     "half a header": lambda folder: (folder / "header.json").write_text('{"format": "wanma-to'),
     "another header": lambda folder: (folder / "header.json").write_text("[]"),
     "an older format": lambda folder: edit_header(folder, version=0),
-    "half a stamp and a flipped byte": lambda folder: (
-        (folder / "verified.json").write_text("{"),
-        flip(folder / "tokens.bin"),
-    ),
 }
 
 
@@ -214,9 +210,13 @@ def test_damage_is_found_told_and_mended(
 
 def test_a_copied_cache_is_hashed_once(documents: list[Document], tmp_path: Path) -> None:
     folder = build(documents, tmp_path).folder
+    stamp = (folder / "verified.json").read_text()
     (folder / "verified.json").unlink()
     open_token_file(folder)
-    assert (folder / "verified.json").is_file()
+    assert (folder / "verified.json").read_text() == stamp
+    (folder / "verified.json").write_text("{ half a st")
+    open_token_file(folder)
+    assert (folder / "verified.json").read_text() == stamp
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(

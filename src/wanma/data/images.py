@@ -79,24 +79,27 @@ def find_images(path: str, key: str = "data.images") -> ImageFiles:
         raise JobError(f"{key}: '{path}' does not exist", "paths are relative to where wanma is started")
     if place.suffix == ".npz":
         return _find_npz(place, key)
-    if place.is_file():
-        return ImageFiles(_idx_pair(place, key), ())
-    try:
-        names = sorted(place.iterdir())
-        if (place / _CIFAR_FOLDER).is_dir():
-            names += sorted((place / _CIFAR_FOLDER).iterdir())
-    except OSError as error:
-        raise _broken(place, key, error) from error
-    if files := _find_cifar(names) or _find_idx(names, key):
+    names = [place] if place.is_file() else _list(place, key)
+    files = _find_cifar(names) or _find_cifar(_list(place / _CIFAR_FOLDER, key)) or _find_idx(names, key)
+    if files:
         train, test = files
         return ImageFiles(train or test, test if train else ())
     archives = [name for name in names if name.suffix == ".npz"]
     if len(archives) == 1:
         return _find_npz(archives[0], key)
     raise JobError(
-        f"{key}: no images that are known in the folder '{path}'",
-        "it may hold MNIST's files (*train*images*idx3*), CIFAR-10's (data_batch_1.bin ...), or one .npz",
+        f"{key}: no images that are known in '{path}'",
+        "known are MNIST's files (*train*images*idx3*), CIFAR-10's (data_batch_1.bin ...), and .npz",
     )
+
+
+def _list(folder: Path, key: str) -> list[Path]:
+    """What is in `folder`, sorted; of a file and its compressed copy only the file."""
+    try:
+        names = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise _broken(folder, key, error) from error
+    return [name for name in names if name.suffix != ".gz" or name.with_suffix("") not in names]
 
 
 def _find_cifar(names: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]] | None:
@@ -132,6 +135,8 @@ def _idx_pair(images: Path, key: str) -> tuple[Path, ...]:
 
 def _find_npz(path: Path, key: str) -> ImageFiles:
     try:
+        if not zipfile.is_zipfile(path):  # numpy would take it for another of its formats
+            raise ValueError("it is no .npz archive, or the end of one is missing")
         with np.load(path, allow_pickle=False) as archive:
             names = set(archive.files)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

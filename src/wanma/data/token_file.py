@@ -133,8 +133,9 @@ def _verify(folder: Path, header: dict[str, Any]) -> None:
         if stamp[name][0] != header["files"][name]["size"]:
             raise DamagedError(f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}")
     verified = folder / "verified.json"
-    if verified.is_file() and json.loads(verified.read_text(encoding="utf-8")) == stamp:
-        return
+    with suppress(FileNotFoundError, ValueError):  # without a stamp that can be read, hash
+        if json.loads(verified.read_text(encoding="utf-8")) == stamp:
+            return
     for name in _FILES:
         with (folder / name).open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != header["files"][name]["sha256"]:
