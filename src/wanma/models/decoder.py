@@ -8,7 +8,6 @@ nothing lives in buffers. `DECODER_LAYOUT` and `decoder_layout` declare what may
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -179,17 +178,20 @@ class FeedForward(nn.Module):
         return result
 
 
-@dataclass(frozen=True)
 class Rotary:
     """By what each pair of a head's elements is turned at each position, in two views of one storage.
 
-    An object of its own, so that whoever casts a block's inputs to bf16 leaves the angles alone.
+    A plain class and no dataclass or tuple: FSDP looks into those to cast what a block is given to
+    bf16, in which angles of far positions would be lost.
+
+    Attributes:
+        factors: unit complex numbers (sequence, 1, head_width / 2) or (rows, sequence, 1, head_width / 2).
+        cosine_sine: the same as reals, with a last dim of 2.
     """
 
-    factors: Tensor
-    """Unit complex numbers (sequence, 1, head_width / 2) or (rows, sequence, 1, head_width / 2)."""
-    cosine_sine: Tensor
-    """The same as reals, with a last dim of 2."""
+    def __init__(self, angles: Tensor) -> None:
+        self.factors = torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
+        self.cosine_sine = torch.view_as_real(self.factors)
 
 
 def rotary_factors(positions: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Rotary:
@@ -202,8 +204,7 @@ def rotary_factors(positions: Tensor, head_width: int, theta: float, dtype: torc
     precise = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_width, 2, dtype=precise, device=positions.device) / head_width
     angles = positions.to(precise).unsqueeze(-1) * theta**-exponents
-    factors = torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
-    return Rotary(factors, torch.view_as_real(factors))
+    return Rotary(angles)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
