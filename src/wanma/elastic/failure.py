@@ -1,0 +1,135 @@
+"""Why a run ended: one rank's failure as data, and the one text that the user sees."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from dataclasses import dataclass
+
+from wanma.job.errors import EXIT_FAILED, WanmaError
+
+TEXT_LIMIT = 64 * 1024
+"""Characters of a traceback that travel; the log of the rank has all of it."""
+
+_COLLECTIVE_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}
+_COLLECTIVE_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "gloo/transport",
+    "gloo connectfullmesh",
+    "nccl error",
+    "timed out waiting",
+    "socket timeout",
+    "watchdog",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended the run."""
+
+    cause: str
+    """One line, e.g. 'ValueError: no such column'."""
+    rank: int | None = None
+    node: int | None = None
+    host: str = ""
+    traceback: str = ""
+    log: str = ""
+    hint: str = ""
+    exit_code: int = EXIT_FAILED
+    consequence: bool = False
+    """It looks like the echo of another rank's death, so any other failure explains more."""
+
+    def text(self) -> str:
+        """The one message: who, why, where it happened, where to read on, what to do."""
+        place = f" (node {self.node}, {self.host})" if self.node is not None else ""
+        head = f"rank {self.rank}{place} failed: {self.cause}" if self.rank is not None else self.cause
+        lines = [head]
+        if self.traceback:
+            lines += ["", self.traceback.rstrip(), ""]
+        if self.log:
+            lines.append(f"  log: {self.log}")
+        if self.hint:
+            lines.append(f"  {self.hint}")
+        return "\n".join(lines)
+
+
+def failure_of_exception(error: BaseException, rank: int, node: int, host: str, log: str) -> Failure:
+    """An exception that left a rank's entry function.
+
+    A `WanmaError` already says what to do, so it travels without its traceback (the log keeps it).
+    """
+    if isinstance(error, WanmaError):
+        return Failure(
+            cause=clip(error.message),
+            rank=rank,
+            node=node,
+            host=host,
+            log=log,
+            hint=clip(error.hint),
+            exit_code=error.exit_code or EXIT_FAILED,
+            consequence=is_consequence(error),
+        )
+    return Failure(
+        cause=clip(traceback.format_exception_only(error)[-1].strip()),
+        rank=rank,
+        node=node,
+        host=host,
+        traceback=clip("".join(traceback.format_exception(error))),
+        log=log,
+        consequence=is_consequence(error),
+    )
+
+
+def failure_of_exit(code: int, rank: int, node: int, host: str, log: str) -> Failure:
+    """A rank's process that ended without a word; `code` as `subprocess` has it: negative for a signal."""
+    hint = ""
+    if code >= 0:
+        cause = f"its process left with exit code {code} before the work was finished"
+    else:
+        cause = f"its process was killed by {signal_name(-code)}"
+        if -code == signal.SIGKILL:
+            hint = (
+                "perhaps out of memory (`dmesg` of that machine tells): "
+                "try a smaller parallel.micro_batch, or shard more"
+            )
+        elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+            hint = "a crash in native code: the end of the log shows where Python stood"
+    # Gloo may abort a process whose peer has gone.
+    return Failure(
+        cause, rank=rank, node=node, host=host, log=log, hint=hint, consequence=-code == signal.SIGABRT
+    )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the exception, or what it was raised from, is what a collective raises when a peer died."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if {kind.__name__ for kind in type(current).__mro__} & _COLLECTIVE_ERRORS:
+            return True
+        if isinstance(current, RuntimeError | WanmaError):
+            text = str(current).lower()
+            if any(word in text for word in _COLLECTIVE_WORDS):
+                return True
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return False
+
+
+def clip(text: str, limit: int = TEXT_LIMIT) -> str:
+    """`text`, or its beginning and end when it is too long to travel."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def signal_name(number: int) -> str:
+    """'SIGKILL' for 9; a plain number for one without a name (real-time signals)."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,67 @@
+"""What a supervisor is asked to run, and how that ended."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wanma.elastic.failure import Failure
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run as one node's supervisor sees it. The same on every node, but for `node_rank`."""
+
+    run_directory: Path
+    entry: str
+    """'package.module:function', called in every rank as `function(worker, payload)`."""
+    payload: bytes = b""
+    """Handed to every local rank through inherited memory; never written to a file."""
+    preload: tuple[str, ...] = ("torch",)
+    """Modules that the fork server imports once, before it forks the ranks."""
+    ranks_per_node: int = 1
+    threads_per_rank: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    """HOST:PORT where the supervisors meet; needed when `nodes` > 1."""
+    interface: str | None = None
+    """Network interface of the collectives; None: loopback on one node, else by route to the rendezvous."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of the fork server and the ranks; see `environment.worker_environment`."""
+    start_seconds: float = 300.0
+    """Longest silence (no rank reports progress) before the first step; also how long machines wait."""
+    hang_seconds: float = 300.0
+    """Longest silence after the first step."""
+    lost_seconds: float = 20.0
+    """A machine that sends no heartbeat for so long is given up."""
+    job_hash: str = ""
+    """Machines whose jobs differ refuse to work together."""
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:
+            raise ValueError("ranks_per_node, nodes and threads_per_rank are at least 1")
+        if ":" not in self.entry:
+            raise ValueError(f"entry is 'package.module:function' (given: {self.entry!r})")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended on this node."""
+
+    exit_code: int
+    """0: every rank of every node finished; 130 and 143: stopped by SIGINT and SIGTERM; else a failure's."""
+    failure: Failure | None = None
+    """The one cause, the same on every node; None when nothing failed."""
+
+    @property
+    def message(self) -> str:
+        """The one message for the user; empty when nothing failed."""
+        return self.failure.text() if self.failure is not None else ""
+
+
+def host_name() -> str:
+    """This machine's name as messages show it."""
+    return socket.gethostname()

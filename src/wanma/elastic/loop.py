@@ -1,0 +1,106 @@
+"""One thread that waits for sockets, timers and signals at once: the supervisor's heart."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+
+class Timer:
+    """A call in the future."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Loop:
+    """Callbacks for readable and writable sockets, for points in time, and for signals."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._signals: dict[int, Any] = {}
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._old_wakeup = -1
+
+    def run_until(self, done: Callable[[], bool], deadline: float = float("inf")) -> bool:
+        """Serve callbacks until `done()`; false when `deadline` (monotonic) came first."""
+        while not done():
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            while self._timers and self._timers[0][0] <= now:
+                callback = heapq.heappop(self._timers)[2].callback
+                if callback is not None:
+                    callback()
+            if done():
+                break
+            until = min(self._timers[0][0] if self._timers else float("inf"), deadline)
+            timeout = None if until == float("inf") else max(0.0, until - time.monotonic())
+            for key, events in self._selector.select(timeout):
+                # An earlier callback of this round may have closed a later one's socket.
+                if key.fileobj in self._selector.get_map():
+                    key.data(events)
+        return True
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(callback)
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
+        return timer
+
+    def watch(self, sock: socket.socket, callback: Callable[[int], None], events: int) -> None:
+        """Call `callback(events)` when the socket is ready; replaces an earlier watch of it."""
+        if sock in self._selector.get_map():
+            self._selector.modify(sock, events, callback)
+        else:
+            self._selector.register(sock, events, callback)
+
+    def forget(self, sock: socket.socket) -> None:
+        if sock.fileno() >= 0 and sock in self._selector.get_map():
+            self._selector.unregister(sock)
+
+    def catch(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
+        """Turn these signals into callbacks; only the main thread can, elsewhere they stay as they are."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self._wakeup = (reader, writer)
+        self._old_wakeup = signal.set_wakeup_fd(writer.fileno())
+
+        def nothing(_number: int, _frame: FrameType | None) -> None:
+            """The wake-up byte carries the signal; this only replaces the default action."""
+
+        for number in numbers:
+            self._signals[number] = signal.signal(number, nothing)
+
+        def received(_events: int) -> None:
+            for number in reader.recv(64):
+                if number in self._signals:
+                    callback(number)
+
+        self.watch(reader, received, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Give the signals back and let go of everything watched."""
+        for number, handler in self._signals.items():
+            signal.signal(number, handler)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._old_wakeup)
+            for sock in self._wakeup:
+                self.forget(sock)
+                sock.close()
+        self._selector.close()

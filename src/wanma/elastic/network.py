@@ -1,0 +1,105 @@
+"""Which address of this machine the others reach, and through which interface."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where supervisors meet: HOST:PORT as given, and resolved."""
+
+    text: str
+    family: int
+    address: tuple[str, int]
+
+    @property
+    def loopback(self) -> bool:
+        return ipaddress.ip_address(self.address[0]).is_loopback
+
+
+def resolve(rendezvous: str) -> Place:
+    """Raises `WanmaError` for a host without an address, or for 'every address'."""
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise WanmaError(
+            f"cluster.rendezvous: {rendezvous!r} has no address: {error}",
+            "give HOST:PORT with a name or address of one of the machines, e.g. 10.0.0.1:29500",
+            EXIT_USAGE,
+        ) from error
+    family, _, _, _, address = found[0]
+    place = Place(rendezvous, family, (str(address[0]), int(address[1])))
+    if ipaddress.ip_address(place.address[0]).is_unspecified:
+        raise WanmaError(
+            f"cluster.rendezvous: {rendezvous!r} is every machine's address",
+            "give the address of the one machine where they meet, e.g. 10.0.0.1:29500",
+            EXIT_USAGE,
+        )
+    return place
+
+
+def listen_at(place: Place) -> socket.socket | None:
+    """A listening socket; None when the address is another machine's, or another process has it.
+
+    Raises:
+        WanmaError: the system forbids it.
+    """
+    sock = socket.socket(place.family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(place.address)
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise WanmaError(
+            f"cannot listen at {place.text}: {error.strerror or error}",
+            "choose a free port above 1023 for cluster.rendezvous",
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def listen_anywhere(address: str) -> socket.socket:
+    """A listening socket on a free port of `address`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.bind((address, 0))
+    sock.listen(4096)
+    return sock
+
+
+def address_of(interface: str) -> str:
+    """The first address of a network interface. Raises `WanmaError` when there is none."""
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in addresses.get(interface, []):
+            if entry.family == family:
+                return entry.address.partition("%")[0]
+    raise WanmaError(
+        f"cluster.interface: this machine has no interface {interface!r} with an address",
+        f"it has: {', '.join(sorted(addresses))}",
+        EXIT_USAGE,
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has `address`; None when none has."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None

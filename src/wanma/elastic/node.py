@@ -1,0 +1,110 @@
+"""The supervisor's handle on its fork server: start it early, send it orders, end it for certain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from wanma.elastic.failure import signal_name
+from wanma.elastic.processes import require_linux
+from wanma.elastic.protocol import LINE_LIMIT, Framer, Message, Prepare, encode
+from wanma.elastic.secret import VARIABLE
+
+END_SECONDS = 10.0
+"""How long the fork server may take to end its workers before the kernel does it."""
+
+
+class Node:
+    """This machine's fork server.
+
+    `Node.start` returns at once; importing goes on in the other process while the command does whatever
+    else it has to do. Call it from a thread that lives as long as the node: the kernel ends the
+    ranks with that thread.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, output: int) -> None:
+        self.control = control
+        self._process, self._output = process, output
+
+    @classmethod
+    def start(cls, preload: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None) -> Node:
+        """Start the fork server and let it import `preload`.
+
+        Args:
+            environment: added to this process's; what must be set before a process starts
+                (`environment.worker_environment`) belongs here.
+
+        Raises:
+            WanmaError: this is not Linux.
+        """
+        require_linux()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output = os.memfd_create("wanma-fork-server-output", os.MFD_CLOEXEC)
+        # numpy's OpenBLAS starts its threads at import, and a process with threads must not fork.
+        inherited = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **(environment or {})}
+        inherited.pop(VARIABLE, None)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "wanma.elastic.fork_server",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ],
+            env=inherited,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        theirs.close()
+        node = cls(process, mine, output)
+        node.send(Prepare(tuple(preload), tuple(sys.path)))
+        return node
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """One packet. A fork server that has gone is noticed by `receive`."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self.control, [encode(message)], descriptors)
+
+    def receive(self) -> Message | None:
+        """The next packet that has arrived. None: nothing now.
+
+        Raises:
+            EOFError: the fork server has gone.
+        """
+        try:
+            packet = self.control.recv(LINE_LIMIT, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            raise EOFError
+        framer = Framer()
+        framer.feed(packet)
+        return framer.next()
+
+    def last_words(self) -> str:
+        """How the fork server ended and the end of what it printed."""
+        code = self._process.wait()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+        size = os.fstat(self._output).st_size
+        printed = os.pread(self._output, 4096, max(0, size - 4096)).decode(errors="replace").strip()
+        return f"{how}\n{printed}" if printed else how
+
+    def close(self) -> None:
+        """End the fork server and every worker; returns when they are gone."""
+        self.control.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._output)

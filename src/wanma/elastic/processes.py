@@ -1,0 +1,73 @@
+"""What the kernel knows and does about processes: dying with a parent, states, obstacles to a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+from wanma.job.errors import WanmaError
+
+_PR_SET_PDEATHSIG = 1
+_STATES = {
+    "T": "stopped (SIGSTOP?)",
+    "t": "held by a debugger",
+    "D": "waiting for a disk or driver",
+    "Z": "dead",
+}
+
+
+def require_linux() -> None:
+    """Raises `WanmaError` elsewhere: without the kernel's help an orphan could survive its supervisor."""
+    if sys.platform != "linux":
+        raise WanmaError(
+            f"supervised ranks need Linux; this is {sys.platform}",
+            "run inside a Linux container or virtual machine, or use wanma.session in one process",
+        )
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to SIGKILL this process when `parent` ends; leave at once if it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def process_state(pid: int) -> str:
+    """What is special about the process in words; empty when it simply runs or sleeps."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "gone"
+    return _STATES.get(status.rpartition(")")[2].split()[0], "")
+
+
+def fork_obstacle(own_sockets: Collection[int]) -> str:
+    """Why this process must not be forked now; empty when it may be.
+
+    A forked child has only the thread that forked: locks held by others stay locked, thread pools
+    have no threads, a CUDA context does not work, and a shared socket has two readers.
+    """
+    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        which = f" ({', '.join(names)})" if names else " (of a native library)"
+        return f"{threads - 1} other thread{'s' if threads > 2 else ''}{which} run since the imports"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "an import made a CUDA context"
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue  # the descriptor of this very listing
+        if target.startswith("/dev/nvidia"):
+            return f"an import opened {target}"
+        if target.startswith("socket:") and int(link.name) not in own_sockets:
+            return f"an import opened a socket (descriptor {link.name})"
+    return ""

@@ -1,0 +1,501 @@
+"""The one protocol of the elastic room: newline-delimited JSON, versioned, limited, typed.
+
+Three conversations use it: coordinator and supervisors (TCP, authenticated and signed), supervisor
+and workers (an inherited socket pair), supervisor and fork server (likewise). A message is a frozen
+dataclass; on the wire it is one line `{"v": version, "g": generation, "kind": name, ...fields}`.
+Here are framing, types and keys only: bytes in, messages out. Whatever is malformed raises
+`ProtocolError`, and whoever holds the connection ends it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import secrets
+import types
+import typing
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Union
+
+from wanma.elastic.failure import Failure
+
+VERSION = 1
+LINE_LIMIT = 1 << 20
+"""Bytes of one message; longer ones end the connection."""
+_MAC_LENGTH = 64
+
+
+class ProtocolError(Exception):
+    """The other side sent something that is no message of this protocol."""
+
+
+class VersionError(ProtocolError):
+    """The other side speaks another version of this protocol."""
+
+
+class Message:
+    """Base of all messages."""
+
+    scoped: ClassVar[bool] = True
+    """Belongs to one generation; receivers drop it when that is not the current one."""
+
+
+# Coordinator and supervisor: first contact ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Challenge(Message):
+    """Coordinator's first word."""
+
+    scoped: ClassVar[bool] = False
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """Supervisor's proof that it knows the secret, and its own challenge."""
+
+    scoped: ClassVar[bool] = False
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """Coordinator's proof; every later line in both directions is signed."""
+
+    scoped: ClassVar[bool] = False
+    proof: str
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """Coordinator will not work with this supervisor."""
+
+    scoped: ClassVar[bool] = False
+    reason: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Join(Message):
+    """A node offers its ranks. `store_port` listens on `address`, in case this node becomes node 0."""
+
+    scoped: ClassVar[bool] = False
+    job_hash: str
+    ranks: int
+    host: str
+    address: str
+    store_port: int
+    node_rank: int | None = None
+
+
+# Coordinator and supervisor: the run ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Beat(Message):
+    """I am here."""
+
+    scoped: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Start(Message):
+    """All have come: start your ranks. Opens `generation`."""
+
+    scoped: ClassVar[bool] = False
+    generation: int
+    node_rank: int
+    first_rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+
+
+@dataclass(frozen=True)
+class StopRequest(Message):
+    """A user or engine asked this node to stop in order; the run will exit with `exit_code`."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """Ask your ranks to finish their step and leave."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Leave(Message):
+    """A user asked twice: end the run now."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Failed(Message):
+    """A rank (or a node's supervisor) failed. Also from worker to supervisor."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Finished(Message):
+    """All ranks of this node, or this worker, ended normally."""
+
+
+@dataclass(frozen=True)
+class Hung(Message):
+    """No rank of this node has moved for so long."""
+
+    seconds: float
+    limit: str
+    """Which setting says that this is too long."""
+
+
+@dataclass(frozen=True)
+class Moving(Message):
+    """Takes `Hung` back."""
+
+
+@dataclass(frozen=True)
+class Inspect(Message):
+    """Tell where your ranks stand. Also from supervisor to worker."""
+
+
+@dataclass(frozen=True)
+class Standing(Message):
+    """Where one rank stands, for the hang report."""
+
+    rank: int
+    node: int
+    host: str
+    step: int | None
+    """None: it never reported."""
+    phase: str
+    silent_seconds: float
+    state: str
+    """Process state from the kernel, in words; empty when it simply runs or sleeps."""
+    stack: tuple[str, ...]
+    """Innermost frame first, 'file:line in function'; empty when the process did not answer."""
+    collective: str = ""
+    """The collective it is in, e.g. 'all_reduce 17 of group default_pg'; empty when unknown or none."""
+
+
+@dataclass(frozen=True)
+class Standings(Message):
+    """A node's answer to `Inspect`."""
+
+    standings: tuple[Standing, ...]
+
+
+@dataclass(frozen=True)
+class Abort(Message):
+    """End your ranks now; `report` is the whole hang report, where there is one."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+    failure: Failure | None = None
+    report: str = ""
+
+
+@dataclass(frozen=True)
+class Over(Message):
+    """Every node finished."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+# Supervisor and worker -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Happened(Message):
+    """An event of rank 0 for the console."""
+
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Whereabouts(Message):
+    """A worker's answer to `Inspect`: the collective it is in, or nothing."""
+
+    collective: str
+
+
+# Supervisor and fork server ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepare(Message):
+    """Import these modules, found on this `sys.path`."""
+
+    scoped: ClassVar[bool] = False
+    modules: tuple[str, ...]
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """Imported; `notes` tell what could not be."""
+
+    scoped: ClassVar[bool] = False
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """All that a worker process needs to know; its files travel beside it as descriptors."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    generation: int
+    run_directory: str
+    entry: str
+    threads: int
+    store_host: str
+    store_port: int
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Fork(Message):
+    """Start a worker.
+
+    Descriptors with it: channel, board, payload, stacks and, for rank 0, the store's listener.
+    """
+
+    scoped: ClassVar[bool] = False
+    spec: WorkerSpec
+
+
+@dataclass(frozen=True)
+class Spawn(Message):
+    """What a worker started by exec reads first."""
+
+    scoped: ClassVar[bool] = False
+    spec: WorkerSpec
+    descriptors: tuple[int, ...]
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Started(Message):
+    """A worker process exists. `obstacle`: why it had to be spawned instead of forked."""
+
+    scoped: ClassVar[bool] = False
+    rank: int
+    pid: int
+    obstacle: str
+
+
+@dataclass(frozen=True)
+class Signal(Message):
+    """Send a signal to a worker, or to its whole process group."""
+
+    scoped: ClassVar[bool] = False
+    rank: int
+    number: int
+    group: bool
+
+
+@dataclass(frozen=True)
+class Exited(Message):
+    """A worker process ended and was reaped; `code` is negative for a signal."""
+
+    scoped: ClassVar[bool] = False
+    rank: int
+    code: int
+
+
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
+
+
+# Framing -------------------------------------------------------------------------------------------
+
+
+def encode(message: Message, generation: int = 0) -> bytes:
+    """One line. Raises `ProtocolError` when it would be longer than `LINE_LIMIT` or is no JSON."""
+    value = {"v": VERSION, "g": generation, "kind": type(message).__name__, **_to_json(message)}
+    try:
+        line = json.dumps(value, separators=(",", ":"), allow_nan=True).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be sent as JSON: {error}") from error
+    if len(line) > LINE_LIMIT - _MAC_LENGTH - 1:
+        raise ProtocolError(
+            f"{type(message).__name__} of {len(line)} bytes is over the limit of {LINE_LIMIT}"
+        )
+    return line
+
+
+def decode(line: bytes) -> tuple[int, Message]:
+    """(generation, message) of one line. Raises `ProtocolError` for anything else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not JSON: {line[:60]!r}") from error
+    if not isinstance(value, dict) or "kind" not in value:
+        raise ProtocolError(f"not a message: {line[:60]!r}")
+    if value.get("v") != VERSION:
+        raise VersionError(f"protocol version {value.get('v')!r}, this is version {VERSION}")
+    generation, name = value.pop("g", None), value.pop("kind")
+    del value["v"]
+    if type(generation) is not int or generation < 0:
+        raise ProtocolError(f"generation {generation!r} is not a count")
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ProtocolError(f"unknown message {str(name)[:60]!r}")
+    message: Message = _from_json(kind, value, kind.__name__)
+    return generation, message
+
+
+class Framer:
+    """Bytes to messages and back for one connection; pure, knows no socket.
+
+    After `sign`, every line carries an HMAC over a counter and its text, so that nobody on the path
+    can forge, drop, repeat or reorder lines unnoticed.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """Scoped messages of another generation are dropped; the holder sets it."""
+        self._buffer = bytearray()
+        self._keys: tuple[bytes, bytes] | None = None
+        self._sent = self._received = 0
+
+    def sign(self, send_key: bytes, receive_key: bytes) -> None:
+        """Sign from the next line on, in both directions."""
+        self._keys = (send_key, receive_key)
+
+    def frame(self, message: Message) -> bytes:
+        line = encode(message, self.generation if message.scoped else 0)
+        if self._keys is None:
+            return line
+        mac = _line_mac(self._keys[0], self._sent, line)
+        self._sent += 1
+        return mac + b" " + line
+
+    def feed(self, data: bytes) -> None:
+        """Add received bytes. Raises `ProtocolError` when a line grows past the limit."""
+        self._buffer += data
+        if len(self._buffer) > LINE_LIMIT and self._buffer.find(b"\n", 0, LINE_LIMIT) < 0:
+            raise ProtocolError(f"a line of more than {LINE_LIMIT} bytes")
+
+    def next(self) -> Message | None:
+        """The next whole message of the current generation; None when more bytes are needed.
+
+        One at a time, because a message may change what follows (`sign`, `generation`).
+        """
+        while (end := self._buffer.find(b"\n")) >= 0:
+            if end >= LINE_LIMIT:
+                raise ProtocolError(f"a line of more than {LINE_LIMIT} bytes")
+            line = bytes(self._buffer[: end + 1])
+            del self._buffer[: end + 1]
+            if self._keys is not None:
+                line = self._verified(line, self._keys[1])
+            generation, message = decode(line)
+            if not message.scoped or generation == self.generation:
+                return message
+        return None
+
+    def _verified(self, line: bytes, key: bytes) -> bytes:
+        mac, _, text = line.partition(b" ")
+        if not hmac.compare_digest(mac, _line_mac(key, self._received, text)):
+            raise ProtocolError("a line with a wrong signature")
+        self._received += 1
+        return text
+
+
+def _line_mac(key: bytes, count: int, line: bytes) -> bytes:
+    return hmac.new(key, b"%d " % count + line, hashlib.sha256).hexdigest().encode()
+
+
+# Authentication ------------------------------------------------------------------------------------
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def proof(secret: bytes, role: str, challenge: Challenge, nonce: str) -> str:
+    """What only a holder of the secret can say to these two nonces; the secret itself never travels."""
+    return hmac.new(secret, f"{role} {challenge.nonce} {nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+def proof_holds(given: str, secret: bytes, role: str, challenge: Challenge, nonce: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), proof(secret, role, challenge, nonce).encode())
+
+
+def line_keys(secret: bytes, challenge: Challenge, nonce: str) -> tuple[bytes, bytes]:
+    """(supervisor's, coordinator's) signing key of this connection."""
+    return (
+        proof(secret, "lines from supervisor", challenge, nonce).encode(),
+        proof(secret, "lines from coordinator", challenge, nonce).encode(),
+    )
+
+
+# Dataclasses to JSON and back ----------------------------------------------------------------------
+
+
+def _to_json(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    return value
+
+
+@functools.cache
+def _field_hints(kind: type) -> dict[str, Any]:
+    """Types by field name; kept, because resolving them takes longer than reading a message."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _from_json(hint: Any, value: Any, where: str) -> Any:
+    """`value` as `hint` demands: dataclasses, tuples, dicts, unions with None and plain types."""
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        wanted = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return None if value is None else _from_json(wanted[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where} is not a list")
+        return tuple(_from_json(typing.get_args(hint)[0], item, where) for item in value)
+    if origin is dict:
+        inner = typing.get_args(hint)[1]
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where} is not an object")
+        return value if inner is Any else {k: _from_json(inner, v, where) for k, v in value.items()}
+    if is_dataclass(hint):
+        return _dataclass_from_json(typing.cast(type, hint), value, where)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ProtocolError(f"{where} is not {hint.__name__}")
+    return value
+
+
+def _dataclass_from_json(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where} is not an object")
+    hints = _field_hints(kind)
+    if unknown := set(value) - set(hints):
+        raise ProtocolError(f"{where} has unknown fields {sorted(unknown)}")
+    try:
+        return kind(**{name: _from_json(hints[name], value[name], f"{where}.{name}") for name in value})
+    except TypeError as error:
+        raise ProtocolError(f"{where} lacks a field: {error}") from error
+    except OverflowError as error:
+        raise ProtocolError(f"{where} has a number out of range") from error

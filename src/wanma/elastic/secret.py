@@ -1,0 +1,69 @@
+"""The secret that the machines of a run share: from the environment, or a private file within one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+VARIABLE = "WANMA_SECRET"
+_LEAST_CHARACTERS = 16
+
+
+def meeting_secret(loopback: bool, environment: Mapping[str, str]) -> bytes:
+    """What the supervisors of a run prove to each other.
+
+    Args:
+        loopback: the rendezvous is reachable from this machine only. Then, without `WANMA_SECRET`, a file
+            that only this user can read serves: it is made at first use and kept.
+
+    Raises:
+        WanmaError: there is no secret, it is too short, or the file is open to others.
+    """
+    given = environment.get(VARIABLE, "")
+    if given:
+        if len(given) < _LEAST_CHARACTERS:
+            raise WanmaError(
+                f"{VARIABLE} is shorter than {_LEAST_CHARACTERS} characters, so it could be guessed",
+                f"make one with `openssl rand -hex 16` and export it as {VARIABLE} on every machine",
+                EXIT_USAGE,
+            )
+        return given.encode(errors="surrogateescape")
+    if not loopback:
+        raise WanmaError(
+            f"machines that meet over a network need a shared secret, and {VARIABLE} is not set",
+            f"make one with `openssl rand -hex 16` and export it as {VARIABLE} on every machine",
+            EXIT_USAGE,
+        )
+    state = environment.get("XDG_STATE_HOME")
+    folder = Path(state) if state else Path(environment.get("HOME", "/")) / ".local" / "state"
+    return _private_file(folder / "wanma" / "secret")
+
+
+def _private_file(path: Path) -> bytes:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            fresh = path.with_name(f".secret.{os.getpid()}")
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(descriptor, secrets.token_hex(32).encode())
+            os.close(descriptor)
+            with contextlib.suppress(FileExistsError):  # the first of several supervisors wins
+                os.link(fresh, path)
+            fresh.unlink()
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise WanmaError(
+                f"the secret in {path} is open to other users",
+                f"remove that file, or export {VARIABLE} (`openssl rand -hex 16`) for every supervisor",
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise WanmaError(
+            f"cannot keep a secret in {path}: {error.strerror or error}",
+            f"export {VARIABLE} (`openssl rand -hex 16`) for every supervisor",
+        ) from error

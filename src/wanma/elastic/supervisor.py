@@ -1,0 +1,326 @@
+"""One node of a run: starts its ranks, passes on what they say, notices when they fail, hang or should stop.
+
+`run_node` is the front door. The supervisor never imports torch and runs no thread: it waits in
+one loop for its fork server, its workers, its coordinator and the user's signals. What to do about
+an event is the coordinator's decision, for one node as for many; here it is carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from wanma.elastic.board import Board
+from wanma.elastic.coordinator import LOST_HINT
+from wanma.elastic.failure import Failure, failure_of_exit
+from wanma.elastic.launch import Launch, Outcome, host_name
+from wanma.elastic.loop import Loop
+from wanma.elastic.network import address_of, interface_of, listen_anywhere
+from wanma.elastic.node import Node
+from wanma.elastic.protocol import (
+    Abort,
+    Exited,
+    Failed,
+    Finished,
+    Fork,
+    Happened,
+    Hung,
+    Inspect,
+    Join,
+    Leave,
+    Message,
+    Moving,
+    Over,
+    Ready,
+    Signal,
+    Standings,
+    Start,
+    Started,
+    Stop,
+    StopRequest,
+    Whereabouts,
+    WorkerSpec,
+)
+from wanma.elastic.ranks import LocalRank
+from wanma.elastic.rendezvous import open_link
+from wanma.elastic.watch import Watch
+from wanma.job.run_directory import RunDirectory, write_atomically
+from wanma.job.worker import Event
+
+logger = logging.getLogger("wanma.elastic")
+
+KILL_SECONDS = 1.0
+"""From SIGTERM to SIGKILL for ranks that have to go."""
+ANSWER_SECONDS = 2.0
+"""How long ranks may take to say where they stand."""
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | None = None) -> Outcome:
+    """Run this node's ranks to their end, whatever that is; no process of theirs survives the call.
+
+    Args:
+        on_event: gets the events of rank 0 (on its node) and the supervisor's own of kind `message`.
+        node: a fork server started earlier by `Node.start`; it is used up.
+
+    Raises:
+        WanmaError: the machines could not meet, or this is no place to run; nothing was started.
+    """
+    node = node or Node.start(launch.preload, {**launch.environment, "OMP_NUM_THREADS": "1"})
+    loop = Loop()
+    supervisor = Supervisor(launch, on_event, node, loop)
+    try:
+        return supervisor.run()
+    finally:
+        node.close()
+        supervisor.close()
+        loop.close()
+
+
+class Supervisor:
+    """The ranks of one node, seen from the loop."""
+
+    def __init__(self, launch: Launch, on_event: Callable[[Event], None], node: Node, loop: Loop) -> None:
+        self._launch, self._on_event, self._node, self._loop = launch, on_event, node, loop
+        self._run = RunDirectory(launch.run_directory)
+        self._host = host_name()
+        self._ready = False
+        self._start: Start | None = None
+        self._ending: Abort | Over | None = None
+        self._signals = 0
+        self._told_obstacle = False
+        self._ranks: list[LocalRank] = []
+        self._board: Board | None = None
+        self._watch: Watch | None = None
+        self._store_listener: socket.socket | None = None
+        self._address = ""
+
+    def run(self) -> Outcome:
+        self._loop.catch(EXIT_CODES, self._signalled)
+        self._loop.watch(self._node.control, self._fork_server_said, selectors.EVENT_READ)
+        self._link = open_link(
+            self._launch, os.environ, self._loop, self._join, self._told, self._coordinator_lost
+        )
+        try:
+            self._loop.run_until(lambda: self._ending is not None and all(rank.gone for rank in self._ranks))
+        finally:
+            self._loop.forget(self._node.control)
+            self._link.close(linger=self._ending is not None)
+        assert self._ending is not None
+        failure = self._ending.failure if isinstance(self._ending, Abort) else None
+        return Outcome(self._ending.exit_code, failure)
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+        if self._board is not None:
+            self._board.close()
+        if self._store_listener is not None:
+            self._store_listener.close()
+
+    # The coordinator's words ---------------------------------------------------------------------
+
+    def _join(self, address: str) -> Join:
+        """What this node offers; `address` is the one that reaches the coordinator."""
+        launch = self._launch
+        self._address = address_of(launch.interface) if launch.interface is not None else address
+        port = 0
+        if launch.nodes * launch.ranks_per_node > 1:
+            # Bound before anyone knows whether this is node 0: so its port can travel with the first word.
+            self._store_listener = listen_anywhere(self._address)
+            port = self._store_listener.getsockname()[1]
+        return Join(launch.job_hash, launch.ranks_per_node, self._host, self._address, port, launch.node_rank)
+
+    def _told(self, message: Message) -> None:
+        match message:
+            case _ if self._ending is not None:
+                pass
+            case Start():
+                self._start = message
+                self._fork_when_ready()
+            case Stop(exit_code):
+                assert self._board is not None or not self._ranks
+                if self._board is not None:
+                    self._board.request_stop()
+                why = "Ctrl-C" if exit_code == 130 else "a signal"
+                again = "; Ctrl-C again leaves at once" if exit_code == 130 else ""
+                self._message(f"stopping after this step because of {why}{again}")
+            case Inspect():
+                self._inspect()
+            case Abort() | Over():
+                self._end(message)
+
+    def _coordinator_lost(self, reason: str) -> None:
+        if self._ending is None:
+            cause = f"lost the coordinator at {self._launch.rendezvous}: {reason}"
+            self._end(Abort(1, Failure(cause, hint=LOST_HINT)))
+
+    def _end(self, ending: Abort | Over) -> None:
+        """From here on only the deaths of the ranks matter."""
+        self._ending = ending
+        if isinstance(ending, Abort) and ending.report:
+            write_atomically(self._run.path / "logs" / "hang-report.txt", ending.report)
+        self._kill(signal.SIGTERM)
+        self._loop.call_later(KILL_SECONDS, lambda: self._kill(signal.SIGKILL))
+
+    def _kill(self, number: signal.Signals) -> None:
+        for rank in self._ranks:
+            if not rank.gone:
+                self._node.send(Signal(rank.spec.rank, number, group=True))
+
+    # The user's signals --------------------------------------------------------------------------
+
+    def _signalled(self, number: int) -> None:
+        self._signals += 1
+        exit_code = EXIT_CODES[signal.Signals(number)]
+        if self._ending is not None:
+            return
+        if self._signals == 1 and self._ranks:
+            self._link.send(StopRequest(exit_code))
+        else:
+            self._link.send(Leave(exit_code))
+            self._end(Abort(exit_code))
+
+    # The fork server and its workers -------------------------------------------------------------
+
+    def _fork_server_said(self, _events: int) -> None:
+        try:
+            while (message := self._node.receive()) is not None:
+                match message:
+                    case Ready(notes):
+                        self._ready = True
+                        for note in notes:
+                            self._message(note, level="warning")
+                        self._fork_when_ready()
+                    case Started(rank, pid, obstacle):
+                        self._rank(rank).pid = pid
+                        if obstacle and not self._told_obstacle:
+                            self._told_obstacle = True
+                            self._message(
+                                f"ranks start one by one instead of by fork: {obstacle}", level="warning"
+                            )
+                    case Exited(rank, code):
+                        self._exited(self._rank(rank), code)
+        except EOFError:
+            self._loop.forget(self._node.control)
+            for each in self._ranks:
+                if each.code is None:
+                    each.code = -signal.SIGKILL  # the kernel saw to it
+            if self._ending is None:
+                failure = Failure(
+                    f"the fork server of {self._host} {self._node.last_words()}", host=self._host
+                )
+                self._link.send(Failed(failure))
+                self._end(Abort(failure.exit_code, failure))
+
+    def _fork_when_ready(self) -> None:
+        if not self._ready or self._start is None or self._ranks or self._ending is not None:
+            return
+        start, launch = self._start, self._launch
+        self._board = Board.create(launch.ranks_per_node)
+        self._watch = Watch(self._board, launch, time.monotonic())
+        payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
+        with open(payload, "wb", closefd=False) as file:
+            file.write(launch.payload)
+        environment = self._environment()
+        for local_rank in range(launch.ranks_per_node):
+            spec = WorkerSpec(
+                rank=start.first_rank + local_rank,
+                local_rank=local_rank,
+                world_size=start.world_size,
+                local_world_size=launch.ranks_per_node,
+                node_rank=start.node_rank,
+                generation=start.generation,
+                run_directory=str(launch.run_directory),
+                entry=launch.entry,
+                threads=launch.threads_per_rank,
+                store_host=start.store_host,
+                store_port=start.store_port,
+                environment=environment,
+            )
+            rank = LocalRank(spec, self._loop, self._worker_said)
+            self._ranks.append(rank)
+            descriptors = [rank.child.fileno(), self._board.descriptor, payload, rank.stacks]
+            if spec.rank == 0 and self._store_listener is not None:
+                descriptors.append(self._store_listener.fileno())
+            self._node.send(Fork(spec), descriptors)
+            rank.child.close()
+        os.close(payload)
+        if self._store_listener is not None:
+            self._store_listener.close()
+            self._store_listener = None
+        self._loop.call_later(self._watch.period, self._look)
+
+    def _environment(self) -> dict[str, str]:
+        """Additions for the workers; torch's sockets stay on the interface that the nodes share."""
+        added = {**self._launch.environment, "OMP_NUM_THREADS": str(self._launch.threads_per_rank)}
+        interface = self._launch.interface or interface_of(self._address)
+        if interface is not None:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                if self._launch.interface is not None or variable not in os.environ:
+                    added.setdefault(variable, interface)
+        return added
+
+    def _worker_said(self, rank: LocalRank, message: Message) -> None:
+        match message:
+            case Happened(event):
+                self._on_event(event)
+            case Failed():
+                rank.spoke = True
+                self._link.send(message)
+            case Finished():
+                rank.finished = rank.spoke = True
+            case Whereabouts(collective):
+                rank.collective = collective
+
+    def _exited(self, rank: LocalRank, code: int) -> None:
+        rank.code = code
+        rank.connection.read()  # what it said last may not have been read yet
+        rank.connection.close()
+        if self._ending is not None:
+            return
+        if not rank.spoke:
+            log = str(self._run.log(rank.spec.rank))
+            failure = failure_of_exit(code, rank.spec.rank, rank.spec.node_rank, self._host, log)
+            self._link.send(Failed(failure))
+        if all(other.finished and other.gone for other in self._ranks):
+            self._link.send(Finished())
+
+    def _rank(self, number: int) -> LocalRank:
+        return self._ranks[number - self._ranks[0].spec.rank]
+
+    # Hangs ---------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Has any rank moved?"""
+        assert self._watch is not None
+        if self._ending is not None or all(rank.gone for rank in self._ranks):
+            return
+        was_silent = self._watch.silent
+        hang = self._watch.look(time.monotonic())
+        if hang is not None and not was_silent:
+            self._link.send(Hung(*hang))
+        elif hang is None and was_silent:
+            self._link.send(Moving())
+        self._loop.call_later(self._watch.period, self._look)
+
+    def _inspect(self) -> None:
+        for rank in self._ranks:
+            if not rank.gone:
+                rank.connection.send(Inspect())
+                self._node.send(Signal(rank.spec.rank, signal.SIGUSR1, group=False))
+        self._loop.call_later(ANSWER_SECONDS, self._report_standings)
+
+    def _report_standings(self) -> None:
+        if self._ending is None and self._board is not None:
+            now = time.monotonic()
+            standings = [rank.standing(self._board, self._host, now) for rank in self._ranks if not rank.gone]
+            self._link.send(Standings(tuple(standings)))
+
+    def _message(self, text: str, level: str = "info") -> None:
+        self._on_event({"kind": "message", "level": level, "text": text})

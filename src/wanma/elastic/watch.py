@@ -1,0 +1,37 @@
+"""Is the node still moving? Reads the board; knows the limits of silence."""
+
+from __future__ import annotations
+
+from wanma.elastic.board import Board
+from wanma.elastic.launch import Launch
+
+
+class Watch:
+    """A sign of life is any report of any rank, whatever its step: a long validation is no hang."""
+
+    def __init__(self, board: Board, launch: Launch, now: float) -> None:
+        self._board, self._launch = board, launch
+        self._last_sign = now
+        self._calls = [0] * launch.ranks_per_node
+        self._first_steps: list[int | None] = [None] * launch.ranks_per_node
+        self._stepping = False
+        self.silent = False
+        self.period = min(1.0, launch.start_seconds / 10, launch.hang_seconds / 10)
+
+    def look(self, now: float) -> tuple[float, str] | None:
+        """(seconds of silence, the limit in words) when no rank has reported for too long."""
+        for local_rank in range(len(self._calls)):
+            position = self._board.read(local_rank)
+            if position.calls == self._calls[local_rank]:
+                continue
+            self._calls[local_rank] = position.calls
+            self._last_sign = max(self._last_sign, position.seconds)
+            if self._first_steps[local_rank] is None:
+                self._first_steps[local_rank] = position.step
+            elif position.step != self._first_steps[local_rank]:
+                self._stepping = True
+        key = "hang_seconds" if self._stepping else "start_seconds"
+        limit: float = getattr(self._launch, key)
+        silence = now - self._last_sign
+        self.silent = silence > limit
+        return (silence, f"cluster.{key} = {limit:g}") if self.silent else None

@@ -1,0 +1,235 @@
+"""What runs in each rank's process, between its birth and the entry function of the job.
+
+Forked by the fork server (`run_worker`), or started by exec when a fork would be unsafe
+(`python -m wanma.elastic.worker_main ORDER PARENT`). It leaves by `os._exit` after doing what an
+interpreter does at its end, because the forked stack below it belongs to the fork server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from wanma.elastic.board import Board, BoardWriter
+from wanma.elastic.failure import Failure, failure_of_exception
+from wanma.elastic.processes import die_with_parent
+from wanma.elastic.protocol import (
+    Failed,
+    Finished,
+    Framer,
+    Happened,
+    Inspect,
+    Message,
+    Spawn,
+    Whereabouts,
+    WorkerSpec,
+    decode,
+)
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Event, Worker
+
+RECORDED_COLLECTIVES = "128"
+"""Entries of torch's flight recorder, which tells the hang report where a rank waits."""
+
+
+def run_worker(spec: WorkerSpec, descriptors: list[int], born: str) -> NoReturn:
+    """Run one rank to its end; the exit code is 0 only when the entry function returned."""
+    try:
+        channel = Channel(socket.socket(fileno=descriptors[0]), spec.generation)
+        code = _run(spec, descriptors[1:], born, channel)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def in_child(parent: int) -> None:
+    """First steps of a worker process: bound to its parent's life, in its own session, deaf to Ctrl-C."""
+    die_with_parent(parent)
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Channel:
+    """The worker's end of the conversation with its supervisor: blocking, safe from any thread."""
+
+    def __init__(self, sock: socket.socket, generation: int) -> None:
+        self._socket = sock
+        self._framer = Framer()
+        self._framer.generation = generation
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        line = self._framer.frame(message)
+        with self._lock:
+            self._socket.sendall(line)
+
+    def answer(self) -> None:
+        """Answer every `Inspect` until the supervisor hangs up; runs in a thread of its own."""
+        while data := self._socket.recv(1 << 16):
+            self._framer.feed(data)
+            while (message := self._framer.next()) is not None:
+                if isinstance(message, Inspect):
+                    self.send(Whereabouts(current_collective()))
+
+
+class Supervised:
+    """The `Control` of a supervised rank."""
+
+    def __init__(self, channel: Channel, board: Board, writer: BoardWriter) -> None:
+        self._channel = channel
+        self.progress = writer.write
+        self.stop_requested = board.stop_requested
+
+    def event(self, event: Event) -> None:
+        self._channel.send(Happened(event))
+
+
+def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) -> int:
+    board_descriptor, payload, stacks, *listener = descriptors
+    log = RunDirectory(Path(spec.run_directory)).log(spec.rank)
+    failure: Failure | None = None
+    try:
+        _redirect(log)
+        print(_header(spec, born), flush=True)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+        _settle(spec)
+        board = Board(board_descriptor, spec.local_world_size)
+        control = Supervised(channel, board, board.writer(spec.local_rank))
+        threading.Thread(target=channel.answer, daemon=True, name="wanma-inspect").start()
+        store = _serve_store(spec, listener[0]) if listener else None
+        entry = _find(spec.entry)
+        worker = Worker(
+            rank=spec.rank,
+            local_rank=spec.local_rank,
+            world_size=spec.world_size,
+            local_world_size=spec.local_world_size,
+            node_rank=spec.node_rank,
+            generation=spec.generation,
+            run_directory=Path(spec.run_directory),
+            store_host=spec.store_host,
+            store_port=spec.store_port,
+            store=store,
+            control=control,
+        )
+        entry(worker, os.pread(payload, os.fstat(payload).st_size, 0))
+    except SystemExit as leave:
+        if leave.code not in (None, 0):
+            failure = _failure(spec, leave, log)
+    except BaseException as error:
+        failure = _failure(spec, error, log)
+    if failure is not None:
+        channel.send(Failed(failure))
+        sys.stdout.flush()
+        return 1
+    # What an interpreter does at its end: wait for threads, call what was registered, flush.
+    threading._shutdown()  # type: ignore[attr-defined]  # the only way that also ends idle executors
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    channel.send(Finished())
+    return 0
+
+
+def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:
+    traceback.print_exception(error)
+    return failure_of_exception(error, spec.rank, spec.node_rank, socket.gethostname(), str(log))
+
+
+def _redirect(log: Path) -> None:
+    """Standard output and error, of Python and of native code, go to the rank's log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    os.close(null)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _header(spec: WorkerSpec, born: str) -> str:
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return (
+        f"--- {now} rank {spec.rank} of {spec.world_size} on node {spec.node_rank} ({socket.gethostname()}), "
+        f"generation {spec.generation}, process {os.getpid()}, {born} ---"
+    )
+
+
+def _settle(spec: WorkerSpec) -> None:
+    """Environment and threads, before the job's code runs and before any parallel region of torch."""
+    os.environ.update(spec.environment)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(spec.threads)
+
+
+def _serve_store(spec: WorkerSpec, listener: int) -> Any:
+    """The rendezvous store of this generation on the supervisor's listening socket."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it so
+
+    return TCPStore(
+        spec.store_host,
+        spec.store_port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def _find(entry: str) -> Callable[[Worker, bytes], None]:
+    module, _, name = entry.partition(":")
+    found: Callable[[Worker, bytes], None] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def current_collective() -> str:
+    """The collective this process is in by torch's flight recorder; empty when in none, or unknown."""
+    torch = sys.modules.get("torch.distributed")
+    native = sys.modules.get("torch._C._distributed_c10d")
+    if torch is None or native is None:
+        return ""
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(native, name, None)
+        entries = json.loads(dump() or b"{}").get("entries", []) if dump is not None else []
+        pending = [entry for entry in entries if not entry["retired"]]
+        if pending:
+            last = pending[-1]
+            what = str(last["profiling_name"]).rpartition(":")[2]
+            return f"{what} {last['collective_seq_id']} of group {last['process_group'][-1]}"
+    return ""
+
+
+def main() -> None:
+    """A worker started by exec."""
+    order, parent = int(sys.argv[1]), int(sys.argv[2])
+    in_child(parent)
+    _, message = decode(os.pread(order, os.fstat(order).st_size, 0))
+    os.close(order)
+    if not isinstance(message, Spawn):
+        raise SystemExit("the order is no Spawn message")
+    for descriptor in message.descriptors:
+        os.set_inheritable(descriptor, False)
+    sys.path[:] = message.path
+    run_worker(message.spec, list(message.descriptors), "spawned")
+
+
+if __name__ == "__main__":
+    main()
