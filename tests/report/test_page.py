@@ -59,7 +59,14 @@ def test_a_page_is_whole_and_asks_the_network_for_nothing(steps: int, new_run: N
     assert "url(" not in run.report.read_text()
     for title in ("Loss", "Throughput", "Time per step", "Memory", "Gradient norm", "Learning rate", "MFU"):
         assert title in page.text
-    for fact in ("finished", "forecast 544 MiB", 'preset = "gpt-10m"', "torch", "dp_replicate"):
+    for fact in (
+        "finished",
+        "forecast 544 MiB",
+        'preset = "gpt-10m"',
+        "torch",
+        "10.2M parameters",
+        "as the job says",
+    ):
         assert fact in page.text
     assert run.report.stat().st_size < 1_500_000
 

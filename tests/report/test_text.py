@@ -18,7 +18,7 @@ NewRun = Callable[..., RunDirectory]
 def test_the_summary_tells_the_end_the_numbers_and_the_forecast(new_run: NewRun) -> None:
     lines = summary(read_report(new_run(300))).splitlines()
     assert lines[0] == "gpt: Finished: 300 of 300 steps."
-    assert "  2 ranks (dp_replicate 2), bf16, cpu" in lines
+    assert "  2 ranks (dp_replicate 2), bf16, cpu, 10.2M parameters" in lines
     assert "  best validation   2.202  (perplexity 9.043, step 300)" in lines
     assert any(line.startswith("  peak memory") and "680 MiB  (forecast 544 MiB)" in line for line in lines)
     assert any(line.startswith("  time: forward and backward 87 %") for line in lines)

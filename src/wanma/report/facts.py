@@ -61,6 +61,17 @@ def state_sentence(report: Report) -> str:
     return sentences[report.state]
 
 
+def size_text(report: Report) -> str:
+    """'10.2M parameters'; empty when unknown."""
+    count = report.parameters
+    if count is None:
+        return ""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter} parameters"
+    return count_text(count, "parameter")
+
+
 def key_numbers(report: Report) -> list[Tile]:
     """What one wants to know first."""
     loss = report.last("loss")

@@ -18,7 +18,14 @@ from wanma.job.worker import Event
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.report.chart import figure
 from wanma.report.charts import charts
-from wanma.report.facts import FORECAST_PARTS, event_text, key_numbers, phase_shares, state_sentence
+from wanma.report.facts import (
+    FORECAST_PARTS,
+    event_text,
+    key_numbers,
+    phase_shares,
+    size_text,
+    state_sentence,
+)
 from wanma.report.read import Report, read_report
 
 MOST_EVENTS = 200
@@ -78,7 +85,9 @@ def _header(report: Report) -> str:
         else "not started"
     )
     facts = " · ".join(
-        escape(text) for text in (report.plan_text, f"started {started}", f"page written {written}") if text
+        escape(text)
+        for text in (report.plan_text, size_text(report), f"started {started}", f"page written {written}")
+        if text
     )
     return (
         f'<header><h1>{escape(report.run.name)} <span class="state {report.state}">{report.state}</span></h1>'
@@ -131,8 +140,7 @@ def _memory(report: Report) -> str:
     parts.append(f"<table>{rows}</table>")
     if report.plan.get("device") == "cpu":
         parts.append('<p class="note">On the CPU, measured is the whole process with Python and PyTorch.</p>')
-    if reasons := "".join(f"<li>{escape(str(reason))}</li>" for reason in forecast.get("reasons", [])):
-        parts.append(f"<details><summary>Reasons</summary><ul>{reasons}</ul></details>")
+    parts.append(_reasons(forecast.get("reasons") or ()))
     return _card("Memory: forecast and measured", "".join(parts))
 
 
@@ -188,12 +196,17 @@ def _details(report: Report) -> str:
     links = "".join(f'<li><a href="logs/{escape(path.name)}">{escape(path.name)}</a></li>' for path in logs)
     parts = [
         ("Job", f"<pre>{escape(report.job_text)}</pre>" if report.job_text else ""),
-        ("Plan", _table(report.plan)),
+        ("Plan", _reasons(report.reasons) + _table(report.plan)),
         ("Environment", _table(report.environment)),
         ("Logs", f"<ul>{links}</ul>" if links else ""),
     ]
     cards = "".join(_card(title, body) for title, body in parts if body)
     return f'<section class="pair details">{cards}</section>' if cards else ""
+
+
+def _reasons(reasons: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(str(reason))}</li>" for reason in reasons)
+    return f"<details><summary>Reasons</summary><ul>{items}</ul></details>" if items else ""
 
 
 def _table(values: Mapping[str, Any]) -> str:

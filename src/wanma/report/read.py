@@ -39,6 +39,10 @@ class Report:
     job: dict[str, Any]
     plan: dict[str, Any]
     forecast: dict[str, Any]
+    parameters: int | None
+    """Of the whole model; None when the plan does not know."""
+    reasons: tuple[str, ...]
+    """Why the plan is as it is."""
     environment: dict[str, Any]
     steps: dict[str, list[float]]
     """Column by key of metrics.jsonl, phases as 'phases.NAME'; NaN where a step has no number.
@@ -138,8 +142,10 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         run=run,
         job_text=job_text,
         job=job,
-        plan=planned.get("plan", {}),
+        plan=planned.get("plan") or {},
         forecast=planned.get("forecast") or {},
+        parameters=planned.get("parameters"),
+        reasons=tuple(planned.get("reasons") or ()),
         environment=environment,
         steps=steps,
         non_finite=non_finite,
@@ -224,7 +230,7 @@ def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> 
         problems.append(f"{path.name}: {error.strerror or error}")
         return []
     whole = lines[1 if start else 0 : -1]
-    key = "step" if path.name == "metrics.jsonl" else "kind"
+    needed = {"step"} if path.name == "metrics.jsonl" else {"kind", "time"}
     records, damaged = [], 0
     for line in whole:
         try:
@@ -232,7 +238,7 @@ def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> 
         except ValueError:
             damaged += 1
             continue
-        if isinstance(record, dict) and key in record:
+        if isinstance(record, dict) and needed <= record.keys():
             records.append(record)
         else:
             damaged += 1

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.progress import Curve, sparkline
 from wanma.observe.units import bytes_text, duration_text, number_text, share_text
-from wanma.report.facts import FORECAST_PARTS, event_text, key_numbers, phase_shares, state_sentence
+from wanma.report.facts import (
+    FORECAST_PARTS,
+    event_text,
+    key_numbers,
+    phase_shares,
+    size_text,
+    state_sentence,
+)
 from wanma.report.read import Report, read_report
 
 if TYPE_CHECKING:
@@ -23,8 +30,8 @@ LAST_MESSAGES = 10
 def summary(report: Report) -> str:
     """How a run went, beside its forecast: plain text of some twenty lines."""
     lines = [f"{report.run.name}: {state_sentence(report)}", f"  {report.run.path}"]
-    if report.plan_text:
-        lines.append(f"  {report.plan_text}")
+    if described := [text for text in (report.plan_text, size_text(report)) if text]:
+        lines.append("  " + ", ".join(described))
     if report.steps["step"]:
         curve = Curve()
         for loss in report.steps.get("loss", []):

@@ -1,0 +1,78 @@
+"""The page in a real browser: it lays out, its script runs, and nothing is fetched."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from wanma.job.run_directory import RunDirectory
+from wanma.report.html import write_report
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--enable-logging=stderr",
+    "--window-size=1240,1400",
+]
+USE = """
+for (const button of document.querySelectorAll(".switch")) button.click();
+const drawing = document.querySelector(".chart svg:not([hidden])");
+const box = drawing.getBoundingClientRect();
+const at = {clientX: box.left + box.width / 2, clientY: box.top + 40};
+drawing.dispatchEvent(new PointerEvent("pointermove", at));
+document.body.dataset.overflow = document.documentElement.scrollWidth > window.innerWidth;
+"""
+"""Clicks every switch for a logarithmic axis and moves the pointer to the middle of the first chart."""
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """Run the browser; returns what it printed and what it logged."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed")
+
+    def run(page: Path, *flags: str) -> tuple[str, str]:
+        command = [program, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *flags, page.as_uri()]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return answer.stdout, answer.stderr
+
+    return run
+
+
+def test_the_script_shows_values_and_switches_axes_without_an_error(
+    new_run: Callable[..., RunDirectory], browse: Callable[..., tuple[str, str]]
+) -> None:
+    page = write_report(new_run(300))
+    used = page.with_name("used.html")
+    used.write_text(page.read_text().replace("</body>", f"<script>{USE}</script></body>"))
+    shown, logged = browse(used, "--dump-dom")
+    assert "CONSOLE" not in logged
+    assert re.search(r'class="tip"[^>]*>step 14\d\ntrain 2\.\d+', shown)
+    assert shown.count('aria-pressed="true"') == 2
+    assert shown.count('data-kind="linear" hidden') == 2
+    assert 'data-kind="log" hidden' not in shown
+    assert 'data-overflow="false"' in shown
+
+
+def test_a_screenshot_of_the_page_is_not_blank(
+    new_run: Callable[..., RunDirectory], browse: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    picture = tmp_path / "page.png"
+    browse(write_report(new_run(3)), f"--screenshot={picture}")
+    content = picture.read_bytes()
+    assert struct.unpack(">II", content[16:24]) == (1240, 1400)
+    assert len(content) > 40_000  # a blank picture of this size has 5 kB
