@@ -85,7 +85,7 @@ def test_the_line_for_the_shell_loads_the_code(
 
 
 def test_the_code_works_in_a_real_bash(folder: Path) -> None:
-    """Loads it, asks for `wanma job trai<TAB>` the way bash does, and reads the reply."""
+    """Loads it, asks for `wanma show gp<TAB>` the way bash does, and reads the reply."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     script = (
         'eval "$(wanma completion bash --code)"\n'

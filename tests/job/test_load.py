@@ -205,6 +205,9 @@ def test_yaml_reads_like_toml_and_points_at_its_lines(tmp_path: Path) -> None:
     assert refusal(write(tmp_path, "a: [1\nb: 2", "job.yml")).startswith("job.yml:2: not valid YAML")
     assert "is a mapping of sections" in refusal(write(tmp_path, "- a\n", "job.yaml"))
     assert "the job has no [model] section" in refusal(write(tmp_path, "", "job.yaml"))
+    assert (
+        load_job(write(tmp_path, "model: {preset: a}\ntrain:\n  # steps: 3\n", "job.yaml")).train.steps == 300
+    )
     assert "nested too deeply" in refusal(write(tmp_path, "model: &a\n  arguments: *a\n", "job.yaml"))
 
 
@@ -237,7 +240,7 @@ def test_python_gives_a_job_a_mapping_or_a_path(tmp_path: Path) -> None:
 def test_python_is_told_what_a_job_cannot_hold() -> None:
     with pytest.raises(JobError, match="cannot be made from int"):
         job_from(3)  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(JobError, match=r"model\.arguments\.x is a object; use text, numbers"):
+    with pytest.raises(JobError, match=r"model\.arguments\.x is of type object; use text, numbers"):
         job_from({"model": {"factory": "a:b", "arguments": {"x": object()}}})
     with pytest.raises(JobError, match="the name 3 must be text"):
         job_from({"model": {"factory": "a:b", "arguments": {3: 4}}})

@@ -77,6 +77,12 @@ def test_an_override_below_a_plain_value_is_told(file: Path) -> None:
         load_job(file, ["train.seed.x=2"])
 
 
+def test_auto_replaces_whatever_else_parallel_was(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('parallel = 3\nmodel.preset = "a"\n')
+    assert load_job(path, ["parallel=auto"]).parallel.auto
+
+
 def test_a_clash_with_the_file_is_told_how_to_unset_the_key(file: Path) -> None:
     with pytest.raises(JobError, match="given: preset, family") as caught:
         load_job(file, ["model.family=decoder"])

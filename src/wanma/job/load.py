@@ -111,6 +111,7 @@ def _literal(raw: str) -> Any:
 def _build(tables: Mapping[str, Any], overrides: Sequence[str], places: Places) -> Job:
     mistakes: list[Mistake] = []
     given = _plain(tables, (), mistakes)
+    given = {section: value for section, value in given.items() if value is not None}  # YAML's bare `train:`
     if given.get("parallel") == "auto":
         given["parallel"] = {"auto": True}
     for number, text in enumerate(overrides, 1):
@@ -147,7 +148,8 @@ def _apply(
         if override.unset:
             holder.pop(last, None)
         elif override.path == ("parallel",) and override.value == "auto":
-            holder[last] = {**holder.get(last, {}), "auto": True}
+            axes = holder.get(last)
+            holder[last] = {**(axes if isinstance(axes, dict) else {}), "auto": True}
         else:
             holder[last] = override.value
     elif isinstance(holder, list) and isinstance(name, int) and name < len(holder) and not override.unset:
@@ -188,7 +190,7 @@ def _plain(value: Any, path: KeyPath, mistakes: list[Mistake]) -> Any:
             return value.isoformat()
         case str() if _is_utf8(value):
             return value
-    what = "not valid text (UTF-8)" if isinstance(value, str) else f"a {type(value).__name__}"
+    what = "not valid text (UTF-8)" if isinstance(value, str) else f"of type {type(value).__name__}"
     mistakes.append(
         Mistake(path, f"{dotted(path)} is {what}; use text, numbers, true or false, lists and tables")
     )
