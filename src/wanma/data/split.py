@@ -46,42 +46,50 @@ def split_documents(files: Sequence[TokenFile], fraction: float, sequence_length
     for file in files:
         if len(file.tokens) < least:
             raise _too_little(len(file.tokens), sequence_length)
-    if fraction == 0:
-        return [_by_document(file, np.zeros(len(file.digests), bool)) for file in files]
-    hashes, where = np.unique(np.concatenate([file.digests for file in files]), return_inverse=True)
-    tokens = np.zeros((len(files), len(hashes)), np.int64)
-    start = 0
-    for row, file in zip(tokens, files, strict=True):
-        np.add.at(row, where[start : start + len(file.digests)], file.lengths)
-        start += len(file.digests)
-    chosen = _choose(hashes, tokens, fraction, least)
+    threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    by_hash = [file.digests < threshold for file in files]
+    chosen = _rebalance(files, by_hash, fraction, least) if fraction else by_hash
     if chosen is None:
         return _inside_documents(files, fraction, sequence_length)
-    return [_by_document(file, np.isin(file.digests, hashes[chosen])) for file in files]
+    return [_by_document(file, mask) for file, mask in zip(files, chosen, strict=True)]
 
 
-def _choose(
-    hashes: NDArray[np.uint64], tokens: NDArray[np.int64], fraction: float, least: int
-) -> NDArray[np.bool_] | None:
-    """Which contents are for validation; None when no choice gives both sides enough.
+def _rebalance(
+    files: Sequence[TokenFile], masks: list[NDArray[np.bool_]], fraction: float, least: int
+) -> list[NDArray[np.bool_]] | None:
+    """Move as few documents as both sides demand, all copies of one together; None when no choice is enough.
 
     Every source keeps at least half of what the fraction leaves to it, so that one huge document on the wrong
     side cannot take the training text away.
 
     Args:
-        tokens: (sources, contents): tokens of each content in each source, copies included.
+        masks: per source, which documents are for validation by their hash.
     """
-    chosen = hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
-    needed = np.maximum(least, tokens.sum(axis=1) * (1 - fraction) / 2)
+    sizes = np.array([len(file.tokens) for file in files])
+    needed = np.maximum(least, sizes * (1 - fraction) / 2)
+    kept = np.array([file.lengths[mask].sum() for file, mask in zip(files, masks, strict=True)])
+    left = sizes - kept
+    if (left >= needed).all() and (kept >= least).any():
+        return masks  # of a large corpus: nothing below is worth its time
+
+    contents, first, where = np.unique(
+        np.concatenate([file.digests for file in files]), return_index=True, return_inverse=True
+    )
+    chosen = np.concatenate(masks)[first]
+    ends = np.cumsum([len(file.digests) for file in files])
+    tokens = np.zeros(
+        (len(files), len(contents)), np.int64
+    )  # of each content in each source, with its copies
+    for row, file, end in zip(tokens, files, ends, strict=True):
+        np.add.at(row, where[end - len(file.digests) : end], file.lengths)
     smallest_first = np.argsort(tokens.sum(axis=0), kind="stable")
-    left = (tokens * ~chosen).sum(axis=1)
     for index in smallest_first[::-1]:
         if (left >= needed).all():
             break
         if chosen[index] and (tokens[left < needed, index] > 0).any():
             chosen[index] = False
             left += tokens[:, index]
-    kept = (tokens * chosen).sum(axis=1)
+            kept -= tokens[:, index]
     for index in smallest_first:
         if (kept >= least).any():
             break
@@ -89,7 +97,9 @@ def _choose(
             chosen[index] = True
             left -= tokens[:, index]
             kept += tokens[:, index]
-    return chosen if (kept >= least).any() and (left >= needed).all() else None
+    if (left < needed).any() or (kept < least).all():
+        return None
+    return np.split(chosen[where], ends[:-1])
 
 
 def _inside_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
