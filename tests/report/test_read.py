@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from wanma.job.run_directory import RunDirectory
-from wanma.observe.jsonl import JsonLinesSink
+from wanma.observe.jsonl import JsonLinesSink, append_event
+from wanma.report.html import page
 from wanma.report.read import read_report
+from wanma.report.text import summary
 
 NewRun = Callable[..., RunDirectory]
 
@@ -67,6 +69,18 @@ def test_a_run_on_another_machine_is_judged_by_its_silence(new_run: NewRun, age:
 
 def test_an_interrupted_run_is_neither_finished_nor_dead(new_run: NewRun) -> None:
     assert read_report(new_run(5, total=10, finish="interrupted")).state == "interrupted"
+
+
+def test_a_failed_run_says_why(new_run: NewRun) -> None:
+    run = new_run(5, total=10, finish=None)
+    with run.events.open("ab") as file:
+        file.write(b'{"kind": "val')  # the recorder was killed
+    append_event(run, "finish", outcome="failed", text="rank 1: out of memory")
+    report = read_report(run)
+    assert (report.state, report.failure) == ("failed", "rank 1: out of memory")
+    assert report.problems == ()
+    assert "rank 1: out of memory" in summary(report)
+    assert '<p class="problem">rank 1: out of memory</p>' in page(report)
 
 
 def test_what_a_resume_repeats_counts_once_and_lost_validations_are_gone(new_run: NewRun) -> None:

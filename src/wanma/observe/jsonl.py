@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,20 @@ class JsonLinesSink:
         for file in self._files.values():
             file.close()
         self._files = {}
+
+
+def append_event(run: RunDirectory, kind: str, **fields: Any) -> None:
+    """Add one event to a run that has no recorder any more: how it ended, as its supervisor saw it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    trim_lines(run.events, lambda _: True)
+    file = AppendFile(run.events)
+    try:
+        file.write(to_line({"kind": kind, "time": time.time(), **fields}))
+    finally:
+        file.close()
 
 
 def to_line(record: dict[str, Any]) -> bytes:

@@ -140,5 +140,8 @@ def checkpoint_text(event: Event) -> str:
 
 
 def finish_text(event: Event) -> str:
-    """'finished at step 300'."""
-    return f"{event['outcome']} at step {event['step']:,}"
+    """'finished at step 300', 'failed: rank 1 ...'."""
+    text = str(event["outcome"])
+    if event.get("step") is not None:
+        text += f" at step {event['step']:,}"
+    return f"{text}: {event['text']}" if event.get("text") else text

@@ -16,6 +16,7 @@ FORECAST_PARTS = (
     ("optimizer_bytes", "optimizer"),
     ("activations_bytes", "activations"),
     ("logits_bytes", "logits"),
+    ("runtime_bytes", "Python and torch"),
 )
 """Key of a forecast → its name."""
 
@@ -56,6 +57,7 @@ def state_sentence(report: Report) -> str:
         "running": f"Going on: {steps} done; last sign of life {quiet} ago." if quiet else "Going on.",
         "finished": f"Finished: {steps}.",
         "interrupted": f"Stopped on request after {steps}; the same command carries on.",
+        "failed": f"Failed after {steps}; the same command carries on from the last checkpoint.",
         "died": f"Ended without a word after {steps}; the same command carries on from the last checkpoint.",
     }
     return sentences[report.state]

@@ -97,7 +97,8 @@ def _header(report: Report) -> str:
 
 def _problems(report: Report) -> str:
     """Errors and what could not be read, before anything else."""
-    texts = [str(event.get("text", "")) for event in report.messages if event.get("level") == "error"]
+    texts = [report.failure] if report.failure else []
+    texts += [str(event.get("text", "")) for event in report.messages if event.get("level") == "error"]
     texts += [f"could not be read: {problem}" for problem in report.problems]
     return "".join(f'<p class="problem">{escape(text)}</p>' for text in texts)
 

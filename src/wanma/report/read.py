@@ -21,7 +21,7 @@ from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event
 
-State = Literal["new", "running", "finished", "interrupted", "died"]
+State = Literal["new", "running", "finished", "interrupted", "failed", "died"]
 """new: nothing was recorded yet; died: began, and neither goes on nor said how it ended."""
 
 BRIEF_BYTES = 1 << 16
@@ -96,6 +96,12 @@ class Report:
     def highest(self, key: str) -> float | None:
         return max((value for value in self.steps.get(key, []) if math.isfinite(value)), default=None)
 
+    @property
+    def failure(self) -> str:
+        """Why a failed run failed; empty for any other."""
+        ends = [event for event in self.events if event["kind"] == "finish"]
+        return str(ends[-1].get("text", "")) if self.state == "failed" else ""
+
     @cached_property
     def best_validation(self) -> Event | None:
         """The validation with the lowest loss."""
@@ -165,7 +171,8 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> St
         return "running" if records else "new"
     newest = ends[-1]
     if newest["kind"] == "finish":
-        return "finished" if newest.get("outcome") == "finished" else "interrupted"
+        outcome = newest.get("outcome")
+        return outcome if outcome in ("finished", "failed") else "interrupted"
     if newest.get("host") == socket.gethostname():
         return "running" if _alive(newest.get("process")) else "died"
     silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])

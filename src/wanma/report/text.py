@@ -22,7 +22,14 @@ from wanma.report.read import Report, read_report
 if TYPE_CHECKING:
     from rich.table import Table
 
-STATE_STYLES = {"new": "dim", "running": "cyan", "finished": "green", "interrupted": "yellow", "died": "red"}
+STATE_STYLES = {
+    "new": "dim",
+    "running": "cyan",
+    "finished": "green",
+    "interrupted": "yellow",
+    "failed": "red",
+    "died": "red",
+}
 SPARKLINE_WIDTH = 60
 LAST_MESSAGES = 10
 
@@ -30,6 +37,8 @@ LAST_MESSAGES = 10
 def summary(report: Report) -> str:
     """How a run went, beside its forecast: plain text of some twenty lines."""
     lines = [f"{report.run.name}: {state_sentence(report)}", f"  {report.run.path}"]
+    if report.failure:
+        lines += [f"  {line}" for line in report.failure.splitlines()]
     if described := [text for text in (report.plan_text, size_text(report)) if text]:
         lines.append("  " + ", ".join(described))
     if report.steps["step"]:
