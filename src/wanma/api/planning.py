@@ -11,11 +11,11 @@ from wanma.data.tokenizer import load_tokenizer
 from wanma.hardware.cpu_peak import stored_cpu_peak
 from wanma.hardware.discover import discover
 from wanma.job.cluster import Cluster
-from wanma.job.forecast import Forecast, Workload
+from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.presets import decoder_dimensions, is_decoder
-from wanma.models.workload import decoder_workload, module_workload
+from wanma.models.presets import model_kind
+from wanma.models.workload import section_workload
 from wanma.planner.choose import Planned, complete, layout
 
 
@@ -26,6 +26,7 @@ class Prepared:
     cluster: Cluster
     planned: Planned
     workload: Workload | None
+    """None for a module of one's own, whose inputs only its data knows."""
     peak_flops_per_second: float | None
     """Of one rank's device; None when nobody has measured or published it."""
 
@@ -35,19 +36,19 @@ class Prepared:
 
     def to_json(self) -> dict[str, Any]:
         """plan.json."""
-        forecast: Forecast | None = self.planned.forecast
+        forecast, workload = self.planned.forecast, self.workload
         return {
             "plan": self.plan.to_json(),
             "forecast": forecast.to_json() if forecast else None,
-            "reasons": list(self.planned.reasons),
             "cluster": self.cluster.to_json(),
-            "parameters": self.workload.parameters if self.workload else None,
-            "flops_per_sample": self.workload.flops_per_sample if self.workload else None,
+            "parameters": workload.parameters if workload else None,
+            "flops_per_sample": workload.flops_per_sample if workload else None,
+            "peak_flops_per_second": self.peak_flops_per_second,
         }
 
 
 def first_layout(job: Job) -> tuple[Cluster, Plan]:
-    """The machines and the part of the plan that is known without the model."""
+    """The machines, and the part of the plan that is known without the model."""
     cluster = discover()
     return cluster, layout(job, cluster)
 
@@ -62,36 +63,44 @@ def prepare_job(
 ) -> Prepared:
     """Build the data's token files where they are missing, and finish the plan.
 
+    Args:
+        objects: what the user passed in Python (`model`, `data`).
+        progress: of building token files.
+
     Raises:
         JobError, WanmaError: the data or model cannot be had, or nothing fits.
     """
     objects = objects or {}
     if "data" not in objects:
         prepare(job.data, progress)
-    workload = read_workload(job, objects)
+    workload = None if "model" in objects else _workload(job, objects)
     planned = complete(job, start, cluster, workload)
-    return Prepared(cluster, planned, workload, _peak(job, planned.plan, cluster))
+    return Prepared(cluster, planned, workload, _peak(planned.plan, cluster))
 
 
-def read_workload(job: Job, objects: dict[str, Any]) -> Workload | None:
-    """The model as the planner sees it; None for a module whose inputs only its data knows."""
-    if "model" in objects or job.model.factory is not None:
-        return None
-    if is_decoder(job.model):
+def _workload(job: Job, objects: dict[str, Any]) -> Workload | None:
+    kind = model_kind(job.model)
+    length = job.data.sequence_length
+    if kind == "tokens" and "data" not in objects:
         vocabulary = load_tokenizer(job.data.tokenizer).vocabulary
-        return decoder_workload(decoder_dimensions(job.model, vocabulary), job.data.sequence_length)
+        return section_workload(
+            job.model, vocabulary=vocabulary, sequence_length=length, image_shape=None, classes=None
+        )
+    if kind == "custom":
+        return None
     from wanma.data.open import open_data
-    from wanma.models.build import example_inputs, model_spec
 
-    data = open_data(job.data, job.train)
-    spec = model_spec(
-        job.model, vocabulary=None, sequence_length=None, image_shape=data.image_shape, classes=data.classes
+    data = open_data(job.data, job.train, dataset=objects.get("data"))
+    return section_workload(
+        job.model,
+        vocabulary=data.vocabulary,
+        sequence_length=length,
+        image_shape=data.image_shape,
+        classes=data.classes,
     )
-    return module_workload(spec.make(), example_inputs(data.batch([0])))
 
 
-def _peak(job: Job, plan: Plan, cluster: Cluster) -> float | None:
+def _peak(plan: Plan, cluster: Cluster) -> float | None:
     if plan.device == "cuda":
         return cluster.nodes[0].devices[0].peak_flops_per_second.get(plan.precision)
-    # A rank's share of the machine's measured peak: threads of one process reach about their number.
     return stored_cpu_peak(plan.threads_per_rank).get(plan.precision)

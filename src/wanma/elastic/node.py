@@ -29,6 +29,7 @@ class Node:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, output: int) -> None:
         self.control = control
         self._process, self._output = process, output
+        self._closed = False
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None) -> Node:
@@ -100,7 +101,10 @@ class Node:
         return f"{how}\n{printed}" if printed else how
 
     def close(self) -> None:
-        """End the fork server and every worker; returns when they are gone."""
+        """End the fork server and every worker; returns when they are gone. Again: nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self.control.close()
         try:
             self._process.wait(END_SECONDS)

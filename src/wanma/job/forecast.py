@@ -47,6 +47,8 @@ class Forecast:
     optimizer_bytes: int
     activations_bytes: int
     logits_bytes: int
+    runtime_bytes: int = 0
+    """Python, torch and its libraries themselves; only where the measure counts them (CPU)."""
     reasons: tuple[str, ...] = ()
 
     @property
@@ -57,6 +59,7 @@ class Forecast:
             + self.optimizer_bytes
             + self.activations_bytes
             + self.logits_bytes
+            + self.runtime_bytes
         )
 
     def to_json(self) -> dict[str, Any]:

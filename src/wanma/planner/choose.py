@@ -20,11 +20,10 @@ CPU_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its forecast and, for automatic choices, the reasons."""
+    """A plan with its forecast; None for a model that cannot be read before its data."""
 
     plan: Plan
     forecast: Forecast | None
-    reasons: tuple[str, ...]
 
 
 def device_of(job: Job, cluster: Cluster) -> str:
@@ -85,7 +84,7 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
     reasons = [_layout_reason(job, plan)]
     if workload is None:
         micro_batch = job.parallel.micro_batch or rows
-        return Planned(replace(plan, micro_batch=micro_batch), None, tuple(reasons))
+        return Planned(replace(plan, micro_batch=micro_batch), None)
 
     limit = _memory_per_rank(plan, cluster, job) * MEMORY_SHARE
 
@@ -114,7 +113,7 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
             "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'full', "
             "or take a smaller model, micro-batch or sequence",
         )
-    return Planned(replace(plan, micro_batch=micro_batch), forecast, tuple(reasons))
+    return Planned(replace(plan, micro_batch=micro_batch), replace(forecast, reasons=tuple(reasons)))
 
 
 def gib(count: float) -> str:

@@ -11,6 +11,9 @@ from wanma.job.plan import Plan
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
+CPU_RUNTIME_BYTES = 340 << 20
+"""Resident memory of a rank before its model exists: Python, torch, dynamo and their libraries."""
+
 STATE_COPIES = {"adamw": 2, "sgd": 1, "adafactor": 0, "muon": 1}
 """Master-precision copies of a parameter that the update rule keeps."""
 
@@ -47,6 +50,7 @@ def forecast_memory(workload: Workload, plan: Plan, optimizer: str) -> Forecast:
         optimizer_bytes=int(state),
         activations_bytes=int(activations),
         logits_bytes=int(logits),
+        runtime_bytes=CPU_RUNTIME_BYTES if plan.device == "cpu" else 0,
     )
 
 

@@ -43,14 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         show(dry_run(job))
         return 0
-    return train_job(
-        job,
-        run_directory=arguments.run_dir,
-        nodes=job.cluster.nodes,
-        rendezvous=job.cluster.rendezvous,
-        node_rank=job.cluster.node_rank,
-        command_line=arguments.command_line,
-    )
+    return train_job(job, run_directory=arguments.run_dir, command_line=arguments.command_line)
 
 
 def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:

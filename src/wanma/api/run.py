@@ -1,0 +1,213 @@
+"""A job from its file to its report: plan, launch, watch, write down."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import pickle
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanma.api.planning import Prepared, first_layout, prepare_job
+from wanma.data.tokenizer import load_tokenizer
+from wanma.elastic.environment import worker_environment
+from wanma.elastic.launch import Launch, Outcome
+from wanma.elastic.node import Node
+from wanma.elastic.supervisor import run_node
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.load import load_job
+from wanma.job.run_directory import RunDirectory, write_atomically, write_json
+from wanma.job.sections import Job
+from wanma.job.write import differences, job_hash, mathematics_hash, to_toml
+from wanma.models.presets import model_kind
+from wanma.observe.console import Console, open_console
+from wanma.observe.preparing import show_preparing
+from wanma.report.html import write_report
+from wanma.training.request import Request
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ENTRY = "wanma.training.main:train_worker"
+PRELOAD = ("torch", "torch._dynamo", "wanma.training.main")
+"""Imported once, before the ranks are forked. FSDP2 imports dynamo at its first use in every process."""
+
+
+def train_job(
+    job: Job,
+    *,
+    run_directory: Path | None = None,
+    command_line: list[str] | None = None,
+    objects: dict[str, Any] | None = None,
+) -> int:
+    """Train `job` on this machine, or this machine's part of it; carry on where it was stopped.
+
+    Args:
+        run_directory: default: `observe.runs` / `observe.name`.
+        command_line: kept in environment.json.
+        objects: `model`, `data`, `loss` that the user passed in Python.
+
+    Returns:
+        the exit code: 0 finished, 130 or 143 stopped in order or at once by a signal, else failed.
+
+    Raises:
+        WanmaError: before anything was started.
+    """
+    run = RunDirectory(run_directory or Path(job.observe.runs) / (job.observe.name or "run"))
+    cluster, start = first_layout(job)
+    node = Node.start(PRELOAD, worker_environment(job.cluster, start))
+    try:
+        # The fork server imports torch meanwhile.
+        with show_preparing(quiet=job.observe.console == "quiet") as progress:
+            prepared = prepare_job(job, cluster, start, objects=objects, progress=progress)
+        run.create()
+        with _only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
+            notes = _write_down(run, job, prepared, command_line or [])
+            launch = _launch(run, job, prepared, objects or {})
+            with open_console(run, job.observe, job.train.steps) as console:
+                for note in notes:
+                    console.write({"kind": "message", "level": "info", "text": note})
+                outcome = run_node(launch, console.write, node)
+                _end(run, outcome, console)
+            return outcome.exit_code
+    finally:
+        node.close()
+
+
+def dry_run(job: Job) -> RenderableType:
+    """What `train_job` would run: the job as validated, the plan, memory and sizes. Starts nothing."""
+    from wanma.api.show import describe
+
+    cluster, start = first_layout(job)
+    with show_preparing(quiet=False) as progress:
+        prepared = prepare_job(job, cluster, start, progress=progress)
+    return describe(job, prepared)
+
+
+def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, Any]) -> Launch:
+    plan, workload = prepared.plan, prepared.workload
+    request = Request(
+        job,
+        plan,
+        flops_per_sample=workload.flops_per_sample if workload else None,
+        peak_flops_per_second=prepared.peak_flops_per_second,
+        objects=objects,
+    )
+    return Launch(
+        run_directory=run.path.absolute(),
+        entry=ENTRY,
+        payload=to_bytes(request),
+        preload=PRELOAD,
+        ranks_per_node=plan.world_size // job.cluster.nodes,
+        threads_per_rank=plan.threads_per_rank,
+        nodes=job.cluster.nodes,
+        node_rank=job.cluster.node_rank,
+        rendezvous=job.cluster.rendezvous,
+        interface=job.cluster.interface,
+        environment=worker_environment(job.cluster, plan),
+        start_seconds=job.cluster.start_seconds,
+        hang_seconds=job.cluster.hang_seconds,
+        job_hash=job_hash(_without_place(job)),
+    )
+
+
+def to_bytes(request: Request) -> bytes:
+    """The request for the ranks; objects of the user's own program travel by value.
+
+    Raises:
+        WanmaError: an object cannot be sent to another process; says which.
+    """
+    if not request.objects:
+        return pickle.dumps(request)
+    import cloudpickle
+
+    for name, value in request.objects.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as error:  # whatever the object's own pickling raises
+            raise WanmaError(
+                f"{name} = {type(value).__name__} cannot be sent to the ranks: {error}",
+                f"open files, locks and connections inside the ranks; or name it in the job file ({name}.factory)",
+            ) from error
+    return bytes(cloudpickle.dumps(request))
+
+
+def _without_place(job: Job) -> Job:
+    """The job without what may differ between machines of one run."""
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"node_rank": None})})
+
+
+def _write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> list[str]:
+    """Write job.toml, plan.json and environment.json.
+
+    Returns:
+        what is new since the run directory's last run.
+    """
+    notes = _changes(run, job)
+    write_atomically(run.job, to_toml(job))
+    write_json(run.plan, prepared.to_json())
+    write_json(run.environment, _environment(command_line))
+    if model_kind(job.model) == "tokens" and not job.data.factory:
+        (run.path / "tokenizer").mkdir(exist_ok=True)
+        load_tokenizer(job.data.tokenizer).save(run.path / "tokenizer")
+    return notes
+
+
+def _changes(run: RunDirectory, job: Job) -> list[str]:
+    if not run.job.exists():
+        return []
+    try:
+        before = load_job(run.job)
+    except JobError as error:
+        return [f"the run directory's old job.toml cannot be read and is replaced: {error.message}"]
+    if mathematics_hash(before) == mathematics_hash(job):
+        return []
+    return [
+        f"changed since this run's last start: {key} = {old!r} → {new!r}"
+        for key, old, new in differences(before, job)
+        if key.split(".")[0] in ("model", "data", "train")
+    ]
+
+
+def _environment(command_line: list[str]) -> dict[str, Any]:
+    packages = ("wanma", "torch", "numpy", "safetensors", "tokenizers")
+    return {
+        "command_line": command_line,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "executable": sys.executable,
+        "working_directory": str(Path.cwd()),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+@contextlib.contextmanager
+def _only_one(run: RunDirectory) -> Iterator[None]:
+    """Two trainings in one run directory would overwrite each other's records."""
+    with open(run.path / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WanmaError(
+                f"another process is training in {run.path}",
+                "wait for it, stop it with Ctrl-C, or choose another directory with --run-dir DIR",
+            ) from None
+        yield
+
+
+def _end(run: RunDirectory, outcome: Outcome, console: Console) -> None:
+    if outcome.failure is not None:
+        console.write({"kind": "message", "level": "error", "text": outcome.message})
+    try:
+        write_report(run)
+    except OSError as error:
+        console.write(
+            {"kind": "message", "level": "warning", "text": f"no report could be written: {error}"}
+        )

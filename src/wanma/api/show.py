@@ -1,0 +1,85 @@
+"""A dry run as a person reads it: what would run, what it needs, and why so."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from wanma.api.planning import Prepared
+from wanma.job.forecast import Forecast, Workload
+from wanma.job.plan import AXES, Plan
+from wanma.job.sections import Job
+from wanma.job.write import to_toml
+from wanma.observe.units import bytes_text
+
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "runtime")
+
+
+def describe(job: Job, prepared: Prepared) -> RenderableType:
+    """The validated job, the plan, the memory of the fullest rank and the model's sizes."""
+    parts: list[RenderableType] = [
+        _head("Job"),
+        Syntax(to_toml(job).rstrip(), "toml", background_color="default"),
+        _head("Plan"),
+        _plan_table(job, prepared.plan),
+    ]
+    forecast, workload = prepared.planned.forecast, prepared.workload
+    if workload is None or forecast is None:
+        parts.append(Text("The sizes of a module of one's own are known only once it runs.", style="dim"))
+        return Group(*parts)
+    parts += [_head("Memory of a rank, forecast"), _memory_table(forecast)]
+    parts += [_head("Model"), _size_table(workload)]
+    parts += [Text(f"· {reason}", style="dim") for reason in forecast.reasons]
+    return Group(*parts)
+
+
+def _head(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _plan_table(job: Job, plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    sizes = ", ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
+    batch = job.train.global_batch
+    rows = [
+        ("ranks", f"{plan.world_size} ({sizes or 'one process'}), {plan.threads_per_rank} threads each"),
+        ("sharded", plan.shard),
+        ("precision", f"{plan.precision} on {plan.device}"),
+        ("global batch", f"{batch} samples"),
+        ("micro-batches", f"{plan.accumulation(batch)} per step, of at most {plan.micro_batch} samples per rank"),
+        ("recompute", plan.recompute),
+        ("compile", "each block" if plan.compile else "no"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _memory_table(forecast: Forecast) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for kind in _MEMORY:
+        if size := getattr(forecast, f"{kind}_bytes"):
+            table.add_row(kind, bytes_text(size))
+    table.add_row(Text("in all", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
+    return table
+
+
+def _size_table(workload: Workload) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("layer", "count", "parameters each", "parameters", "forward FLOPs per sample"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for layer in workload.layers:
+        table.add_row(
+            layer.name,
+            str(layer.count),
+            f"{layer.parameters:,}",
+            f"{layer.count * layer.parameters:,}",
+            f"{layer.count * layer.flops_per_sample:.3g}",
+        )
+    flops = sum(layer.count * layer.flops_per_sample for layer in workload.layers)
+    table.add_row("in all", "", "", f"{workload.parameters:,}", f"{flops:.3g}", style="bold")
+    return table

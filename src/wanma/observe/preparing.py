@@ -1,0 +1,63 @@
+"""The progress of building token files, shown before a run's own console opens."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from wanma.observe.units import bytes_text
+
+LINE_SECONDS = 5.0
+"""Between two lines where there is no terminal."""
+
+
+@contextmanager
+def show_preparing(quiet: bool, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A callback for (bytes done, bytes in all); nothing is shown when it is never called.
+
+    with show_preparing(quiet=False) as progress:
+        prepare(section, progress)
+    """
+    stream = stream or sys.stdout
+    if quiet:
+        yield _nothing
+    elif stream.isatty():
+        yield from _bar(stream)
+    else:
+        yield _lines(stream)
+
+
+def _nothing(_done: int, _total: int) -> None:
+    pass
+
+
+def _bar(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("building token files"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        tasks = []
+
+        def advance(done: int, total: int) -> None:
+            if not tasks:
+                tasks.append(bar.add_task("", total=total))
+            bar.update(tasks[0], completed=done, total=total)
+
+        yield advance
+
+
+def _lines(stream: TextIO) -> Callable[[int, int], None]:
+    last: float | None = None
+
+    def advance(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if last is None or now - last > LINE_SECONDS:
+            print(f"building token files: {bytes_text(done)} of {bytes_text(total)}", file=stream, flush=True)
+            last = now
+
+    return advance
