@@ -174,9 +174,11 @@ def _drawing(chart: Chart, drawn: list[_Drawn], across: Scale, up: Scale, few: b
             parts.append(f'<path class="{escape(css)}" d="M{across(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
     for name, value in chart.limits:
         y = up(value)
+        above = any(bucket.high >= value for one in drawn for bucket in one.buckets)
+        label = y + 15 if above else y - 5  # on the side where the line is not
         parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
         parts.append(
-            f'<text class="limit" x="{chart.width - RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end">'
+            f'<text class="limit" x="{chart.width - RIGHT - 4}" y="{label:.1f}" text-anchor="end">'
             f"{escape(name)}</text>"
         )
     for one in drawn:

@@ -139,8 +139,6 @@ def _memory(report: Report) -> str:
     if measured is not None:
         parts += [_bar([("measured", measured / full)]), _under_bar("measured, rank 0", bytes_text(measured))]
     parts.append(f"<table>{rows}</table>")
-    if report.plan.get("device") == "cpu":
-        parts.append('<p class="note">On the CPU, measured is the whole process with Python and PyTorch.</p>')
     parts.append(_reasons(forecast.get("reasons") or ()))
     return _card("Memory: forecast and measured", "".join(parts))
 
