@@ -91,9 +91,12 @@ class Decoder(nn.Module):
             tensor.normal_(0.0, deviation, generator=generator)
 
     def _check_tie(self) -> None:
-        if self.layout.tied and self.embedding is not None and self.head is not None:
-            assert self.embedding.weight is self.head.weight, (
-                "the embedding and the head have come apart; call tie_parameters(model, layout.tied)"
+        for kept, other in self.layout.tied:
+            if self.embedding is None or self.head is None or self.embedding.weight is self.head.weight:
+                continue
+            raise RuntimeError(
+                f"{kept} and {other} have come apart and would be trained as two; whatever replaced "
+                "them must call tie_parameters(model, layout.tied)"
             )
 
 

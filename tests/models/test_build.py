@@ -1,0 +1,128 @@
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from wanma.job.errors import JobError
+from wanma.job.sections import ModelSection
+from wanma.models.build import ModelSpec, build_model, custom_spec, model_spec
+from wanma.models.initialize import initial_value
+from wanma.models.statistics import GroupedBatchNorm, couples_samples
+
+MODULE = """
+import torch
+from torch import nn
+
+def network(width, depth=1):
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)], nn.BatchNorm1d(width))
+
+def a_number():
+    return 3
+
+not_callable = 7
+"""
+
+
+@pytest.fixture
+def models_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "users_models.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("users_models", None)
+
+
+def spec(**keys: object) -> ModelSpec:
+    sizes = {"vocabulary": None, "sequence_length": 8, "image_shape": None, "classes": None}
+    for name in sizes:
+        sizes[name] = keys.pop(f"data_{name}", sizes[name])
+    return model_spec(ModelSection(**keys), **sizes)
+
+
+def test_a_decoder_is_made_on_the_meta_device_with_its_layout() -> None:
+    made = spec(preset="gpt-1m", data_vocabulary=258)
+    assert (made.name, made.kind, made.own_initialization) == ("gpt-1m", "tokens", False)
+    with torch.device("meta"):
+        model = made.make()
+    assert model.get_parameter("head.weight").shape == (320, 128)
+    assert made.require_layout("parallel.tp").blocks == "layers"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_built_model_holds_each_parameters_initial_value(tied: bool) -> None:
+    model = build_model(spec(preset="gpt-1m", tie_embeddings=tied), seed=5, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        expected = initial_value(model, name, parameter.shape, torch.float64, 5)
+        assert torch.equal(parameter, expected), name
+    assert (model.head.weight is model.embedding.weight) == tied
+
+
+def test_a_vision_model_is_built_with_whole_running_statistics() -> None:
+    model = build_model(spec(preset="resnet-18", data_image_shape=(3, 8, 8), data_classes=10), seed=1)
+    assert model.bn1.running_var.tolist() == [1.0] * 64
+    assert model.bn1.running_mean.tolist() == [0.0] * 64
+
+
+def test_a_factory_is_imported_from_the_working_directory_and_given_its_arguments(models_here: Path) -> None:
+    made = spec(factory="users_models:network", arguments={"width": 6, "depth": 2}, statistics_group=4)
+    assert (made.kind, made.layout, made.own_initialization) == ("custom", None, True)
+    model = build_model(made, seed=1)
+    assert [type(module).__name__ for module in model] == ["Linear", "Linear", "GroupedBatchNorm"]
+    assert couples_samples(model) == []
+    assert model[2].group == 4
+
+
+def test_a_factorys_weights_follow_the_seed_and_leave_the_generator_alone(models_here: Path) -> None:
+    made = spec(factory="users_models:network", arguments={"width": 6})
+    before = torch.get_rng_state()
+    first, again, other = (build_model(made, seed)[0].weight for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"factory": "users_models:netwrok"}, "has no 'netwrok'. Did you mean 'network'"),
+        ({"factory": "users_modles:network"}, "there is no module 'users_modles'"),
+        ({"factory": "users_models:not_callable"}, "is a int, which cannot be called"),
+        ({"factory": "users_models:network"}, "missing a required argument: 'width'"),
+        (
+            {"factory": "users_models:network", "arguments": {"width": 1, "hight": 2}},
+            r"unexpected keyword argument 'hight'[\s\S]*\(width, depth=1\)",
+        ),
+        ({"factory": "users_models:network", "layers": 2}, "model.layers does not apply to model.factory"),
+        ({"preset": "gpt-1m", "arguments": {"a": 1}}, "model.arguments are for model.factory only"),
+        ({"preset": "gpt-1m", "data_image_shape": (3, 8, 8)}, "reads tokens, but the data are images"),
+        ({"preset": "resnet-18", "data_vocabulary": 300}, "reads images, but the data are tokens"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_anything_runs(
+    models_here: Path, keys: dict, message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        spec(**keys)
+
+
+def test_a_factory_that_returns_no_module_is_told_so(models_here: Path) -> None:
+    with pytest.raises(JobError, match=r"'users_models:a_number' returned int, not an nn\.Module"):
+        build_model(spec(factory="users_models:a_number"), seed=1)
+
+
+def test_a_module_passed_in_python_is_used_as_it_is() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    made = custom_spec(module)
+    assert made.make() is module
+    assert (made.name, made.kind, made.own_initialization) == ("Sequential", "custom", True)
+    assert couples_samples(module) == ["1"]
+    assert isinstance(custom_spec(module, statistics_group=2).make()[1], GroupedBatchNorm)
+
+
+def test_a_model_without_a_layout_says_what_it_can_still_do() -> None:
+    with pytest.raises(JobError, match=r"parallel.tp: Linear does not declare[\s\S]*dp_replicate, dp_shard"):
+        custom_spec(nn.Linear(2, 2)).require_layout("parallel.tp")

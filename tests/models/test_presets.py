@@ -1,0 +1,174 @@
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanma.job.errors import JobError
+from wanma.job.sections import ModelSection
+from wanma.models.presets import (
+    DECODER_PRESETS,
+    GPT_PRESETS,
+    VISION_PRESETS,
+    decoder_dimensions,
+    model_kind,
+    vision_dimensions,
+)
+from wanma.models.workload import decoder_workload
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3-405b", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("mistral-7b", 7_248_023_552),
+        ("qwen-2.5-0.5b", 494_032_768),
+        ("qwen-2.5-7b", 7_615_616_512),
+        ("qwen-2.5-72b", 72_706_203_648),
+        ("qwen-3-0.6b", 596_049_920),
+        ("qwen-3-8b", 8_190_735_360),
+        ("qwen-3-32b", 32_762_123_264),
+    ],
+)
+def test_a_published_preset_has_the_published_number_of_parameters(preset: str, published: int) -> None:
+    assert decoder_workload(DECODER_PRESETS[preset], 1).parameters == published
+
+
+@pytest.mark.parametrize("preset", GPT_PRESETS)
+def test_a_gpt_preset_has_about_the_parameters_of_its_name(preset: str) -> None:
+    size = preset.removeprefix("gpt-")
+    named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    assert decoder_workload(GPT_PRESETS[preset], 1).parameters == pytest.approx(named, rel=0.12)
+
+
+def test_gpt_10m_with_bytes_has_a_vocabulary_of_320_and_about_10_million_parameters() -> None:
+    dimensions = decoder_dimensions(ModelSection(preset="gpt-10m"), vocabulary=258)
+    assert dimensions.vocabulary == 320
+    assert decoder_workload(dimensions, 256).parameters == 10_867_584
+
+
+def test_the_vocabulary_is_the_tokenizers_rounded_up_to_64_and_the_presets_without_one() -> None:
+    section = ModelSection(preset="gpt-17m")
+    assert decoder_dimensions(section, 1000).vocabulary == 1024
+    assert decoder_dimensions(section, None).vocabulary == 8192
+    assert decoder_dimensions(ModelSection(preset="gpt-17m", vocabulary=5000), 1000).vocabulary == 5000
+
+
+def test_a_published_model_keeps_its_vocabulary_if_the_tokenizers_fits() -> None:
+    assert decoder_dimensions(ModelSection(preset="llama-3-8b"), 258).vocabulary == 128256
+
+
+@pytest.mark.parametrize("section", [{"preset": "gpt-1m", "vocabulary": 100}, {"preset": "llama-2-7b"}])
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_the_one_that_fits(section: dict) -> None:
+    with pytest.raises(JobError, match=r"smaller than the tokenizer's 40000[\s\S]*model.vocabulary to 40000"):
+        decoder_dimensions(ModelSection(**section), 40_000)
+
+
+def test_explicit_keys_override_the_preset() -> None:
+    section = ModelSection(
+        preset="llama-3-8b", layers=3, rope_theta=7.0, tie_embeddings=True, dropout=0.1, kv_heads=4
+    )
+    dimensions = decoder_dimensions(section, None)
+    assert (dimensions.layers, dimensions.rope_theta, dimensions.tie_embeddings) == (3, 7.0, True)
+    assert (dimensions.dropout, dimensions.kv_heads, dimensions.hidden) == (0.1, 4, 4096)
+
+
+def test_key_value_heads_follow_the_heads_where_the_preset_has_one_for_each() -> None:
+    assert decoder_dimensions(ModelSection(preset="gpt-10m", heads=4), None).kv_heads == 4
+    assert decoder_dimensions(ModelSection(preset="llama-3-8b", heads=16), None).kv_heads == 8
+
+
+def test_a_family_needs_only_layers_hidden_and_heads() -> None:
+    dimensions = decoder_dimensions(ModelSection(family="decoder", layers=2, hidden=96, heads=4), 258)
+    assert (dimensions.kv_heads, dimensions.feed_forward, dimensions.vocabulary) == (4, 256, 320)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"preset": "lama-3-8b"}, "'lama-3-8b' is unknown. Did you mean 'llama-3-8b'"),
+        ({"preset": "resnet-18"}, "'resnet-18' is no decoder"),
+        ({"preset": "gpt-1m", "depth": 18}, "model.depth does not apply to a decoder"),
+        ({"preset": "gpt-1m", "statistics_group": 8}, "model.statistics_group does not apply"),
+        ({"family": "decoder", "layers": 2}, "needs model.hidden, model.heads"),
+        ({"preset": "gpt-1m", "hidden": 130}, "model.hidden = 130 is not divisible by model.heads = 4"),
+        (
+            {"preset": "gpt-1m", "kv_heads": 3},
+            "model.heads = 4 is not divisible by model.kv_heads = 3.*\n.*1, 2, 4",
+        ),
+        ({"preset": "gpt-1m", "hidden": 12}, "heads of odd width 3"),
+        ({"family": "decoder", "layers": 2, "hidden": 8, "heads": 2}, "the vocabulary is unknown"),
+    ],
+)
+def test_wrong_dimensions_are_told_with_their_keys(keys: dict, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        decoder_dimensions(ModelSection(**keys), None)
+
+
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 16), st.integers(1, 300_000))
+def test_what_is_accepted_divides_and_holds_every_token(
+    heads: int, width: int, kv_heads: int, tokenizer: int
+) -> None:
+    section = ModelSection(family="decoder", layers=1, hidden=heads * width, heads=heads, kv_heads=kv_heads)
+    try:
+        dimensions = decoder_dimensions(section, tokenizer)
+    except JobError:
+        assert heads % kv_heads or width % 2
+    else:
+        assert dimensions.heads % dimensions.kv_heads == 0
+        assert dimensions.head_width % 2 == 0
+        assert dimensions.vocabulary is not None
+        assert 0 <= dimensions.vocabulary - tokenizer < 64
+
+
+def test_the_kind_of_a_model_follows_from_its_section() -> None:
+    assert model_kind(ModelSection(preset="gpt-1m")) == "tokens"
+    assert model_kind(ModelSection(family="resnet", depth=18)) == "images"
+    assert model_kind(ModelSection(preset="cifar-convnet")) == "images"
+    assert model_kind(ModelSection(factory="a:b")) == "custom"
+
+
+@pytest.mark.parametrize("preset", VISION_PRESETS)
+def test_a_vision_model_takes_its_sizes_from_the_data(preset: str) -> None:
+    dimensions = vision_dimensions(ModelSection(preset=preset, statistics_group=16), (1, 28, 30), 10)
+    assert (dimensions.channels, dimensions.height, dimensions.width, dimensions.classes) == (1, 28, 30, 10)
+    assert dimensions.statistics_group == 16
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"preset": "resnet-18", "channels": 3}, "model.channels = 3, but the data has 1"),
+        ({"preset": "resnet-18", "image_size": 32}, "model.image_size = 32, but the data has 28"),
+        ({"preset": "resnet-18", "classes": 5}, "model.classes = 5, but the data has 10"),
+        ({"preset": "resnet-18", "depth": 50}, "contradicts model.preset"),
+        ({"preset": "resnet-18", "heads": 2}, "model.heads does not apply to a vision model"),
+        ({"family": "resnet"}, "needs model.depth"),
+        ({"family": "convnet", "depth": 18}, "model.depth does not apply"),
+        ({"preset": "gpt-1m"}, "'gpt-1m' is no vision model"),
+    ],
+)
+def test_what_contradicts_the_data_is_refused(keys: dict, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        vision_dimensions(ModelSection(**keys), (1, 28, 28), 10)
+
+
+def test_without_data_a_vision_model_says_what_it_misses() -> None:
+    with pytest.raises(JobError, match="images' image_size is unknown"):
+        vision_dimensions(ModelSection(preset="resnet-18", channels=3, classes=10), None, None)
+    with pytest.raises(JobError, match="number of classes is unknown"):
+        vision_dimensions(ModelSection(preset="resnet-18", channels=3, image_size=32), None, None)
+
+
+def test_presets_and_forecasts_of_decoders_do_not_import_torch() -> None:
+    code = "import sys, wanma.models, wanma.models.presets, wanma.models.layout, wanma.models.workload; "
+    code += "print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,0 +1,175 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from wanma.job.errors import WanmaError
+from wanma.job.sections import ModelSection
+from wanma.models.decoder import Decoder
+from wanma.models.presets import DecoderDimensions, vision_dimensions
+from wanma.models.statistics import pending_statistics
+from wanma.models.vision import build_vision
+from wanma.models.workload import decoder_workload, module_workload, section_workload
+
+SHAPES = {
+    "plain": DecoderDimensions(3, 64, 4, 4, 192, 320),
+    "grouped and tied": DecoderDimensions(3, 64, 4, 2, 192, 320, tie_embeddings=True),
+    "qwen 2.5": DecoderDimensions(2, 64, 4, 2, 192, 320, attention_bias=True),
+    "qwen 3": DecoderDimensions(2, 64, 4, 2, 192, 320, head_size=32, head_norm=True),
+    "dropout": DecoderDimensions(2, 64, 4, 4, 192, 320, dropout=0.1),
+}
+
+
+def on_meta(dimensions: DecoderDimensions) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(dimensions)
+
+
+@pytest.mark.parametrize("dimensions", SHAPES.values(), ids=SHAPES)
+def test_parameters_by_formula_equal_those_of_the_model(dimensions: DecoderDimensions) -> None:
+    counted = sum(parameter.numel() for parameter in on_meta(dimensions).parameters())
+    assert decoder_workload(dimensions, 128).parameters == counted
+
+
+@pytest.mark.parametrize("dimensions", SHAPES.values(), ids=SHAPES)
+def test_full_attention_flops_equal_torchs_own_count_on_the_meta_device(
+    dimensions: DecoderDimensions,
+) -> None:
+    model, rows = on_meta(dimensions).eval(), 2
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(rows, 128, dtype=torch.int64, device="meta"))
+    # On the meta device attention is two whole matrix products: the "full attention" convention.
+    by_formula = decoder_workload(dimensions, 128, causal=False).flops_per_sample
+    assert by_formula == pytest.approx(3 * counter.get_total_flops() / rows, rel=1e-9)
+
+
+def test_causal_attention_counts_half_of_the_scores() -> None:
+    dimensions, sequence = SHAPES["plain"], 128
+    full = decoder_workload(dimensions, sequence, causal=False).flops_per_sample
+    causal = decoder_workload(dimensions, sequence).flops_per_sample
+    assert full - causal == 3 * dimensions.layers * 2 * sequence**2 * dimensions.hidden
+
+
+@pytest.mark.parametrize("dimensions", SHAPES.values(), ids=SHAPES)
+def test_the_formula_agrees_with_the_measured_decoder(dimensions: DecoderDimensions) -> None:
+    tokens = torch.zeros(2, 128, dtype=torch.int64, device="meta")
+    measured = module_workload(on_meta(dimensions), (tokens,), 128)
+    formula = decoder_workload(dimensions, 128)
+    assert measured.parameters == formula.parameters
+    assert measured.flops_per_sample == pytest.approx(formula.flops_per_sample, rel=1e-9)
+    assert measured.tokens_per_sample == formula.tokens_per_sample == 128
+    blocks, expected = measured.layers[1], formula.layers[1]
+    assert (blocks.name, blocks.count, blocks.parameters) == ("layers", expected.count, expected.parameters)
+    # The first block also keeps the rotary factors, which all share.
+    assert blocks.activation_elements_per_sample == pytest.approx(
+        expected.activation_elements_per_sample, rel=0.03
+    )
+
+
+def test_the_formula_agrees_with_what_a_real_forward_keeps() -> None:
+    dimensions, sequence = SHAPES["grouped and tied"], 64
+    model, kept = Decoder(dimensions), {}
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(torch.zeros(1, sequence, dtype=torch.int64))
+    forecast = sum(
+        layer.count * layer.activation_elements_per_sample
+        for layer in decoder_workload(dimensions, sequence).layers
+    )
+    assert sum(kept.values()) + logits.numel() == pytest.approx(forecast, rel=0.03)
+
+
+def test_a_forecast_of_405_billion_parameters_needs_no_model() -> None:
+    workload = section_workload(
+        ModelSection(preset="llama-3-405b"),
+        vocabulary=None,
+        sequence_length=8192,
+        image_shape=None,
+        classes=None,
+    )
+    assert workload is not None
+    assert workload.parameters == 405_853_388_800
+    # 6 FLOPs per parameter outside the embedding, and attention on top.
+    without_attention = 6 * (405_853_388_800 - 128256 * 16384) * 8192
+    assert 1.0 < workload.flops_per_sample / without_attention < 1.1
+
+
+@pytest.mark.parametrize(
+    ("preset", "shape", "classes", "parameters", "forward_multiply_adds"),
+    [
+        # ResNets: torchvision's published parameter and multiply-add counts at 224 × 224.
+        ("resnet-18", (3, 224, 224), 1000, 11_689_512, 1.814e9),
+        ("resnet-50", (3, 224, 224), 1000, 25_557_032, 4.089e9),
+        ("cifar-convnet", (3, 32, 32), 10, 268_650, 1.8855e6),
+    ],
+)
+def test_vision_models_have_their_published_sizes(
+    preset: str, shape: tuple[int, int, int], classes: int, parameters: int, forward_multiply_adds: float
+) -> None:
+    section = (
+        ModelSection(preset=preset, statistics_group=2) if "res" in preset else ModelSection(preset=preset)
+    )
+    workload = section_workload(
+        section, vocabulary=None, sequence_length=1, image_shape=shape, classes=classes
+    )
+    assert workload is not None
+    assert workload.parameters == parameters
+    assert workload.flops_per_sample / 6 == pytest.approx(forward_multiply_adds, rel=1e-3)
+    assert workload.tokens_per_sample == 1
+
+
+def test_a_factory_has_no_workload_without_example_inputs() -> None:
+    section = ModelSection(factory="some:thing")
+    assert (
+        section_workload(section, vocabulary=None, sequence_length=1, image_shape=None, classes=None) is None
+    )
+
+
+def test_measuring_a_users_module_leaves_it_as_it_was() -> None:
+    dimensions = vision_dimensions(ModelSection(preset="resnet-18", statistics_group=2), (3, 16, 16), 10)
+    model = build_vision(dimensions).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    module_workload(model, (torch.zeros(4, 3, 16, 16),))
+    assert not model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(int(module.take()[2]) == 0 for module in pending_statistics(model))
+    assert not model._forward_hooks
+    assert not model.conv1._forward_hooks
+
+
+def test_equal_neighbours_become_one_layer_and_the_rest_is_named_like_the_module() -> None:
+    class Users(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.out = nn.Linear(8, 2)
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x).relu()
+            return self.out(x * self.scale)
+
+    workload = module_workload(Users(), (torch.zeros(5, 8),))
+    assert [(layer.name, layer.count, layer.parameters) for layer in workload.layers] == [
+        ("blocks", 3, 72),
+        ("out", 1, 18),
+        ("Users", 1, 8),
+    ]
+    assert [layer.flops_per_sample for layer in workload.layers] == [128, 32, 0]
+
+
+def test_a_forward_that_looks_at_values_is_told_so() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(WanmaError, match=r"cannot measure Looks[\s\S]*must not depend on the values"):
+        module_workload(Looks(), (torch.zeros(2, 2),))
