@@ -36,11 +36,11 @@ def _nothing(_done: int, _total: int) -> None:
 
 def _bar(stream: TextIO) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("building token files"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        tasks = []
+        tasks: list[TaskID] = []
 
         def advance(done: int, total: int) -> None:
             if not tasks:
