@@ -131,14 +131,26 @@ def test_training_without_samples_or_with_other_rows_is_refused() -> None:
         module(torch.ones(2, 3))
 
 
+def test_a_module_called_twice_in_a_forward_draws_twice_and_alike_in_the_next() -> None:
+    module, x = KeyedDropout(0.5, "layer"), torch.ones(2, 256)
+    forwards = []
+    for _ in range(2):
+        with keyed_samples(module, 0, torch.tensor([3, 4])):
+            forwards.append((module(x), module(x)))
+    assert abs(int((forwards[0][0] == forwards[0][1]).sum()) - 256) < 70
+    assert torch.equal(torch.stack(forwards[0]), torch.stack(forwards[1]))
+
+
 class Block(nn.Module):
+    """Calls one dropout twice, as users' blocks do."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.linear(x).tanh())
+        return self.drop(self.linear(self.drop(x)).tanh())
 
 
 def test_recomputation_in_backward_draws_the_masks_of_its_own_micro_batch() -> None:
@@ -184,12 +196,11 @@ def test_a_users_dropout_is_replaced_by_keyed_ones_named_after_their_place() -> 
     assert replace_dropout(model) == 0
 
 
-def test_a_dropout_shared_by_two_parents_is_replaced_in_both() -> None:
+def test_a_dropout_with_several_names_is_replaced_under_each() -> None:
     shared = nn.Dropout(0.5)
-    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
-    replace_dropout(model)
-    assert isinstance(model["a"][0], KeyedDropout)
-    assert isinstance(model["b"][0], KeyedDropout)
+    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared, shared)})
+    assert replace_dropout(model) == 3
+    assert all(isinstance(module, KeyedDropout) for module in (*model["a"], *model["b"]))
 
 
 def test_randomness_that_cannot_be_keyed_is_named() -> None:

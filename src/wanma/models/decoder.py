@@ -2,7 +2,7 @@
 
 It knows no parallelism. What makes it splittable is only this: children may be absent (a pipeline
 stage holds some of them, under the same names), head counts are read off the projected tensors, and
-nothing lives in buffers. `DECODER_LAYOUT` and `decoder_layout` declare what may be split.
+nothing lives in buffers. `decoder_layout` declares what may be split.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ _LANES = 1 << 16
 class KeyedDropout(nn.Module):
     """Zero elements with probability `p` while training and scale the rest, so that the mean stays.
 
-    Draws are keyed by (seed, sample, layer, index in dim 1, index in the rest). The module must see
-    whole samples, but for dim 1, of which it may see a part when `keyed_samples` says which. Under
-    tensor parallel it therefore belongs on activations that are whole in the hidden dim, as the
-    residual branches are.
+    Draws are keyed by (seed, sample, layer, index in dim 1, index in the rest); a module that is called
+    several times in one forward draws anew each time. It must see whole samples, but for dim 1, of
+    which it may see a part when `keyed_samples` says which. Under tensor parallel it therefore belongs
+    on activations that are whole in the hidden dim, as the residual branches are.
 
     Args:
         p: probability of zero.
@@ -42,6 +42,7 @@ class KeyedDropout(nn.Module):
         self.channels = channels
         self.row_keys: Tensor | None = None
         self.positions: Tensor | None = None
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; dim 0 is the rows whose samples `keyed_samples` announced.
@@ -65,8 +66,10 @@ class KeyedDropout(nn.Module):
         drop = round(self.p * _LANES)
         if drop == _LANES:
             return torch.zeros_like(x)
+        row_keys = self.row_keys if self.calls == 0 else _mix(self.row_keys + self.calls)
+        self.calls += 1
         shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
-        keep = _lanes(self.row_keys, self.positions, shape) >= drop - _LANES // 2
+        keep = _lanes(row_keys, self.positions, shape) >= drop - _LANES // 2
         return torch.where(keep, x * (_LANES / (_LANES - drop)), 0.0)
 
     def extra_repr(self) -> str:
@@ -87,7 +90,7 @@ def keyed_samples(
     # Keys are made here and not in forward: a layer's own number there would make torch.compile
     # compile every block anew.
     states = {
-        module: (_mix(samples ^ _mix_scalar(seed ^ stable_hash(module.name))), positions)
+        module: (_mix(samples ^ _mix_scalar(seed ^ stable_hash(module.name))), positions, 0)
         for module in _keyed_modules(model)
     }
     with _announced(states):
@@ -105,7 +108,7 @@ def recompute_context(
     modules = _keyed_modules(model)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _announced({module: (module.row_keys, module.positions) for module in modules})
+        return nullcontext(), _announced({module: _state(module) for module in modules})
 
     return contexts
 
@@ -120,7 +123,8 @@ def replace_dropout(model: nn.Module) -> int:
     """
     count = 0
     for parent_name, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
+        # Not named_children(), which leaves out the second name of a module that has two.
+        for name, child in list(parent._modules.items()):
             if type(child) not in _REPLACED or child.p == 0:  # a subclass may do something else
                 continue
             path = f"{parent_name}.{name}" if parent_name else name
@@ -153,24 +157,28 @@ def unkeyed_randomness(model: nn.Module) -> list[str]:
 
 _REPLACED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
-_State = tuple[Tensor | None, Tensor | None]
-"""Row keys and positions of one module."""
+_State = tuple[Tensor | None, Tensor | None, int]
+"""Row keys, positions and calls of one module."""
 
 
 def _keyed_modules(model: nn.Module) -> list[KeyedDropout]:
     return [module for module in model.modules() if isinstance(module, KeyedDropout)]
 
 
+def _state(module: KeyedDropout) -> _State:
+    return module.row_keys, module.positions, module.calls
+
+
 @contextmanager
 def _announced(states: Mapping[KeyedDropout, _State]) -> Iterator[None]:
-    before = {module: (module.row_keys, module.positions) for module in states}
+    before = {module: _state(module) for module in states}
     for module, state in states.items():
-        module.row_keys, module.positions = state
+        module.row_keys, module.positions, module.calls = state
     try:
         yield
     finally:
         for module, state in before.items():
-            module.row_keys, module.positions = state
+            module.row_keys, module.positions, module.calls = state
 
 
 def _lanes(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tensor:

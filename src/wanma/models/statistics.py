@@ -162,7 +162,8 @@ def convert_batch_norm(model: nn.Module, group: int) -> nn.Module:
     if isinstance(model, _BatchNorm):
         return _converted(model, group, "")
     for parent_name, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
+        # Not named_children(), which leaves out the second name of a module that has two.
+        for name, child in list(parent._modules.items()):
             if isinstance(child, _BatchNorm):
                 setattr(parent, name, _converted(child, group, f"{parent_name}.{name}".lstrip(".")))
     return model
