@@ -1,0 +1,1 @@
+"""Side-by-side comparisons with peers; README.md says how each is run and stated."""

@@ -1,0 +1,373 @@
+"""What the comparisons share: running a command and watching who else used the CPU, pairs of samples
+and their statistics, the peers' environment, the file of results.
+
+Runs in wanma's own environment and imports no torch; the contenders are commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("wanma", "torch", "accelerate", "lightning", "deepspeed", "numpy")
+
+
+class BenchmarkError(Exception):
+    """A contender or the environment failed; the message says what to do."""
+
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One command that ended well, with all its descendants."""
+
+    started: float
+    """`time.time()` right before it was started."""
+    seconds: float
+    foreign_cpu: float
+    """CPU seconds per second, on average, of everything that was neither the command nor this process."""
+
+
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, timeout_seconds: float
+) -> Finished:
+    """Run `command` in the repository's root until it and all that it started are gone.
+
+    Raises:
+        BenchmarkError: it failed, took too long, or left processes behind; with the end of its output.
+    """
+    _adopt_orphans()
+    busy, own, started = _busy_cpu_seconds(), _own_cpu_seconds(), time.time()
+    clock = time.perf_counter()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=dict(environment), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            code = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise _failure(command, log, f"took more than {timeout_seconds:.0f} s") from None
+        finally:
+            survivors = _end_descendants()
+    seconds = time.perf_counter() - clock
+    if code != 0:
+        raise _failure(command, log, f"ended with code {code}")
+    if survivors:
+        raise _failure(command, log, f"left processes behind: {', '.join(survivors)}")
+    others = (_busy_cpu_seconds() - busy) - (_own_cpu_seconds() - own)
+    return Finished(started, seconds, max(others, 0.0) / seconds)
+
+
+def _failure(command: Sequence[str], log: Path, what: str) -> BenchmarkError:
+    tail = log.read_text(errors="replace")[-3000:]
+    return BenchmarkError(f"{shlex.join(command)}\n{what}; the end of its output:\n{tail}")
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends, so that their CPU time counts."""
+    set_child_subreaper = 36  # linux/prctl.h
+    if ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _end_descendants() -> list[str]:
+    """Collect ended descendants; those that do not end within a second are killed and named."""
+    left = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(left, timeout=1.0)
+    names = [f"{process.pid} {process.name()}" for process in alive if process.is_running()]
+    for process in alive:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
+    return names
+
+
+def _busy_cpu_seconds() -> float:
+    """Of all CPUs since boot: user, nice, system, and stolen by other virtual machines.
+
+    Interrupts are left out: the loopback traffic of the contenders' own collectives is among them.
+    """
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, steal = (int(fields[index]) for index in (0, 1, 2, 7))
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+# ---------------------------------------------------------------- samples and their statistics
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What disturbs a sample, and how often it is then repeated."""
+
+    limit: float
+    """Foreign CPU seconds per second."""
+    retries: int
+
+
+def take_sample(measure: Callable[[], dict[str, Any]], noise: Noise) -> dict[str, Any]:
+    """A sample of `measure`, which brings its `foreign_cpu`; repeated while others use the CPU.
+
+    Returns:
+        the sample with `disturbed`: still true after the last repetition when it never was quiet.
+    """
+    for attempt in range(noise.retries + 1):
+        sample = measure()
+        sample["disturbed"] = sample["foreign_cpu"] > noise.limit
+        sample["repeated"] = attempt
+        if not sample["disturbed"]:
+            break
+        print(f"    disturbed: others used {sample['foreign_cpu']:.2f} CPUs", flush=True)
+    return sample
+
+
+def take_pairs(
+    piece: dict[str, Any],
+    contenders: Mapping[str, Callable[[], dict[str, Any]]],
+    *,
+    pairs: int,
+    noise: Noise,
+    deadline: float,
+    save: Callable[[], None],
+) -> bool:
+    """Sample the contenders in turn until `piece["pairs"]` has `pairs` undisturbed rounds; saves each round.
+
+    Args:
+        deadline: of `time.monotonic()`; no round starts after it.
+
+    Returns:
+        whether the piece is complete.
+    """
+    rounds: list[dict[str, Any]] = piece.setdefault("pairs", [])
+    while len(quiet := undisturbed(piece)) < pairs:
+        if time.monotonic() > deadline:
+            return False
+        if len(rounds) - len(quiet) >= pairs:
+            raise BenchmarkError(
+                f"{len(rounds) - len(quiet)} rounds were disturbed by other work; wait for a quiet machine, "
+                "or allow more with --foreign-limit"
+            )
+        taken = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+        }
+        for name, measure in contenders.items():
+            taken[name] = take_sample(measure, noise)
+        rounds.append(taken)
+        save()
+    return True
+
+
+def undisturbed(piece: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rounds of a piece in which no sample was disturbed."""
+    return [
+        taken
+        for taken in piece.get("pairs", [])
+        if not any(isinstance(sample, dict) and sample["disturbed"] for sample in taken.values())
+    ]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def estimate(values: Sequence[float], draws: int = 10_000) -> Estimate:
+    """Median with the percentile bootstrap's 95 % interval (Efron 1979); the same values give the same."""
+    array = np.asarray(values, dtype=float)
+    indices = np.random.default_rng(0).integers(len(array), size=(draws, len(array)))
+    low, high = np.percentile(np.median(array[indices], axis=1), [2.5, 97.5])
+    return Estimate(float(np.median(array)), float(low), float(high))
+
+
+# ---------------------------------------------------------------- results
+
+
+class Results:
+    """A JSON file of pieces: {"pieces": [{"settings": {...}, "pairs": [...], ...}]}."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pieces: list[dict[str, Any]] = []
+        if path.exists():
+            self.pieces = json.loads(path.read_text())["pieces"]
+
+    def piece(self, settings: Mapping[str, Any], fresh: bool) -> dict[str, Any]:
+        """The piece measured under exactly these settings; a new one if there is none, or `fresh`."""
+        for piece in self.pieces:
+            if piece["settings"] == settings:
+                if fresh:
+                    piece["pairs"] = []
+                return piece
+        self.pieces.append({"settings": dict(settings), "pairs": []})
+        return self.pieces[-1]
+
+    def save(self, report: str) -> None:
+        """Write the results, and the report beside them as Markdown."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".partial")
+        temporary.write_text(json.dumps({"pieces": self.pieces}, indent=1) + "\n")
+        temporary.replace(self.path)
+        self.path.with_suffix(".md").write_text(report)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def describe_environments(pieces: Sequence[dict[str, Any]]) -> str:
+    """Where, with what and when the pieces were measured, each different answer once."""
+    lines: dict[str, None] = {}
+    for piece in pieces:
+        machine, versions = piece["environment"]["machine"], piece["environment"]["versions"]
+        stated = ", ".join(f"{name} {version}" for name, version in versions.items())
+        lines[f"- {machine}; {stated}"] = None
+    rounds = [taken for piece in pieces for taken in piece["pairs"]]
+    if rounds:
+        dates = sorted(taken["date"] for taken in rounds)
+        lines[f"- measured from {dates[0]} to {dates[-1]}"] = None
+        commits = list(dict.fromkeys(taken["commit"] for taken in rounds))
+        lines[f"- wanma at {', '.join(commits)}"] = None
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------- environment
+
+
+def describe_environment(venv: Path) -> dict[str, Any]:
+    """Hardware and versions, for the results."""
+    script = (
+        "import importlib.metadata as m, json, sys; "
+        "print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    )
+    found = subprocess.run(
+        [str(venv / "bin" / "python"), "-c", script, *PACKAGES], check=True, capture_output=True, text=True
+    )
+    return {
+        "machine": _machine(),
+        "versions": {"Python": platform.python_version(), **json.loads(found.stdout)},
+    }
+
+
+def _machine() -> str:
+    cpu = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{cpu}, {cores()} cores, {memory:.0f} GiB, Linux {platform.release()}"
+
+
+def cores() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def commit() -> str:
+    """The repository's commit, with a mark when wanma's source differs from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    name = git("rev-parse", "--short", "HEAD")
+    if not name:
+        return "unknown"
+    return name + (" with changes" if git("status", "--porcelain", "--", "src") else "")
+
+
+def install_peers(venv: Path, pip_arguments: Sequence[str]) -> None:
+    """Make `venv` with wanma of this tree and its peers at the stated versions, beside the same torch.
+
+    Raises:
+        BenchmarkError: a step failed.
+    """
+    python = str(venv / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip_arguments]
+    pip += ["--constraint", str(ROOT / "constraints.txt")]
+    steps = [
+        [sys.executable, "-m", "venv", str(venv)],
+        # torch first: DeepSpeed's installation looks for it.
+        [*pip, "torch"],
+        [*pip, "--requirement", str(ROOT / "benchmarks" / "requirements.txt"), "--editable", str(ROOT)],
+    ]
+    for step in steps:
+        print(f"$ {shlex.join(step)}", flush=True)
+        if subprocess.run(step).returncode != 0:
+            raise BenchmarkError(f"setting up {venv} failed at: {shlex.join(step)}")
+        (venv / ".gitignore").write_text("*\n")
+
+
+def add_common_options(parser: argparse.ArgumentParser, benchmark: str) -> None:
+    """Options that every comparison takes."""
+    parser.add_argument("--pairs", type=int, default=7, help="undisturbed rounds of every piece (default 7)")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start no round after this; run again to carry on"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget the earlier rounds of the chosen pieces")
+    parser.add_argument(
+        "--foreign-limit", type=float, default=0.1, metavar="CPUS",
+        help="a sample in which others used more CPUs than this is repeated (default 0.1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--retries", type=int, default=2, help="repetitions of a disturbed sample (default 2)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS / f"{benchmark}.json", help="carried on from run to run"
+    )
+    parser.add_argument("--report", action="store_true", help="only print the report of the results")
+    parser.add_argument("--setup", action="store_true", help="only install the peers into --venv")
+    parser.add_argument(
+        "--venv", type=Path, default=Path(os.environ.get("WANMA_BENCH_VENV", ROOT / ".venv-bench")),
+        help="the peers' environment (default: $WANMA_BENCH_VENV or .venv-bench); made when missing",
+    )  # fmt: skip
+
+
+def ensure_peers(options: argparse.Namespace) -> None:
+    """Install the peers where they are missing; $PIP_ARGS goes to pip, as in the Makefile."""
+    ready = options.venv / "bin" / "wanma"
+    if options.setup or not ready.exists():
+        install_peers(options.venv, shlex.split(os.environ.get("PIP_ARGS", "")))
+
+
+def clean_environment(venv: Path) -> dict[str, str]:
+    """The caller's environment without what would change a contender, with `venv` first on the path."""
+    dropped = ("OMP_", "MKL_", "KMP_", "MALLOC_", "LD_PRELOAD", "THP_", "PYTHON", "TORCH", "WANMA_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    return {
+        **kept,
+        "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": str(ROOT),
+    }

@@ -1,0 +1,238 @@
+"""Seconds from the command to the end of the first optimizer step: `wanma train` beside `torchrun`.
+
+    python benchmarks/startup/run.py --ranks 2 8 --pairs 7
+    python benchmarks/startup/run.py --report
+
+Both train the same tiny plain PyTorch module on the same prepared tokens, from the same weights; the clock is
+read by rank 0 after its first step. No process of an earlier command is alive: that is checked. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
+
+from benchmarks.common import (
+    BenchmarkError,
+    Noise,
+    Results,
+    add_common_options,
+    clean_environment,
+    describe_environment,
+    describe_environments,
+    ensure_peers,
+    estimate,
+    run_command,
+    table,
+    take_pairs,
+    undisturbed,
+)
+from wanma.data.open import open_data, prepare
+from wanma.job.load import load_job
+
+STEPS = 2
+"""The second step is not measured: wanma's last step also saves the final checkpoint."""
+SEQUENCE = 64
+"""Of the model in model.py, which only the contenders import."""
+TIMEOUT_SECONDS = 300.0
+WANMA = ("wanma", "train", "job.toml", "--run-dir", "run")
+PEER = ("benchmarks/startup/train_ddp.py", "--tokens", "tokens.npy", "--result", "result.json")
+
+
+def main() -> None:
+    options = parse()
+    try:
+        if options.report:
+            print(report(Results(options.results).pieces))
+            return
+        ensure_peers(options)
+        if not options.setup:
+            run(options)
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure every chosen number of ranks that lacks pairs."""
+    results = Results(options.results)
+    deadline = time.monotonic() + options.minutes * 60
+    environment = describe_environment(options.venv)
+    for ranks in options.ranks:
+        piece = results.piece({"ranks": ranks}, options.fresh)
+        piece["environment"] = environment
+        piece["commands"] = {"wanma": " ".join(WANMA), "peer": " ".join((*torchrun(ranks), *PEER))}
+        print(f"{ranks} ranks: {len(piece['pairs'])} pairs so far", flush=True)
+        with tempfile.TemporaryDirectory(prefix="wanma-bench-") as name:
+            inputs = Path(name)
+            piece["job"] = job(ranks, "corpus.txt", "cache")
+            prepare_inputs(inputs, ranks)
+
+            wanma = partial(measure, "wanma", WANMA, inputs, options.venv)
+            peer = partial(measure, "torchrun", (*torchrun(ranks), *PEER), inputs, options.venv)
+            if len(undisturbed(piece)) < options.pairs:
+                print("  warming the disk's cache and Python's, not counted:")
+                wanma()
+                peer()
+            complete = take_pairs(
+                piece,
+                {"wanma": wanma, "peer": peer},
+                pairs=options.pairs,
+                noise=Noise(options.foreign_limit, options.retries),
+                deadline=deadline,
+                save=lambda: results.save(report(results.pieces)),
+            )
+        if values := ratios(piece):
+            print(f"  ratio {estimate(values)} of {len(values)} pairs", flush=True)
+        if not complete:
+            print("the time is over; run the same command again to carry on")
+            return
+
+
+def measure(name: str, arguments: Sequence[str], inputs: Path, venv: Path) -> dict[str, Any]:
+    """Run one contender once.
+
+    Raises:
+        BenchmarkError: it failed, or left a process behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as temporary:
+        folder = Path(temporary)
+        places = {file: str(inputs / file) for file in ("job.toml", "tokens.npy")}
+        places |= {file: str(folder / file) for file in ("run", "result.json")}
+        finished = run_command(
+            [places.get(argument, argument) for argument in arguments],
+            clean_environment(venv),
+            folder / "output.log",
+            TIMEOUT_SECONDS,
+        )
+        if arguments[0] == "wanma":
+            steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+            ended, losses = steps[0]["time"], [step["loss"] for step in steps]
+        else:
+            record = json.loads((folder / "result.json").read_text())
+            ended, losses = record["first_step_ended"], record["losses"]
+    seconds = ended - finished.started
+    print(f"  {name}: {seconds:.2f} s to the end of step 1, {finished.seconds:.2f} s in all", flush=True)
+    return {
+        "first_step_seconds": round(seconds, 4),
+        "command_seconds": round(finished.seconds, 3),
+        "losses": losses,
+        "foreign_cpu": round(finished.foreign_cpu, 3),
+    }
+
+
+def prepare_inputs(folder: Path, ranks: int) -> None:
+    """A text, its token file in wanma's cache, and the same batches as an array for the peer."""
+    import numpy as np
+
+    corpus, path = folder / "corpus.txt", folder / "job.toml"
+    corpus.write_text("".join(f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(20_000)))
+    path.write_text(job(ranks, str(corpus), str(folder / "cache")))
+    loaded = load_job(path)
+    prepare(loaded.data)
+    rows = open_data(loaded.data, loaded.train).batch(range(STEPS * ranks))
+    tokens = np.concatenate([rows.inputs[0].numpy(), rows.targets.numpy()[:, -1:]], axis=1)
+    np.save(folder / "tokens.npy", tokens.reshape(STEPS, ranks, SEQUENCE + 1))
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    return ("torchrun", "--standalone", f"--nproc-per-node={ranks}")
+
+
+def job(ranks: int, corpus: str, cache: str) -> str:
+    return f"""\
+[model]
+factory = "benchmarks.startup.model:TinyDecoder"
+
+[data]
+text = ["{corpus}"]
+sequence_length = {SEQUENCE}
+validation_fraction = 0.0
+cache = "{cache}"
+
+[train]
+steps = {STEPS}
+global_batch = {ranks}
+learning_rate = 1e-3
+schedule = "constant"
+gradient_clip = 1.0
+
+[[train.parameter_groups]]
+match = "*"
+weight_decay = 0.1
+
+[parallel]
+dp_replicate = {ranks}
+
+[checkpoint]
+every_steps = 0
+"""
+
+
+def ratios(piece: dict[str, Any]) -> list[float]:
+    """wanma's seconds over torchrun's, for each undisturbed pair."""
+    return [
+        taken["wanma"]["first_step_seconds"] / taken["peer"]["first_step_seconds"]
+        for taken in undisturbed(piece)
+    ]
+
+
+def report(pieces: Sequence[dict[str, Any]]) -> str:
+    """All that was measured, as Markdown."""
+    measured = [piece for piece in pieces if undisturbed(piece)]
+    if not measured:
+        return "Nothing has been measured yet.\n"
+    rows = []
+    for piece in sorted(measured, key=lambda piece: piece["settings"]["ranks"]):
+        pairs = undisturbed(piece)
+        seconds = [
+            estimate([taken[who]["first_step_seconds"] for taken in pairs]).median
+            for who in ("wanma", "peer")
+        ]
+        losses = [f"{pairs[0][who]['losses'][0]:.6f}" for who in ("wanma", "peer")]
+        dropped = len(piece["pairs"]) - len(pairs)
+        rows.append(
+            [
+                str(piece["settings"]["ranks"]),
+                *(f"{value:.2f}" for value in seconds),
+                str(estimate(ratios(piece))),
+                f"{len(pairs)}" + (f" ({dropped} disturbed)" if dropped else ""),
+                " / ".join(losses),
+            ]
+        )
+    header = ["ranks", "wanma, s", "torchrun, s", "ratio (95 %)", "pairs", "loss of step 1, wanma / torchrun"]
+    commands = dict.fromkeys(line for piece in measured for line in piece["commands"].values())
+    return "\n".join(
+        [
+            "# Start-up: from the command to the end of the first optimizer step\n",
+            "Ratio: wanma's seconds over torchrun's, median of the pairs with its 95 % bootstrap interval.\n",
+            table(header, rows),
+            "## Commands\n",
+            "".join(f"    {line}\n" for line in commands),
+            f"A `job.toml`:\n\n```toml\n{measured[0]['job']}```\n",
+            "## Where and when\n",
+            describe_environments(measured),
+        ]
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 8], help="default: 2 8")
+    add_common_options(parser, "startup")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

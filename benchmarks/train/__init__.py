@@ -1,0 +1,1 @@
+"""The same model, data and batch trained by wanma and by its peers."""

@@ -1,0 +1,190 @@
+"""The contenders as commands: wanma through `wanma train`, each peer through torchrun and its own script."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
+from wanma.elastic.environment import worker_environment
+from wanma.job.plan import Plan
+from wanma.job.sections import ClusterSection
+
+TIMEOUT_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What wanma is compared with, and the layout of wanma that shards the same things."""
+
+    title: str
+    script: str | None
+    """In `peers/`; None: wanma itself in one process."""
+    layout: str
+    """Lines of wanma's [parallel] section; RANKS stands for the number of ranks."""
+    environment: Mapping[str, str]
+
+
+PEERS = {
+    "ddp": Peer("PyTorch DDP", "train_ddp.py", "dp_replicate = RANKS", {}),
+    "fsdp2": Peer("PyTorch FSDP2", "train_fsdp2.py", 'dp_shard = RANKS\nshard = "parameters"', {}),
+    "accelerate": Peer("Accelerate", "train_accelerate.py", "dp_replicate = RANKS", {}),
+    "fabric": Peer("Lightning Fabric (DDP)", "train_fabric.py", "dp_replicate = RANKS", {}),
+    "deepspeed": Peer(
+        "DeepSpeed ZeRO-1",
+        "train_deepspeed.py",
+        'dp_shard = RANKS\nshard = "optimizer"',
+        {"DS_ACCELERATOR": "cpu"},
+    ),
+    "one-process": Peer("wanma, one process with all cores", None, "dp_replicate = RANKS", {}),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that fixes one comparison; equal settings are pooled."""
+
+    table: str
+    """a: the peer as its quick start has it; b: with every public switch that wanma uses."""
+    peer: str
+    precision: str
+    compile: bool
+    batch: int
+    """Samples per rank and step."""
+    ranks: int
+    preset: str
+    vocabulary: int
+    sequence: int
+    warmup: int
+    """Steps before the measured ones."""
+    steps: int
+    """Measured steps."""
+
+    @property
+    def global_batch(self) -> int:
+        return self.ranks * self.batch
+
+    @property
+    def total_steps(self) -> int:
+        # One more than is measured: wanma's last step also saves the final checkpoint.
+        return self.warmup + self.steps + 1
+
+    def job(self, one_process: bool) -> str:
+        """The job file; peers read model, data and training from the same text."""
+        layout = PEERS[self.peer].layout.replace("RANKS", str(self.ranks))
+        return f"""\
+[model]
+preset = "{self.preset}"
+vocabulary = {self.vocabulary}
+
+[data]
+text = ["stdlib"]
+sequence_length = {self.sequence}
+validation_fraction = 0.0
+
+[train]
+steps = {self.total_steps}
+global_batch = {self.global_batch}
+precision = "{self.precision}"
+learning_rate = 1e-3
+schedule = "constant"
+weight_decay = 0.1
+gradient_clip = 1.0
+
+[[train.parameter_groups]]  # decay for all, as one plain AdamW(model.parameters()) of the peers has it
+match = "*"
+weight_decay = 0.1
+
+[parallel]
+{"auto = true" if one_process else layout}
+compile = {str(self.compile).lower()}
+
+[checkpoint]
+every_steps = 0
+keep = 1
+keep_best = false
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a contender is started. `job.toml`, `run` and `result.json` lie in a folder of the sample's own."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return " ".join([*(f"{k}={v}" for k, v in self.environment.items()), shlex.join(self.arguments)])
+
+
+def wanma_command() -> Command:
+    return Command(("wanma", "train", "job.toml", "--run-dir", "run"), {})
+
+
+def peer_command(setting: Setting) -> Command:
+    """The peer's command; in table b with wanma's own environment and optimizer kernel."""
+    peer = PEERS[setting.peer]
+    if peer.script is None:
+        return wanma_command()
+    arguments = [
+        *("torchrun", "--standalone", f"--nproc-per-node={setting.ranks}"),
+        f"benchmarks/train/peers/{peer.script}",
+        *("--job", "job.toml", "--result", "result.json", f"--batch={setting.batch}"),
+        *(["--compile"] if setting.compile else []),
+        *(["--fused"] if setting.table == "b" else []),
+    ]
+    environment = dict(peer.environment)
+    if setting.table == "b":
+        plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
+        environment |= worker_environment(ClusterSection(), plan)
+    return Command(tuple(arguments), environment)
+
+
+def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str, Any]:
+    """Train once and measure.
+
+    Args:
+        wanma: the contender is wanma on several ranks; else the setting's peer.
+        folder: an empty one.
+
+    Raises:
+        BenchmarkError: the contender failed or did not record every step.
+    """
+    alone = not wanma and PEERS[setting.peer].script is None
+    (folder / "job.toml").write_text(setting.job(one_process=alone))
+    command = wanma_command() if wanma else peer_command(setting)
+    places = {name: str(folder / name) for name in ("job.toml", "run", "result.json")}
+    finished = run_command(
+        [places.get(argument, argument) for argument in command.arguments],
+        {**clean_environment(venv), **command.environment},
+        folder / "output.log",
+        TIMEOUT_SECONDS,
+    )
+    record = _read_run(folder / "run") if wanma or alone else json.loads((folder / "result.json").read_text())
+    times, losses = record.pop("times"), record.pop("losses")
+    if len(times) != setting.total_steps:
+        raise BenchmarkError(f"{command}\nrecorded {len(times)} of {setting.total_steps} steps")
+    window = times[setting.warmup + setting.steps - 1] - times[setting.warmup - 1]
+    tokens = setting.steps * setting.global_batch * setting.sequence
+    return {
+        "tokens_per_second": round(tokens / window, 1),
+        "losses": losses,
+        "foreign_cpu": round(finished.foreign_cpu, 3),
+        "command_seconds": round(finished.seconds, 2),
+        **record,
+    }
+
+
+def _read_run(run: Path) -> dict[str, Any]:
+    """Times and losses of a wanma run, from its metrics."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    plan = json.loads((run / "plan.json").read_text())["plan"]
+    return {
+        "times": [step["time"] for step in steps],
+        "losses": [step["loss"] for step in steps],
+        "threads": plan["threads_per_rank"],
+    }

@@ -1,0 +1,1 @@
+"""One training script per peer, as the peer's own documentation writes it."""

@@ -1,0 +1,113 @@
+"""The peers' side of the comparison: the model, data, initial weights and rates of the same job file that
+wanma runs, in plain PyTorch terms.
+
+All that is here happens before the measured steps, but for the loss and one reading of the clock a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from wanma.data.open import open_data
+from wanma.job.load import load_job
+from wanma.models.build import build_model, model_spec
+
+
+def arguments() -> argparse.Namespace:
+    """What `run.py` tells a peer's script."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--batch", type=int, required=True, help="samples per rank and step")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="the optimizer with its fused kernel")
+    return parser.parse_args()
+
+
+class Workload:
+    """One job as its parts, and the record of a training of it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        job = load_job(options.job)
+        self.train = job.train
+        self.batch: int = options.batch
+        self.compile: bool = options.compile
+        self.fused: bool = options.fused
+        self.bf16 = job.train.precision == "bf16"
+        data = open_data(job.data, job.train)
+        spec = model_spec(
+            job.model,
+            vocabulary=data.vocabulary,
+            sequence_length=job.data.sequence_length,
+            image_shape=None,
+            classes=None,
+        )
+        self.model: nn.Module = build_model(spec, job.train.seed)
+        self._numbers = range(job.train.steps * job.train.global_batch)
+        rows = data.batch(self._numbers)
+        self._inputs, self._targets = rows.inputs[0], rows.targets
+        self._result: Path = options.result
+        self._times: list[float] = []
+        self._losses: list[Tensor] = []
+
+    def adamw_arguments(self) -> dict[str, Any]:
+        """The job's AdamW; the kernel is torch's own choice unless the fused one is asked for."""
+        train = self.train
+        chosen = {"lr": train.learning_rate, "betas": train.betas, "eps": train.epsilon}
+        return {**chosen, "weight_decay": train.weight_decay, **({"fused": True} if self.fused else {})}
+
+    def adamw(self, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(parameters, **self.adamw_arguments())
+
+    def loader_of_all_ranks(self) -> DataLoader[Any]:
+        """Batches of `batch` samples, each rank's of the first step, then of the second, and so on."""
+        return DataLoader(TensorDataset(self._inputs, self._targets), batch_size=self.batch)
+
+    def loader(self, rank: int, world_size: int) -> DataLoader[Any]:
+        """This rank's batches: the rows that wanma's plan gives to the same rank."""
+        mine = [n for n in self._numbers if n // self.batch % world_size == rank]
+        return DataLoader(TensorDataset(self._inputs[mine], self._targets[mine]), batch_size=self.batch)
+
+    def step_done(self, loss: Tensor) -> None:
+        """Note the end of an optimizer step and this rank's loss in it."""
+        self._losses.append(loss.detach())
+        self._times.append(time.time())
+
+    def finish(self, **facts: Any) -> NoReturn:
+        """Average the losses over the ranks, let rank 0 write the record, and end this process.
+
+        It ends without destructors: now and then torch's deadlock there, freeing the process group that
+        DDP holds with Python's lock taken, while a thread of Gloo waits for that lock.
+        """
+        losses = torch.stack(self._losses).double()
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+        if dist.get_rank() == 0:
+            record = {
+                "times": self._times,
+                "losses": losses.tolist(),
+                "threads": torch.get_num_threads(),
+                "fp32_matmul": torch.get_float32_matmul_precision(),
+                **facts,
+            }
+            self._result.write_text(json.dumps(record))
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over targets, in fp32: wanma's own arithmetic."""
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
