@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 _HEAD_BYTES = 64
 _SLOT_BYTES = 128
-_SLOT = struct.Struct("<QqQQ48sQ")
-"""calls, step, time in nanoseconds, main thread, phase, calls again: a reader that sees the two counts
+_SLOT = struct.Struct("<QqQQQ48sQ")
+"""calls, step, changes of step, time in nanoseconds, main thread, phase, calls again: a reader that sees the two counts
 differ has caught a write half-way and reads again."""
 _PHASE_BYTES = 48
 
@@ -28,6 +28,8 @@ class Position:
     calls: int
     """Reports so far; 0: none yet, and then the other fields mean nothing."""
     step: int
+    step_changes: int
+    """How often the step was another than in the report before."""
     phase: str
     seconds: float
     """When, on this machine's monotonic clock."""
@@ -60,11 +62,11 @@ class Board:
     def read(self, local_rank: int) -> Position:
         offset = _HEAD_BYTES + local_rank * _SLOT_BYTES
         for _ in range(100):
-            calls, step, nanoseconds, thread, phase, check = _SLOT.unpack_from(self._memory, offset)
+            calls, step, changes, nanoseconds, thread, phase, check = _SLOT.unpack_from(self._memory, offset)
             if calls == check:
                 break
         name = phase.rstrip(b"\0").decode(errors="ignore")
-        return Position(calls, step, name, nanoseconds / 1e9, thread)
+        return Position(calls, step, changes, name, nanoseconds / 1e9, thread)
 
     def close(self) -> None:
         self._memory.close()
@@ -75,15 +77,21 @@ class BoardWriter:
     """One rank's line on the board."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
-        self._memory, self._offset, self._calls = memory, offset, 0
+        self._memory, self._offset = memory, offset
+        self._calls = self._changes = 0
+        self._step: int | None = None
 
     def write(self, step: int, phase: str) -> None:
         self._calls += 1
+        if step != self._step:
+            self._changes += self._step is not None
+            self._step = step
         _SLOT.pack_into(
             self._memory,
             self._offset,
             self._calls,
             step,
+            self._changes,
             time.monotonic_ns(),
             threading.get_ident(),
             phase.encode()[:_PHASE_BYTES],

@@ -51,7 +51,7 @@ class Loop:
             timeout = None if until == float("inf") else max(0.0, until - time.monotonic())
             for key, events in self._selector.select(timeout):
                 # An earlier callback of this round may have closed a later one's socket.
-                if key.fileobj in self._selector.get_map():
+                if isinstance(key.fileobj, socket.socket) and self._watched(key.fileobj):
                     key.data(events)
         return True
 
@@ -62,14 +62,17 @@ class Loop:
 
     def watch(self, sock: socket.socket, callback: Callable[[int], None], events: int) -> None:
         """Call `callback(events)` when the socket is ready; replaces an earlier watch of it."""
-        if sock in self._selector.get_map():
+        if self._watched(sock):
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
 
     def forget(self, sock: socket.socket) -> None:
-        if sock.fileno() >= 0 and sock in self._selector.get_map():
+        if self._watched(sock):
             self._selector.unregister(sock)
+
+    def _watched(self, sock: socket.socket) -> bool:
+        return sock.fileno() >= 0 and sock in self._selector.get_map()
 
     def catch(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
         """Turn these signals into callbacks; only the main thread can, elsewhere they stay as they are."""

@@ -13,7 +13,6 @@ class Watch:
         self._board, self._launch = board, launch
         self._last_sign = now
         self._calls = [0] * launch.ranks_per_node
-        self._first_steps: list[int | None] = [None] * launch.ranks_per_node
         self._stepping = False
         self.silent = False
         self.period = min(1.0, launch.start_seconds / 10, launch.hang_seconds / 10)
@@ -26,10 +25,8 @@ class Watch:
                 continue
             self._calls[local_rank] = position.calls
             self._last_sign = max(self._last_sign, position.seconds)
-            if self._first_steps[local_rank] is None:
-                self._first_steps[local_rank] = position.step
-            elif position.step != self._first_steps[local_rank]:
-                self._stepping = True
+            # The first change may be the jump to the step that a checkpoint resumes from.
+            self._stepping = self._stepping or position.step_changes > 1
         key = "hang_seconds" if self._stepping else "start_seconds"
         limit: float = getattr(self._launch, key)
         silence = now - self._last_sign

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -18,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +35,7 @@ from wanma.elastic.protocol import (
     WorkerSpec,
     decode,
 )
+from wanma.job.imports import import_object
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event, Worker
 
@@ -113,7 +112,7 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
         control = Supervised(channel, board, board.writer(spec.local_rank))
         threading.Thread(target=channel.answer, daemon=True, name="wanma-inspect").start()
         store = _serve_store(spec, listener[0]) if listener else None
-        entry = _find(spec.entry)
+        entry = import_object(spec.entry, "entry")
         worker = Worker(
             rank=spec.rank,
             local_rank=spec.local_rank,
@@ -192,12 +191,6 @@ def _serve_store(spec: WorkerSpec, listener: int) -> Any:
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-
-
-def _find(entry: str) -> Callable[[Worker, bytes], None]:
-    module, _, name = entry.partition(":")
-    found: Callable[[Worker, bytes], None] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def current_collective() -> str:

@@ -1,0 +1,117 @@
+"""The local engine: this machine, one supervisor per run.
+
+`run` is what the command line uses: in the foreground, in this process. `submit` starts the same
+in a process of its own, for a caller that has other things to do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from wanma.elastic.failure import Failure, signal_name
+from wanma.elastic.launch import Launch, Outcome
+from wanma.elastic.node import Node
+from wanma.elastic.processes import die_with_parent
+from wanma.elastic.supervisor import run_node
+from wanma.engines.base import OnEvent, Status
+from wanma.job.errors import EXIT_FAILED, WanmaError
+
+
+def run(launch: Launch, on_event: OnEvent, node: Node | None = None) -> Outcome:
+    """Run in the foreground: returns when the run has ended, and no process of it is left.
+
+    Args:
+        on_event: gets the run's events, in this thread.
+        node: a fork server started early by `Node.start`, so that its imports overlap other work.
+    """
+    return run_node(launch, on_event, node)
+
+
+@dataclass
+class _Submitted:
+    launch: Launch
+    process: SpawnProcess
+    answer: Connection
+    outcome: Outcome | None = None
+    cancelled: bool = False
+
+
+class LocalEngine:
+    """Runs in the background of the calling process, which they do not survive.
+
+    As with `multiprocessing`, a script that calls `submit` guards itself by `if __name__ == "__main__"`.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _Submitted] = {}
+
+    def submit(self, launch: Launch) -> str:
+        name = str(launch.run_directory)
+        if name in self._runs and self._outcome(self._runs[name], 0) is None:
+            raise WanmaError(
+                f"a run in {name} is going on", "wait for it, cancel it, or choose another --run-dir"
+            )
+        context = multiprocessing.get_context("spawn")
+        answer, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_supervise, args=(launch, theirs, os.getpid()))
+        process.start()
+        theirs.close()
+        self._runs[name] = _Submitted(launch, process, answer)
+        return name
+
+    def status(self, run: str) -> Status:
+        return self.wait(run, 0)
+
+    def wait(self, run: str, seconds: float | None = None) -> Status:
+        """`status` once the run has ended, or after `seconds`."""
+        submitted = self._known(run)
+        outcome = self._outcome(submitted, seconds)
+        if outcome is None:
+            return Status("running")
+        if submitted.cancelled:
+            return Status("cancelled", outcome.exit_code, outcome.message)
+        return Status("failed" if outcome.exit_code else "finished", outcome.exit_code, outcome.message)
+
+    def logs(self, run: str) -> list[Path]:
+        folder = self._known(run).launch.run_directory / "logs"
+        return sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2]))
+
+    def cancel(self, run: str) -> None:
+        submitted = self._known(run)
+        if self._outcome(submitted, 0) is None:
+            submitted.cancelled = True
+            submitted.process.terminate()
+
+    def _known(self, run: str) -> _Submitted:
+        if run not in self._runs:
+            raise WanmaError(f"this engine has no run {run}", f"it knows: {', '.join(self._runs) or 'none'}")
+        return self._runs[run]
+
+    def _outcome(self, submitted: _Submitted, seconds: float | None) -> Outcome | None:
+        """How it ended; None while it runs."""
+        if submitted.outcome is None and submitted.answer.poll(seconds):
+            try:
+                submitted.outcome = submitted.answer.recv()
+                submitted.process.join()
+            except EOFError:
+                submitted.process.join()
+                code = submitted.process.exitcode or 0
+                how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
+                submitted.outcome = Outcome(EXIT_FAILED, Failure(f"the supervisor {how}"))
+        return submitted.outcome
+
+
+def _supervise(launch: Launch, answer: Connection, parent: int) -> None:
+    """The submitted run's own process."""
+    die_with_parent(parent)
+    os.setsid()  # a terminal's Ctrl-C is the caller's business
+    try:
+        outcome = run_node(launch, lambda _event: None)
+    except WanmaError as error:
+        outcome = Outcome(error.exit_code, Failure(error.message, hint=error.hint, exit_code=error.exit_code))
+    answer.send(outcome)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanma.elastic.launch import Launch, Outcome
+from wanma.elastic.supervisor import run_node
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _entries_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """One rank of `finish`; tests replace what they are about."""
+    return Launch(tmp_path / "run", "elastic_entries:finish", preload=(), start_seconds=60)
+
+
+class Ran:
+    """A run that has ended."""
+
+    def __init__(self, launch: Launch, outcome: Outcome, events: list[dict[str, Any]]) -> None:
+        self.launch, self.outcome, self.events = launch, outcome, events
+
+    def log(self, rank: int) -> str:
+        return (self.launch.run_directory / "logs" / f"rank-{rank}.log").read_text()
+
+    @property
+    def messages(self) -> list[str]:
+        return [event["text"] for event in self.events if event["kind"] == "message"]
+
+
+@pytest.fixture
+def run(launch: Launch) -> Callable[..., Ran]:
+    """Run `launch` with changes, in this process."""
+
+    def run(entry: str, on_event: Callable[[dict[str, Any]], None] | None = None, **changes: Any) -> Ran:
+        changed = dataclasses.replace(launch, entry=f"elastic_entries:{entry}", **changes)
+        events: list[dict[str, Any]] = []
+
+        def keep(event: dict[str, Any]) -> None:
+            events.append(event)
+            if on_event is not None:
+                on_event(event)
+
+        return Ran(changed, run_node(changed, keep), events)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Every test leaves this process without children."""
+    yield
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    ours = [pid for pid in children if b"wanma.elastic" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert ours == []
