@@ -16,8 +16,8 @@ from dataclasses import dataclass
 _HEAD_BYTES = 64
 _SLOT_BYTES = 128
 _SLOT = struct.Struct("<QqQQQ48sQ")
-"""calls, step, changes of step, time in nanoseconds, main thread, phase, calls again: a reader that sees the two counts
-differ has caught a write half-way and reads again."""
+"""calls, step, changes of step, time in nanoseconds, main thread, phase, calls again: a reader that sees
+the two counts differ has caught a write half-way and reads again."""
 _PHASE_BYTES = 48
 
 

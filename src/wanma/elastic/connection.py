@@ -8,7 +8,8 @@ import socket
 from collections.abc import Callable
 
 from wanma.elastic.loop import Loop
-from wanma.elastic.protocol import Framer, Message, ProtocolError
+from wanma.elastic.messages import Message
+from wanma.elastic.protocol import Framer, ProtocolError
 
 logger = logging.getLogger("wanma.elastic")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from wanma.elastic.failure import Failure
 from wanma.elastic.hang import hang_report
-from wanma.elastic.protocol import (
+from wanma.elastic.messages import (
     Abort,
     Failed,
     Finished,

@@ -19,21 +19,9 @@ import subprocess
 import sys
 import traceback
 
+from wanma.elastic.messages import Exited, Fork, Message, Prepare, Ready, Signal, Spawn, Started, WorkerSpec
 from wanma.elastic.processes import die_with_parent, fork_obstacle
-from wanma.elastic.protocol import (
-    LINE_LIMIT,
-    Exited,
-    Fork,
-    Framer,
-    Message,
-    Prepare,
-    Ready,
-    Signal,
-    Spawn,
-    Started,
-    WorkerSpec,
-    encode,
-)
+from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
 from wanma.elastic.worker_main import in_child, run_worker
 
 MAX_DESCRIPTORS = 8

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from wanma.elastic.protocol import Standing
+from wanma.elastic.messages import Standing
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -58,7 +58,10 @@ def main_thread_stack(dump: str, main_thread: int) -> tuple[str, ...]:
             frames = stacks[identity] = []
         elif match := _FRAME.match(line):
             frames.append(f"{match[1]}:{match[2]} in {match[3]}")
-    return tuple(stacks.get(main_thread, stacks.get(current, [])))
+    found = stacks.get(main_thread, stacks.get(current, []))
+    # Below the entry function are only the supervisor's own frames, the same in every rank.
+    ours = (depth for depth, frame in enumerate(found) if "/wanma/elastic/worker_main.py:" in frame)
+    return tuple(found[: next(ours, len(found))] or found)
 
 
 def _groups(standings: Sequence[Standing]) -> list[list[Standing]]:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from wanma.elastic.failure import signal_name
+from wanma.elastic.messages import Message, Prepare
 from wanma.elastic.processes import require_linux
-from wanma.elastic.protocol import LINE_LIMIT, Framer, Message, Prepare, encode
+from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
 from wanma.elastic.secret import VARIABLE
 
 END_SECONDS = 10.0

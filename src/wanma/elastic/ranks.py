@@ -10,8 +10,8 @@ from wanma.elastic.board import Board
 from wanma.elastic.connection import Connection
 from wanma.elastic.hang import main_thread_stack
 from wanma.elastic.loop import Loop
+from wanma.elastic.messages import Message, Standing, WorkerSpec
 from wanma.elastic.processes import process_state
-from wanma.elastic.protocol import Message, Standing, WorkerSpec
 
 
 class LocalRank:

@@ -7,7 +7,7 @@ an event is the coordinator's decision, for one node as for many; here it is car
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import selectors
 import signal
@@ -20,9 +20,7 @@ from wanma.elastic.coordinator import LOST_HINT
 from wanma.elastic.failure import Failure, failure_of_exit
 from wanma.elastic.launch import Launch, Outcome, host_name
 from wanma.elastic.loop import Loop
-from wanma.elastic.network import address_of, interface_of, listen_anywhere
-from wanma.elastic.node import Node
-from wanma.elastic.protocol import (
+from wanma.elastic.messages import (
     Abort,
     Exited,
     Failed,
@@ -46,13 +44,14 @@ from wanma.elastic.protocol import (
     Whereabouts,
     WorkerSpec,
 )
+from wanma.elastic.network import address_of, interface_of, listen_anywhere
+from wanma.elastic.node import Node
+from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
 from wanma.elastic.watch import Watch
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
-
-logger = logging.getLogger("wanma.elastic")
 
 KILL_SECONDS = 1.0
 """From SIGTERM to SIGKILL for ranks that have to go."""
@@ -208,15 +207,26 @@ class Supervisor:
                         self._exited(self._rank(rank), code)
         except EOFError:
             self._loop.forget(self._node.control)
-            for each in self._ranks:
-                if each.code is None:
-                    each.code = -signal.SIGKILL  # the kernel saw to it
-            if self._ending is None:
-                failure = Failure(
-                    f"the fork server of {self._host} {self._node.last_words()}", host=self._host
-                )
-                self._link.send(Failed(failure))
-                self._end(Abort(failure.exit_code, failure))
+            self._fork_server_died()
+
+    def _fork_server_died(self) -> None:
+        """The kernel ends its workers; their children, and the proof that all are gone, are left to us."""
+        if self._ending is None:
+            failure = Failure(f"the fork server of {self._host} {self._node.last_words()}", host=self._host)
+            self._link.send(Failed(failure))
+            self._end(Abort(failure.exit_code, failure))
+        for rank in self._ranks:
+            if not rank.gone and rank.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
+        self._count_the_dead()
+
+    def _count_the_dead(self) -> None:
+        for rank in self._ranks:
+            if not rank.gone and (rank.pid is None or process_state(rank.pid) in ("gone", "dead")):
+                rank.code = -signal.SIGKILL
+        if not all(rank.gone for rank in self._ranks):
+            self._loop.call_later(0.01, self._count_the_dead)
 
     def _fork_when_ready(self) -> None:
         if not self._ready or self._start is None or self._ranks or self._ending is not None:

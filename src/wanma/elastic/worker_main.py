@@ -22,19 +22,18 @@ from typing import Any, NoReturn
 
 from wanma.elastic.board import Board, BoardWriter
 from wanma.elastic.failure import Failure, failure_of_exception
-from wanma.elastic.processes import die_with_parent
-from wanma.elastic.protocol import (
+from wanma.elastic.messages import (
     Failed,
     Finished,
-    Framer,
     Happened,
     Inspect,
     Message,
     Spawn,
     Whereabouts,
     WorkerSpec,
-    decode,
 )
+from wanma.elastic.processes import die_with_parent
+from wanma.elastic.protocol import Framer, decode
 from wanma.job.imports import import_object
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event, Worker

@@ -1,0 +1,299 @@
+"""The messages of the elastic room's protocol: frozen dataclasses, each with one meaning.
+
+Three conversations: coordinator and supervisors (TCP, authenticated and signed), supervisor and
+workers (an inherited socket pair), supervisor and fork server (likewise). `protocol` puts them on the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from wanma.elastic.failure import Failure
+
+
+class Message:
+    """Base of all messages."""
+
+    scoped: ClassVar[bool] = True
+    """Belongs to one generation; receivers drop it when that is not the current one."""
+
+
+# Coordinator and supervisor: first contact ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Challenge(Message):
+    """Coordinator's first word."""
+
+    scoped: ClassVar[bool] = False
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """Supervisor's proof that it knows the secret, and its own challenge."""
+
+    scoped: ClassVar[bool] = False
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """Coordinator's proof; every later line in both directions is signed."""
+
+    scoped: ClassVar[bool] = False
+    proof: str
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """Coordinator will not work with this supervisor."""
+
+    scoped: ClassVar[bool] = False
+    reason: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Join(Message):
+    """A node offers its ranks. `store_port` listens on `address`, in case this node becomes node 0."""
+
+    scoped: ClassVar[bool] = False
+    job_hash: str
+    ranks: int
+    host: str
+    address: str
+    store_port: int
+    node_rank: int | None = None
+
+
+# Coordinator and supervisor: the run ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Beat(Message):
+    """I am here."""
+
+    scoped: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Start(Message):
+    """All have come: start your ranks. Opens `generation`."""
+
+    scoped: ClassVar[bool] = False
+    generation: int
+    node_rank: int
+    first_rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+
+
+@dataclass(frozen=True)
+class StopRequest(Message):
+    """A user or engine asked this node to stop in order; the run will exit with `exit_code`."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """Ask your ranks to finish their step and leave."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Leave(Message):
+    """A user asked twice: end the run now."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Failed(Message):
+    """A rank (or a node's supervisor) failed. Also from worker to supervisor."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Finished(Message):
+    """All ranks of this node, or this worker, ended normally."""
+
+
+@dataclass(frozen=True)
+class Hung(Message):
+    """No rank of this node has moved for so long."""
+
+    seconds: float
+    limit: str
+    """Which setting says that this is too long."""
+
+
+@dataclass(frozen=True)
+class Moving(Message):
+    """Takes `Hung` back."""
+
+
+@dataclass(frozen=True)
+class Inspect(Message):
+    """Tell where your ranks stand. Also from supervisor to worker."""
+
+
+@dataclass(frozen=True)
+class Standing(Message):
+    """Where one rank stands, for the hang report."""
+
+    rank: int
+    node: int
+    host: str
+    step: int | None
+    """None: it never reported."""
+    phase: str
+    silent_seconds: float
+    state: str
+    """Process state from the kernel, in words; empty when it simply runs or sleeps."""
+    stack: tuple[str, ...]
+    """Innermost frame first, 'file:line in function'; empty when the process did not answer."""
+    collective: str = ""
+    """The collective it is in, e.g. 'all_reduce 17 of group default_pg'; empty when unknown or none."""
+
+
+@dataclass(frozen=True)
+class Standings(Message):
+    """A node's answer to `Inspect`."""
+
+    standings: tuple[Standing, ...]
+
+
+@dataclass(frozen=True)
+class Abort(Message):
+    """End your ranks now; `report` is the whole hang report, where there is one."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+    failure: Failure | None = None
+    report: str = ""
+
+
+@dataclass(frozen=True)
+class Over(Message):
+    """Every node finished."""
+
+    scoped: ClassVar[bool] = False
+    exit_code: int
+
+
+# Supervisor and worker -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Happened(Message):
+    """An event of rank 0 for the console."""
+
+    event: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Whereabouts(Message):
+    """A worker's answer to `Inspect`: the collective it is in, or nothing."""
+
+    collective: str
+
+
+# Supervisor and fork server ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepare(Message):
+    """Import these modules, found on this `sys.path`."""
+
+    scoped: ClassVar[bool] = False
+    modules: tuple[str, ...]
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """Imported; `notes` tell what could not be."""
+
+    scoped: ClassVar[bool] = False
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """All that a worker process needs to know; its files travel beside it as descriptors."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    generation: int
+    run_directory: str
+    entry: str
+    threads: int
+    store_host: str
+    store_port: int
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Fork(Message):
+    """Start a worker.
+
+    Descriptors with it: channel, board, payload, stacks and, for rank 0, the store's listener.
+    """
+
+    scoped: ClassVar[bool] = False
+    spec: WorkerSpec
+
+
+@dataclass(frozen=True)
+class Spawn(Message):
+    """What a worker started by exec reads first."""
+
+    scoped: ClassVar[bool] = False
+    spec: WorkerSpec
+    descriptors: tuple[int, ...]
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Started(Message):
+    """A worker process exists. `obstacle`: why it had to be spawned instead of forked."""
+
+    scoped: ClassVar[bool] = False
+    rank: int
+    pid: int
+    obstacle: str
+
+
+@dataclass(frozen=True)
+class Signal(Message):
+    """Send a signal to a worker, or to its whole process group."""
+
+    scoped: ClassVar[bool] = False
+    rank: int
+    number: int
+    group: bool
+
+
+@dataclass(frozen=True)
+class Exited(Message):
+    """A worker process ended and was reaped; `code` is negative for a signal."""
+
+    scoped: ClassVar[bool] = False
+    rank: int
+    code: int
+
+
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}

@@ -1,0 +1,148 @@
+"""Whatever is killed, nothing of the run survives it; and a fork happens only where it is safe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanma.elastic.processes import process_state
+
+SUPERVISE = """
+import sys
+from pathlib import Path
+from wanma.elastic.launch import Launch
+from wanma.elastic.supervisor import run_node
+
+run = Path(sys.argv[1])
+launch = Launch(run / "run", "elastic_entries:stubborn", str(run).encode(), ("torch",), ranks_per_node=2)
+outcome = run_node(launch, lambda event: None)
+print(outcome.message)
+sys.exit(outcome.exit_code)
+"""
+
+
+class Victim:
+    """A supervisor in a process of its own, with two ranks that run."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-c", SUPERVISE, str(folder)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        files = [folder / f"pids-{rank}" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() and " " in file.read_text() for file in files))
+        pairs = [[int(pid) for pid in file.read_text().split()] for file in files]
+        self.ranks, self.grandchildren = (list(column) for column in zip(*pairs, strict=True))
+        self.fork_server = parent_of(self.ranks[0])
+
+    def clean_up(self) -> None:
+        for pid in (self.process.pid, *self.grandchildren):
+            if process_state(pid) not in ("gone", "dead"):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Any:
+    victim = Victim(tmp_path)
+    yield victim
+    victim.clean_up()
+
+
+def wait_until(condition: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def all_gone(pids: list[int]) -> bool:
+    return all(process_state(pid) in ("gone", "dead") for pid in pids)
+
+
+def test_a_killed_supervisor_takes_fork_server_and_ranks_with_it(victim: Victim) -> None:
+    victim.process.kill()
+    wait_until(lambda: all_gone([victim.fork_server, *victim.ranks]), seconds=10)
+
+
+def test_a_killed_fork_server_takes_the_ranks_with_it_and_is_reported(victim: Victim) -> None:
+    os.kill(victim.fork_server, signal.SIGKILL)
+    printed, _ = victim.process.communicate(timeout=30)
+    assert "fork server" in printed
+    assert "was killed by SIGKILL" in printed
+    assert victim.process.returncode == 1
+    assert all_gone(victim.ranks)
+
+
+def test_a_killed_rank_takes_its_children_and_the_other_ranks_with_it(victim: Victim) -> None:
+    os.kill(victim.ranks[1], signal.SIGKILL)
+    printed, _ = victim.process.communicate(timeout=30)
+    assert printed.startswith("rank 1 (")
+    assert victim.process.returncode == 1
+    assert all_gone([victim.fork_server, *victim.ranks, *victim.grandchildren])
+
+
+def test_a_terminals_interrupt_reaches_only_the_supervisor(victim: Victim) -> None:
+    groups = {os.getpgid(pid) for pid in victim.ranks} | {os.getpgid(victim.fork_server)}
+    assert len(groups) == 3
+    assert os.getpgid(victim.process.pid) not in groups
+
+
+def test_a_module_that_starts_threads_makes_the_ranks_spawn_with_one_message(run: Any) -> None:
+    ran = run("finish", preload=("elastic_threads",), ranks_per_node=2)
+    assert ran.outcome.exit_code == 0
+    assert ran.messages == [
+        "ranks start one by one instead of by fork: 1 other thread (impatient) run since the imports"
+    ]
+    for rank in (0, 1):
+        assert ran.log(rank).splitlines()[0].endswith("spawned ---")
+        assert "payload ''" in ran.log(rank)
+
+
+def test_a_module_that_opens_sockets_makes_the_ranks_spawn(run: Any) -> None:
+    ran = run("finish", preload=("elastic_socket",))
+    assert ran.outcome.exit_code == 0
+    assert "an import opened a socket" in ran.messages[0]
+
+
+def test_a_spawned_rank_is_bound_to_its_parents_life_too(run: Any) -> None:
+    ran = run("raise_on_rank_1", preload=("elastic_threads",), ranks_per_node=2)
+    assert ran.outcome.failure.cause == "ValueError: no such column: prize"
+
+
+def test_a_module_that_cannot_be_preloaded_is_told_and_does_no_harm(run: Any) -> None:
+    ran = run("finish", preload=("no_such_module",))
+    assert ran.outcome.exit_code == 0
+    assert ran.messages[0].startswith("no_such_module could not be imported beforehand")
+
+
+def test_importing_torch_alone_leaves_a_process_that_may_fork() -> None:
+    code = "import torch; from wanma.elastic.processes import fork_obstacle; print(repr(fork_obstacle(())))"
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == "''"
+
+
+def test_own_sockets_are_no_obstacle_and_foreign_ones_are() -> None:
+    code = """
+import socket
+from wanma.elastic.processes import fork_obstacle
+a, b = socket.socketpair()
+print(fork_obstacle({a.fileno(), b.fileno()}) == "")
+print(fork_obstacle({a.fileno()}))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    first, second = printed.splitlines()
+    assert first == "True"
+    assert second.startswith("an import opened a socket (descriptor ")
