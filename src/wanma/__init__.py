@@ -5,4 +5,28 @@ The public names load on first use, so that the command line starts without impo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wanma.api.session import session
+    from wanma.api.train import Result, train
+    from wanma.job.errors import JobError, WanmaError
+
 __version__ = "0.1.0"
+__all__ = ["JobError", "Result", "WanmaError", "session", "train"]
+
+_HOMES = {
+    "train": "wanma.api.train",
+    "Result": "wanma.api.train",
+    "session": "wanma.api.session",
+    "WanmaError": "wanma.job.errors",
+    "JobError": "wanma.job.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'wanma' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -50,7 +50,11 @@ class Outcome:
 
 
 def run_job(
-    directory: Path, job: dict[str, Any], plan: Plan, objects: dict[str, Any] | None = None, seconds: float = 120
+    directory: Path,
+    job: dict[str, Any],
+    plan: Plan,
+    objects: dict[str, Any] | None = None,
+    seconds: float = 120,
 ) -> Outcome:
     """Train `job` under `plan` in `plan.world_size` processes; raises the first rank's error."""
     run_ranks(_train_rank, plan.world_size, (directory, job, plan, objects or {}), seconds)

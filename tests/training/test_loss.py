@@ -28,7 +28,9 @@ def test_ignored_targets_count_neither_in_the_sum_nor_in_the_number() -> None:
 
 
 def test_low_precision_logits_are_summed_in_fp32() -> None:
-    loss, _ = classification_loss(torch.randn(1, 2, 5).bfloat16(), batch(torch.zeros(1, 2, dtype=torch.int64)))
+    loss, _ = classification_loss(
+        torch.randn(1, 2, 5).bfloat16(), batch(torch.zeros(1, 2, dtype=torch.int64))
+    )
     assert loss.dtype == torch.float32
 
 

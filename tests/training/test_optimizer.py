@@ -23,7 +23,9 @@ def give_gradients(model: nn.Module) -> None:
 
 
 def test_norms_and_biases_are_not_decayed() -> None:
-    rules = group_rules({"inner.weight": 2, "inner.bias": 1, "norm.weight": 1}, TrainSection(weight_decay=0.3))
+    rules = group_rules(
+        {"inner.weight": 2, "inner.bias": 1, "norm.weight": 1}, TrainSection(weight_decay=0.3)
+    )
     assert {name: rule.weight_decay for name, rule in rules.items()} == {
         "inner.weight": 0.3,
         "inner.bias": 0.0,
@@ -63,7 +65,7 @@ def test_freezing_everything_is_refused() -> None:
 
 def test_a_pattern_that_matches_nothing_is_a_typing_error() -> None:
     train = TrainSection(parameter_groups=[ParameterGroupSection(match="iner.weight")])
-    with pytest.raises(JobError, match="Did you mean 'inner.weight'"):
+    with pytest.raises(JobError, match=r"Did you mean 'inner\.weight'"):
         check_patterns(["inner.weight", "inner.bias"], train)
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.ranks import Outcome, run_job
 
+from support.ranks import Outcome, run_job
 from wanma.job.plan import Plan
 
 STEPS = 5

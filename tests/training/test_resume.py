@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import Outcome, run_job
 
+from support.ranks import Outcome, run_job
 from wanma.job.plan import Plan
 
 
@@ -61,13 +61,21 @@ def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(plan: Plan, tmp
     [
         (Plan(dp_shard=2, shard="parameters", micro_batch=3), Plan(micro_batch=6)),
         (Plan(micro_batch=6), Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=2)),
-        (Plan(dp_shard=4, shard="optimizer", micro_batch=2), Plan(dp_shard=2, shard="parameters", micro_batch=3)),
+        (
+            Plan(dp_shard=4, shard="optimizer", micro_batch=2),
+            Plan(dp_shard=2, shard="parameters", micro_batch=3),
+        ),
         (Plan(pp=2, micro_batch=2), Plan(tp=2, micro_batch=6)),
-        (Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=3), Plan(pp=2, dp_shard=2, shard="gradients", micro_batch=1)),
+        (
+            Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=3),
+            Plan(pp=2, dp_shard=2, shard="gradients", micro_batch=1),
+        ),
     ],
     ids=str,
 )
-def test_carrying_on_with_another_plan_follows_the_same_curve(first: Plan, second: Plan, tmp_path: Path) -> None:
+def test_carrying_on_with_another_plan_follows_the_same_curve(
+    first: Plan, second: Plan, tmp_path: Path
+) -> None:
     text = job(tmp_path, precision="fp64")
     text["model"]["dropout"] = 0.0
     from dataclasses import replace

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,9 +33,11 @@ def test_constant_stays_at_the_peak() -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 50), st.sampled_from(["cosine", "linear"]))
-def test_after_warm_up_the_rate_never_rises_and_stays_in_bounds(steps: int, warmup: int, schedule: str) -> None:
+def test_after_warm_up_the_rate_never_rises_and_stays_in_bounds(
+    steps: int, warmup: int, schedule: str
+) -> None:
     train = TrainSection(steps=steps, warmup_steps=warmup, schedule=schedule, learning_rate=1.0)
     rates = [learning_rate(step, train) for step in range(steps)]
     after = rates[warmup:]
-    assert all(a >= b for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(after))
     assert all(0 < rate <= 1.0 for rate in rates)

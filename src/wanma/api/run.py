@@ -9,7 +9,7 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from wanma.data.tokenizer import load_tokenizer
 from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch, Outcome
 from wanma.elastic.node import Node
-from wanma.elastic.supervisor import run_node
+from wanma.engines.local import run as run_local
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory, write_atomically, write_json
@@ -26,6 +26,7 @@ from wanma.job.sections import Job
 from wanma.job.write import differences, job_hash, mathematics_hash, to_toml
 from wanma.models.presets import model_kind
 from wanma.observe.console import Console, open_console
+from wanma.observe.jsonl import append_event
 from wanma.observe.preparing import show_preparing
 from wanma.report.html import write_report
 from wanma.training.request import Request
@@ -44,6 +45,7 @@ def train_job(
     run_directory: Path | None = None,
     command_line: list[str] | None = None,
     objects: dict[str, Any] | None = None,
+    on_failure: Callable[[str], None] | None = None,
 ) -> int:
     """Train `job` on this machine, or this machine's part of it; carry on where it was stopped.
 
@@ -51,6 +53,7 @@ def train_job(
         run_directory: default: `observe.runs` / `observe.name`.
         command_line: kept in environment.json.
         objects: `model`, `data`, `loss` that the user passed in Python.
+        on_failure: gets the one message of a failed run; default: it is shown on the console.
 
     Returns:
         the exit code: 0 finished, 130 or 143 stopped in order or at once by a signal, else failed.
@@ -67,13 +70,17 @@ def train_job(
             prepared = prepare_job(job, cluster, start, objects=objects, progress=progress)
         run.create()
         with _only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
-            notes = _write_down(run, job, prepared, command_line or [])
+            notes = write_down(run, job, prepared, command_line or [])
             launch = _launch(run, job, prepared, objects or {})
             with open_console(run, job.observe, job.train.steps) as console:
                 for note in notes:
                     console.write({"kind": "message", "level": "info", "text": note})
-                outcome = run_node(launch, console.write, node)
+                outcome = run_local(launch, console.write, node)
+                if outcome.failure is not None and on_failure is None:
+                    console.write({"kind": "message", "level": "error", "text": outcome.message})
                 _end(run, outcome, console)
+            if outcome.failure is not None and on_failure is not None:
+                on_failure(outcome.message)
             return outcome.exit_code
     finally:
         node.close()
@@ -132,7 +139,7 @@ def to_bytes(request: Request) -> bytes:
         except Exception as error:  # whatever the object's own pickling raises
             raise WanmaError(
                 f"{name} = {type(value).__name__} cannot be sent to the ranks: {error}",
-                f"open files, locks and connections inside the ranks; or name it in the job file ({name}.factory)",
+                f"open files and connections inside the ranks, or name it in the job file ({name}.factory)",
             ) from error
     return bytes(cloudpickle.dumps(request))
 
@@ -142,7 +149,7 @@ def _without_place(job: Job) -> Job:
     return job.model_copy(update={"cluster": job.cluster.model_copy(update={"node_rank": None})})
 
 
-def _write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> list[str]:
+def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> list[str]:
     """Write job.toml, plan.json and environment.json.
 
     Returns:
@@ -191,7 +198,7 @@ def _environment(command_line: list[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _only_one(run: RunDirectory) -> Iterator[None]:
     """Two trainings in one run directory would overwrite each other's records."""
-    with open(run.path / ".lock", "w") as lock:
+    with (run.path / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -203,11 +210,10 @@ def _only_one(run: RunDirectory) -> Iterator[None]:
 
 
 def _end(run: RunDirectory, outcome: Outcome, console: Console) -> None:
-    if outcome.failure is not None:
-        console.write({"kind": "message", "level": "error", "text": outcome.message})
+    """Write down a failure that the ranks no longer could, and the report."""
     try:
+        if outcome.failure is not None:
+            append_event(run, "finish", outcome="failed", text=outcome.message)
         write_report(run)
-    except OSError as error:
-        console.write(
-            {"kind": "message", "level": "warning", "text": f"no report could be written: {error}"}
-        )
+    except (OSError, WanmaError) as error:
+        console.write({"kind": "message", "level": "warning", "text": f"no report was written: {error}"})

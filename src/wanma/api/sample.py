@@ -32,7 +32,8 @@ def sample(run: RunDirectory, prompt: str, tokens: int, temperature: float, seed
     path = newest(run.checkpoints)
     if path is None:
         raise WanmaError(f"{run.path} has no whole checkpoint yet", "let the run reach its first checkpoint")
-    tokenizer = load_tokenizer(job.data.tokenizer)
+    kept = run.path / "tokenizer"
+    tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer)
     length = job.data.sequence_length
     spec = model_spec(
         job.model, vocabulary=tokenizer.vocabulary, sequence_length=length, image_shape=None, classes=None

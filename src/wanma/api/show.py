@@ -48,7 +48,10 @@ def _plan_table(job: Job, plan: Plan) -> Table:
         ("sharded", plan.shard),
         ("precision", f"{plan.precision} on {plan.device}"),
         ("global batch", f"{batch} samples"),
-        ("micro-batches", f"{plan.accumulation(batch)} per step, of at most {plan.micro_batch} samples per rank"),
+        (
+            "micro-batches",
+            f"{plan.accumulation(batch)} per step, of at most {plan.micro_batch} samples per rank",
+        ),
         ("recompute", plan.recompute),
         ("compile", "each block" if plan.compile else "no"),
     ]

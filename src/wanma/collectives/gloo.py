@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
 class Stopwatch:
@@ -45,11 +46,15 @@ class _Allocation:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class GlooAllGather(_Allocation):
+class GlooAllGather(_Allocation, AllGather):
     """Gather equal parts: `input_tensor` (part,) is this rank's slice of `output_tensor` (ranks × part,)."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,  # noqa: ARG002  # FSDP2's interface; Gloo has no stream to overlap on
     ) -> None:
         self._stopwatch.start(time.perf_counter())
         ranks, me = group.size(), group.rank()
@@ -66,7 +71,7 @@ class GlooAllGather(_Allocation):
         self._stopwatch.stop(time.perf_counter())
 
 
-class GlooReduceScatter(_Allocation):
+class GlooReduceScatter(_Allocation, ReduceScatter):
     """Sum parts: `output_tensor` (part,) is the sum over ranks of their slice for this rank."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -79,7 +84,7 @@ class GlooReduceScatter(_Allocation):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
-        async_op: bool = False,
+        async_op: bool = False,  # noqa: ARG002  # as above
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"only sums are reduced here, not {op}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 
 from wanma.elastic.board import Board
@@ -22,6 +23,7 @@ class LocalRank:
     ) -> None:
         self.spec = spec
         self.pid: int | None = None
+        self._born = time.monotonic()
         self.code: int | None = None
         """Exit code, negative for a signal; None while it lives."""
         self.finished = False
@@ -51,7 +53,7 @@ class LocalRank:
             host=host,
             step=position.step if reported else None,
             phase=position.phase if reported else "",
-            silent_seconds=now - position.seconds if reported else 0.0,
+            silent_seconds=now - (position.seconds if reported else self._born),
             state=process_state(self.pid) if self.pid is not None else "not started",
             stack=main_thread_stack(dump, position.main_thread if reported else 0),
             collective=self.collective,

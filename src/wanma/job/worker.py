@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,3 +68,7 @@ class Worker:
     def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:
         """The only rank of a run in the current process."""
         return cls(0, 0, 1, 1, 0, os.getpid(), run_directory, control=control or Unsupervised())
+
+
+current_worker: ContextVar[Worker | None] = ContextVar("current_worker", default=None)
+"""Set in processes that `wanma launch` started, for the script that runs in them."""

@@ -71,9 +71,11 @@ def process_grid(worker: Worker, plan: Plan, timeout_seconds: float) -> Iterator
     store: Any = worker.store
     if store is None:
         store = (
-            dist.HashStore()
+            dist.HashStore()  # type: ignore[attr-defined]  # public, but torch does not list it
             if worker.world_size == 1
-            else dist.TCPStore(worker.store_host, worker.store_port, is_master=False, timeout=timeout)
+            else dist.TCPStore(  # type: ignore[attr-defined]  # likewise
+                worker.store_host, worker.store_port, is_master=False, timeout=timeout
+            )
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(

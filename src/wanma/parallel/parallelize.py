@@ -18,7 +18,7 @@ from wanma.parallel.materialize import materialize
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline import Pipeline, keep_stage
 from wanma.parallel.recompute import recompute
-from wanma.parallel.shard import DTYPES, shard_data
+from wanma.parallel.shard import shard_data
 from wanma.parallel.tensor import split_tensors
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +43,9 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> None
     assert isinstance(blocks, nn.ModuleDict)
     names = list(blocks)
     cuts = (0, *(plan.stage_cuts or even_cuts(len(names), plan.pp)), len(names))
-    if len(cuts) != plan.pp + 1 or any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
+    if len(cuts) != plan.pp + 1 or any(a >= b for a, b in pairwise(cuts)):
         raise JobError(
-            f"parallel.pp = {plan.pp}: {len(names)} blocks cannot be cut into {plan.pp} stages at {cuts[1:-1]}",
+            f"parallel.pp = {plan.pp}: {len(names)} blocks cannot be cut into so many stages",
             f"use at most pp = {len(names)}",
         )
     kept = set(names[cuts[stage] : cuts[stage + 1]])

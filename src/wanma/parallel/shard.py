@@ -70,7 +70,7 @@ def begin_micro_batch(model: nn.Module, plan: Plan, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the module's parameters be this rank's shards again: a forward without backward leaves them whole."""
+    """Let parameters be this rank's shards again: a forward without backward leaves them whole."""
     for unit in _units(model):
         unit.reshard()
 

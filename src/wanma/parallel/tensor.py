@@ -28,7 +28,8 @@ def split_tensors(model: nn.Module, layout: Layout, grid: Grid) -> None:
     size = grid.plan.tp
     if layout.tied:
         raise JobError(
-            f"parallel.tp = {size}: {' and '.join(layout.tied[0])} are one tensor, which this version cannot split",
+            f"parallel.tp = {size}: {' and '.join(layout.tied[0])} are one tensor, "
+            "which this version cannot split",
             "set model.tie_embeddings = false, or tp = 1",
         )
     styles: dict[str, ParallelStyle] = {}
@@ -36,7 +37,8 @@ def split_tensors(model: nn.Module, layout: Layout, grid: Grid) -> None:
         role = next((role for pattern, role in layout.tensor.items() if fnmatchcase(name, pattern)), None)
         if role == "head_norm" and any(True for _ in module.parameters()):
             raise JobError(
-                f"parallel.tp = {size}: {name} normalises single heads, which this version cannot split", "use tp = 1"
+                f"parallel.tp = {size}: {name} normalises single heads, which this version cannot split",
+                "use tp = 1",
             )
         if role in _STYLES:
             _check_divides(name, module, role, size, model)

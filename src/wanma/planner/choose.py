@@ -27,7 +27,7 @@ class Planned:
 
 
 def device_of(job: Job, cluster: Cluster) -> str:
-    """"cuda" or "cpu".
+    """ "cuda" or "cpu".
 
     Raises:
         JobError: a GPU is asked for and none is here.
@@ -97,7 +97,7 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
         largest = rows if plan.pp == 1 else max(rows // (2 * plan.pp), 1)
         if plan.device == "cpu":
             largest = min(largest, max(CPU_TOKENS // workload.tokens_per_sample, 1))
-        largest = _respect_statistics(job, largest, rows)
+        largest = _respect_statistics(job, largest)
         micro_batch = largest
         while micro_batch > 1 and needs(micro_batch).memory_bytes > limit:
             micro_batch //= 2
@@ -154,7 +154,9 @@ def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
             )
     for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
         if getattr(plan, axis) > 1:
-            raise JobError(f"parallel.{axis} = {getattr(plan, axis)}: {what} is not available in this version")
+            raise JobError(
+                f"parallel.{axis} = {getattr(plan, axis)}: {what} is not available in this version"
+            )
     if plan.shard != "nothing" and plan.dp_shard == 1:
         raise JobError(
             f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
@@ -174,7 +176,7 @@ def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
         )
 
 
-def _respect_statistics(job: Job, largest: int, rows: int) -> int:
+def _respect_statistics(job: Job, largest: int) -> int:
     """Batch normalisation wants whole groups: a multiple of the group where there is room for one."""
     group = job.model.statistics_group
     uses_groups = job.model.family == "resnet" or (job.model.preset or "").startswith("resnet")

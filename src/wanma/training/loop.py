@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
+from wanma.data.data import Data
 from wanma.data.loader import Loader
-from wanma.data.open import Data
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.trainer import Trainer
 
@@ -80,7 +80,7 @@ def validate(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
     loss_sum, targets, right = numbers.tolist()
-    loss = loss_sum / max(targets, 1.0)
+    loss = float(loss_sum / max(targets, 1.0))
     metrics = {"perplexity": math.exp(min(loss, 700.0))} if data.kind == "tokens" else {}
     if data.kind == "images":
         metrics = {"accuracy": right / max(targets, 1.0)}

@@ -78,7 +78,7 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     """The model that the user passed, or the one that the job describes."""
     model = request.objects.get("model")
     if model is not None:
-        return custom_spec(model)
+        return custom_spec(model, request.job.model.statistics_group)
     return model_spec(
         request.job.model,
         vocabulary=data.vocabulary,

@@ -47,9 +47,7 @@ class Updater:
         self._optimizers: list[Optimizer] = []
         if matrices:
             groups = _groups(matrices, updated, rules)
-            self._optimizers.append(
-                torch.optim.Muon(groups, lr=train.learning_rate, momentum=train.momentum)
-            )
+            self._optimizers.append(torch.optim.Muon(groups, lr=train.learning_rate, momentum=train.momentum))
         if others:
             self._optimizers.append(_optimizer(_groups(others, updated, rules), train))
 

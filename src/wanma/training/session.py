@@ -61,7 +61,9 @@ class Session:
 
         Every rank must have built it alike (same seed): seed torch with `job.train.seed`.
         """
-        parallel = parallelize(custom_spec(model), self.plan, self.grid, self.job.train.seed)
+        parallel = parallelize(
+            custom_spec(model, self.job.model.statistics_group), self.plan, self.grid, self.job.train.seed
+        )
         self._model = parallel.module
         self._trainer = Trainer(self.job, self.plan, self.worker, self.grid, parallel, targets_per_sample=1)
         return parallel.module

@@ -78,7 +78,9 @@ def random_state() -> dict[str, str]:
 
 def restore_random_state(state: dict[str, str]) -> None:
     """Put back what `random_state` gave; a generator that is not here is left alone."""
-    tensors = {name: torch.frombuffer(bytearray(base64.b64decode(v)), dtype=torch.uint8) for name, v in state.items()}
+    tensors = {
+        name: torch.frombuffer(bytearray(base64.b64decode(v)), dtype=torch.uint8) for name, v in state.items()
+    }
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])

@@ -43,7 +43,7 @@ class Trainer:
 
     Args:
         flops_per_sample: model FLOPs of one sample, forward and backward; None when unknown.
-        peak_flops_per_second: of the whole world; None when unknown.
+        peak_flops_per_second: of one rank's device; None when unknown.
     """
 
     def __init__(
@@ -247,7 +247,8 @@ class Trainer:
             dist.all_gather_object(everyones, everyones[0])
         if problems := [problem for problems in everyones for problem in problems]:
             raise WanmaError(
-                f"checkpoint.start_from = '{path}' is not whole: {problems[0]}", "name another checkpoint folder"
+                f"checkpoint.start_from = '{path}' is not whole: {problems[0]}",
+                "name another checkpoint folder",
             )
         load(path, self.state.weights(), strict=False)
 

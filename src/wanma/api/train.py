@@ -1,0 +1,102 @@
+"""`wanma.train`: a whole job from Python, with one's own model, data and loss if wanted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanma.api.run import train_job
+from wanma.job.errors import WanmaError
+from wanma.job.load import job_from
+from wanma.job.run_directory import RunDirectory
+from wanma.job.sections import Job
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from wanma.report.read import Report
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished training."""
+
+    run: RunDirectory
+    exit_code: int
+    """0: finished; 130 or 143: stopped in order, the same call carries on."""
+
+    @property
+    def report(self) -> Report:
+        """What happened, read from the run directory."""
+        from wanma.report.read import read_report
+
+        return read_report(self.run)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Full parameters and buffers of the newest checkpoint, on CPU, by the model's own names.
+
+        Raises:
+            WanmaError: there is no whole checkpoint.
+        """
+        from wanma.checkpoint.reader import load_full, newest
+
+        path = newest(self.run.checkpoints)
+        if path is None:
+            raise WanmaError(f"{self.run.path} has no whole checkpoint")
+        return {
+            name.removeprefix("model."): tensor
+            for name, tensor in load_full(path).items()
+            if name.startswith("model.")
+        }
+
+
+def train(
+    job: Job | Mapping[str, Any] | str | Path,
+    *,
+    model: nn.Module | None = None,
+    data: Any = None,
+    loss: Any = None,
+    overrides: Sequence[str] = (),
+    run_directory: Path | str | None = None,
+) -> Result:
+    """Train `job` and wait for it; the same as `wanma train`, in processes of its own.
+
+    Args:
+        job: a job, its sections as nested mappings, or the path of a job file.
+        model: a plain module instead of `[model]`; afterwards it holds the trained weights.
+        data: a map-style dataset, or a pair (training, validation), instead of `[data]`.
+        loss: function (output, targets) -> one loss per target (reduction="none"); default: cross entropy.
+        overrides: 'train.steps=500' and so on.
+        run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
+
+    Raises:
+        WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
+    """
+    job = job_from(with_model(job, model), overrides)
+    run = RunDirectory(Path(run_directory or Path(job.observe.runs) / (job.observe.name or "run")))
+    objects = {"model": model, "data": data, "loss": loss}
+    failures: list[str] = []
+    exit_code = train_job(
+        job,
+        run_directory=run.path,
+        command_line=sys.argv,
+        objects={name: value for name, value in objects.items() if value is not None},
+        on_failure=failures.append,
+    )
+    if failures:
+        raise WanmaError(failures[0], exit_code=exit_code)
+    result = Result(run, exit_code)
+    if model is not None:
+        model.load_state_dict(result.weights())
+    return result
+
+
+def with_model(job: Any, model: nn.Module | None) -> Any:
+    """Let a job that leaves `[model]` to a Python object name that object's class there."""
+    if model is None or not isinstance(job, Mapping) or "model" in job:
+        return job
+    kind = type(model)
+    return {**job, "model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}
