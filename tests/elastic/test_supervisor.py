@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.supervisor import run_node
@@ -132,6 +134,7 @@ def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
     assert "in all_reduce" in report
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_takes_its_first_step_is_found_too_even_when_it_cannot_answer(run: Any) -> None:
     ran = run("rank_1_is_stopped", ranks_per_node=2, preload=("torch",), start_seconds=2)
     odd = next(line for line in ran.outcome.message.splitlines() if line.startswith("  rank 1"))

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from wanma.elastic.environment import worker_environment
+from wanma.elastic.failure import clip, failure_of_exception, failure_of_exit, is_consequence
+from wanma.job.errors import WanmaError
+from wanma.job.plan import Plan
+from wanma.job.sections import ClusterSection
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_the_text_says_who_why_where_and_what_to_do() -> None:
+    failure = failure_of_exception(raised(KeyError("prize")), 3, 1, "host", "run/logs/rank-3.log")
+    lines = failure.text().splitlines()
+    assert lines[0] == "rank 3 (node 1, host) failed: KeyError: 'prize'"
+    assert lines[2] == "Traceback (most recent call last):"
+    assert lines[-1] == "  log: run/logs/rank-3.log"
+    assert failure.exit_code == 1
+
+
+def test_a_wanma_error_keeps_its_hint_and_exit_code() -> None:
+    error = WanmaError("no data", "give some", exit_code=2)
+    failure = failure_of_exception(raised(error), 0, 0, "host", "log")
+    assert (failure.cause, failure.hint, failure.exit_code, failure.traceback) == (
+        "no data",
+        "give some",
+        2,
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionResetError("Connection reset by peer"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"), True),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_what_a_collective_raises_when_a_peer_died_is_a_consequence(error: Exception, expected: bool) -> None:
+    assert is_consequence(error) is expected
+
+
+def test_an_error_raised_from_a_consequence_is_one_too() -> None:
+    error = WanmaError("rank 1 lost its peers")
+    assert not is_consequence(error)
+    error.__cause__ = BrokenPipeError("Broken pipe")
+    assert is_consequence(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "hint"),
+    [
+        (-signal.SIGKILL, "its process was killed by SIGKILL", "perhaps out of memory"),
+        (-signal.SIGSEGV, "its process was killed by SIGSEGV", "a crash in native code"),
+        (-signal.SIGHUP, "its process was killed by SIGHUP", ""),
+        (-40, "its process was killed by signal 40", ""),
+        (7, "its process left with exit code 7 before the work was finished", ""),
+    ],
+)
+def test_a_silent_end_is_named(code: int, cause: str, hint: str) -> None:
+    failure = failure_of_exit(code, 0, 0, "host", "log")
+    assert failure.cause == cause
+    assert failure.hint.startswith(hint)
+    assert bool(failure.hint) == bool(hint)
+
+
+def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
+    clipped = clip("a" * 50 + "b" * 50, limit=20)
+    assert clipped == "a" * 10 + "\n... 80 characters left out ...\n" + "b" * 10
+
+
+def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
+    plan = Plan(threads_per_rank=3)
+    tuned = worker_environment(ClusterSection(), plan)
+    assert tuned == {
+        "MALLOC_MMAP_THRESHOLD_": "8589934592",
+        "MALLOC_TRIM_THRESHOLD_": "17179869184",
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "OMP_NUM_THREADS": "3",
+    }
+    assert worker_environment(ClusterSection(allocator="system"), plan) == {"OMP_NUM_THREADS": "3"}
+    assert worker_environment(ClusterSection(), Plan(device="cuda")) == {"OMP_NUM_THREADS": "1"}

@@ -1,0 +1,347 @@
+"""Two supervisors that meet: over loopback, and between two network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUPERVISE = """
+import json, sys
+from pathlib import Path
+from wanma.elastic.launch import Launch
+from wanma.elastic.supervisor import run_node
+from wanma.job.errors import WanmaError
+
+changes = json.loads(sys.stdin.readline())
+changes["run_directory"] = Path(changes["run_directory"])
+changes["payload"] = changes.get("payload", "").encode()
+changes["preload"] = tuple(changes.get("preload", ()))
+try:
+    outcome = run_node(Launch(**changes), lambda event: print(json.dumps(event), flush=True))
+except WanmaError as error:
+    print(json.dumps({"kind": "refused", "message": error.message, "hint": error.hint}))
+    sys.exit(9)
+print(json.dumps({"kind": "outcome", "message": outcome.message}))
+sys.exit(outcome.exit_code)
+"""
+
+
+class Supervisor:
+    """One node's supervisor in a process of its own."""
+
+    def __init__(
+        self, folder: Path, entry: str, namespace: str = "", secret: str = "", **changes: Any
+    ) -> None:
+        inside = ["ip", "netns", "exec", namespace] if namespace else []
+        self.folder = folder
+        self.errors = folder.with_suffix(".stderr")
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-c", SUPERVISE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            text=True,
+            env={**os.environ, **({"WANMA_SECRET": secret} if secret else {})},
+        )
+        order = {"run_directory": str(folder), "entry": f"elastic_entries:{entry}", "nodes": 2, **changes}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"start_seconds": 60, **order}) + "\n")
+        self.process.stdin.flush()
+        self.lines: list[dict[str, Any]] = []
+
+    def until(self, kind: str) -> dict[str, Any]:
+        """Read what it prints up to the first event of `kind`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line))
+            if self.lines[-1]["kind"] == kind:
+                return self.lines[-1]
+        raise AssertionError(f"no {kind} in {self.lines}")
+
+    def end(self) -> int:
+        assert self.process.stdout is not None
+        self.lines += [json.loads(line) for line in self.process.stdout]
+        return self.process.wait(60)
+
+    @property
+    def message(self) -> str:
+        return str(self.lines[-1]["message"])
+
+    def logs(self) -> dict[str, str]:
+        return {path.name: path.read_text() for path in (self.folder / "logs").glob("rank-*.log")}
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Start a supervisor; its state folder is the test's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("WANMA_SECRET", raising=False)
+    started: list[Supervisor] = []
+
+    def start(name: str, entry: str, **changes: Any) -> Supervisor:
+        started.append(Supervisor(tmp_path / name, entry, **changes))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        if supervisor.process.poll() is None:
+            supervisor.process.kill()
+        supervisor.process.communicate()
+
+
+@pytest.fixture
+def rendezvous() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_two_supervisors_meet_and_their_ranks_compute_together(start: Any, rendezvous: str) -> None:
+    common = {"rendezvous": rendezvous, "preload": ["torch"], "job_hash": "abc"}
+    nodes = [
+        start("a", "all_reduce", ranks_per_node=2, **common),
+        start("b", "all_reduce", ranks_per_node=1, **common),
+    ]
+    assert [node.end() for node in nodes] == [0, 0], [node.lines for node in nodes]
+    assert [line for node in nodes for line in node.lines if line["kind"] == "sum"] == [
+        {"kind": "sum", "sum": 6.0}
+    ]
+    logs = {name: text for node in nodes for name, text in node.logs().items()}
+    assert sorted(logs) == ["rank-0.log", "rank-1.log", "rank-2.log"]
+    assert all("sum 6 on node " in text for text in logs.values())
+    secret = next((nodes[0].folder.parent / "state" / "wanma").iterdir()).read_text()
+    assert all(secret not in text for text in logs.values())
+
+
+def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: str) -> None:
+    second = start("a", "finish", rendezvous=rendezvous, node_rank=1)
+    first = start("b", "finish", rendezvous=rendezvous, node_rank=0)
+    assert (first.end(), second.end()) == (0, 0)
+    assert list(first.logs()) == ["rank-0.log"]
+    assert list(second.logs()) == ["rank-1.log"]
+
+
+def test_a_failure_on_one_node_is_the_same_message_on_both(start: Any, rendezvous: str) -> None:
+    nodes = [
+        start(name, "raise_on_rank_1", rendezvous=rendezvous, node_rank=rank)
+        for name, rank in (("a", 0), ("b", 1))
+    ]
+    assert [node.end() for node in nodes] == [1, 1]
+    assert nodes[0].message == nodes[1].message
+    assert nodes[0].message.startswith("rank 1 (node 1, ")
+    assert "ValueError: no such column: prize" in nodes[0].message
+
+
+def test_an_interrupt_on_any_node_stops_all_in_order(start: Any, rendezvous: str) -> None:
+    first = start("a", "until_stopped", rendezvous=rendezvous, node_rank=0)
+    second = start("b", "until_stopped", rendezvous=rendezvous, node_rank=1)
+    first.until("start")
+    second.process.send_signal(signal.SIGINT)
+    assert (first.end(), second.end()) == (130, 130)
+    assert "stopped in order" in first.logs()["rank-0.log"]
+    assert "stopped in order" in second.logs()["rank-1.log"]
+
+
+def test_a_lost_node_ends_the_run_of_the_other(start: Any, rendezvous: str) -> None:
+    first = start("a", "until_stopped", rendezvous=rendezvous, node_rank=0)
+    wait_for_listener(rendezvous)
+    second = start("b", "until_stopped", rendezvous=rendezvous, node_rank=1)
+    first.until("start")
+    second.process.kill()
+    assert first.end() == 1
+    assert first.message.startswith("node 1 (")
+    assert "was lost" in first.message
+
+
+@pytest.mark.slow
+def test_a_silent_node_is_given_up_after_its_heartbeats_stop(start: Any, rendezvous: str) -> None:
+    common = {"rendezvous": rendezvous, "lost_seconds": 2}
+    first = start("a", "until_stopped", node_rank=0, **common)
+    wait_for_listener(rendezvous)
+    second = start("b", "until_stopped", node_rank=1, **common)
+    first.until("start")
+    second.process.send_signal(signal.SIGSTOP)
+    assert first.end() == 1
+    assert "node 1 (" in first.message
+    assert "no heartbeat for " in first.message
+
+
+def test_a_lost_coordinator_ends_the_other_nodes(start: Any, rendezvous: str) -> None:
+    first = start("a", "until_stopped", rendezvous=rendezvous, node_rank=1)
+    wait_for_listener(rendezvous)
+    second = start("b", "until_stopped", rendezvous=rendezvous, node_rank=0)
+    second.until("start")
+    first.process.kill()
+    assert second.end() == 1
+    assert second.message.startswith(f"lost the coordinator at {rendezvous}")
+
+
+def test_machines_with_other_jobs_or_secrets_are_sent_away(start: Any, rendezvous: str) -> None:
+    good = start("a", "finish", rendezvous=rendezvous, job_hash="one", secret="s" * 16)
+    wait_for_listener(rendezvous)
+    other_job = start("b", "finish", rendezvous=rendezvous, job_hash="two", secret="s" * 16)
+    assert other_job.end() == 9
+    assert "is of another job" in other_job.message
+    other_secret = start("c", "finish", rendezvous=rendezvous, job_hash="one", secret="t" * 16)
+    assert other_secret.end() == 9
+    assert "secret is not this machine's" in other_secret.message
+    assert "does not know the secret" in good.errors.read_text()
+    right = start("d", "finish", rendezvous=rendezvous, job_hash="one", secret="s" * 16)
+    assert (good.end(), right.end()) == (0, 0)
+
+
+def test_a_port_that_something_else_holds_is_named(start: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            connection.recv(100)
+            connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        node = start("a", "finish", rendezvous=place)
+        assert node.end() == 9
+    assert node.message.startswith(f"what listens at {place} is not a coordinator")
+    assert "SSH" in node.message
+
+
+def test_nobody_there_is_told_at_the_deadline(start: Any, rendezvous: str) -> None:
+    node = start("a", "finish", rendezvous=rendezvous, start_seconds=1)
+    assert node.end() == 1
+    assert node.message.startswith(f"only 1 of 2 machines came to {rendezvous} within 1 s")
+
+
+def test_a_foreign_address_where_nobody_answers_is_told_at_the_deadline(start: Any) -> None:
+    # 192.0.2.0/24 is reserved for documentation: no machine has it.
+    node = start("a", "finish", rendezvous="192.0.2.1:29500", start_seconds=2, secret="s" * 16)
+    assert node.end() == 9
+    assert node.message == "nobody answers at 192.0.2.1:29500 within 2 s"
+
+
+def test_a_network_needs_a_secret(start: Any) -> None:
+    node = start("a", "finish", rendezvous="192.0.2.1:29500")
+    assert node.end() == 9
+    assert "WANMA_SECRET is not set" in node.message
+    assert "openssl rand -hex 16" in node.lines[-1]["hint"]
+
+
+def test_garbage_at_the_rendezvous_harms_nobody(start: Any, rendezvous: str) -> None:
+    first = start("a", "finish", rendezvous=rendezvous)
+    wait_for_listener(rendezvous)
+    host, _, port = rendezvous.rpartition(":")
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 2_000_000,
+        b'{"v":1,"g":0,"kind":"Leave","exit_code":1}\n',
+    ):
+        with socket.create_connection((host, int(port))) as sock:
+            try:
+                sock.sendall(garbage)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+            except ConnectionError:
+                continue
+    second = start("b", "finish", rendezvous=rendezvous)
+    assert (first.end(), second.end()) == (0, 0)
+    complaints = first.errors.read_text()
+    assert "not JSON" in complaints
+    assert "a line of more than 1048576 bytes" in complaints
+    assert "it says Leave before it has proved itself" in complaints
+    assert "Traceback" not in complaints
+
+
+def test_an_interrupt_while_waiting_for_the_others_leaves_at_once(start: Any, rendezvous: str) -> None:
+    node = start("a", "finish", rendezvous=rendezvous)
+    wait_for_listener(rendezvous)
+    node.process.send_signal(signal.SIGINT)
+    assert node.end() == 130
+
+
+def wait_for_listener(rendezvous: str) -> None:
+    host, _, port = rendezvous.rpartition(":")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port))).close()
+            return
+        except OSError:
+            time.sleep(0.02)
+    raise AssertionError(f"nobody listens at {rendezvous}")
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces joined by one cable: 10.91.0.1 and 10.91.0.2."""
+    if os.getuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the `ip` command (apt-get install iproute2)")
+    names = (f"wanma-a-{os.getpid()}", f"wanma-b-{os.getpid()}")
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip(
+            "link",
+            "add",
+            "cable0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable1",
+            "netns",
+            names[1],
+        )
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.91.0.{number + 1}/24", "dev", f"cable{number}")
+            ip("-n", name, "link", "set", f"cable{number}", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.root
+def test_two_machines_on_a_network_compute_together(start: Any, namespaces: tuple[str, str]) -> None:
+    common = {"rendezvous": "10.91.0.1:29500", "preload": ["torch"], "secret": "0123456789abcdef"}
+    nodes = [start(name, "all_reduce", namespace=name, **common) for name in reversed(namespaces)]
+    assert [node.end() for node in nodes] == [0, 0], [node.lines for node in nodes]
+    assert sorted(name for node in nodes for name in node.logs()) == ["rank-0.log", "rank-1.log"]
+    for node in nodes:
+        assert all("sum 3 on node " in text for text in node.logs().values())
+        assert all("0123456789abcdef" not in text for text in node.logs().values())
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_cut_cable_ends_both_sides(start: Any, namespaces: tuple[str, str]) -> None:
+    common = {"rendezvous": "10.91.0.1:29500", "secret": "0123456789abcdef", "lost_seconds": 2}
+    first = start("a", "until_stopped", namespace=namespaces[0], node_rank=0, **common)
+    second = start("b", "until_stopped", namespace=namespaces[1], node_rank=1, **common)
+    first.until("start")
+    subprocess.run(["ip", "-n", namespaces[1], "link", "set", "cable1", "down"], check=True)
+    assert (first.end(), second.end()) == (1, 1)
+    assert "node 1 (" in first.message
+    assert second.message.startswith("lost the coordinator at 10.91.0.1:29500")

@@ -1,0 +1,71 @@
+"""The local engine, in the foreground and in the background."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from wanma.elastic.launch import Launch
+from wanma.engines.base import Engine, Status
+from wanma.engines.local import LocalEngine, run
+from wanma.job.errors import WanmaError
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _entries_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])))
+
+
+def launch(folder: Path, entry: str) -> Launch:
+    return Launch(folder, f"engine_entries:{entry}", b"4", preload=(), start_seconds=60)
+
+
+def test_a_run_in_the_foreground_gives_its_events_and_its_outcome(tmp_path: Path) -> None:
+    events: list[dict[str, object]] = []
+    assert run(launch(tmp_path, "square"), events.append).exit_code == 0
+    assert events == [{"kind": "finish", "square": 16}]
+
+
+def test_a_submitted_run_is_followed_by_its_name(tmp_path: Path) -> None:
+    engine = LocalEngine()
+    name = engine.submit(launch(tmp_path, "square"))
+    assert engine.wait(name, 60) == Status("finished", 0)
+    assert engine.logs(name) == [tmp_path / "logs" / "rank-0.log"]
+    assert "squaring" in engine.logs(name)[0].read_text()
+
+
+def test_a_submitted_run_that_fails_says_why(tmp_path: Path) -> None:
+    engine: LocalEngine = LocalEngine()
+    status = engine.wait(engine.submit(launch(tmp_path, "fail")), 60)
+    assert (status.state, status.exit_code) == ("failed", 1)
+    assert "ValueError: too square" in status.message
+
+
+def test_a_cancelled_run_ends_in_order(tmp_path: Path) -> None:
+    engine = LocalEngine()
+    name = engine.submit(launch(tmp_path, "until_stopped"))
+    with pytest.raises(WanmaError, match="is going on"):
+        engine.submit(launch(tmp_path, "until_stopped"))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "running").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert engine.status(name) == Status("running")
+    engine.cancel(name)
+    assert engine.wait(name, 60) == Status("cancelled", 143)
+    assert "stopped in order" in engine.logs(name)[0].read_text()
+    engine.cancel(name)
+    assert engine.status(name).state == "cancelled"
+
+
+def test_an_unknown_run_is_refused() -> None:
+    engine: Engine = LocalEngine()
+    for question in (engine.status, engine.logs, engine.cancel):
+        with pytest.raises(WanmaError, match="no run ghost"):
+            question("ghost")
