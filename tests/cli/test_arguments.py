@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wanma.cli.arguments import chosen_run
-from wanma.cli.commands.launch import _take_ranks
+from wanma.cli.commands.launch import take_ranks
 from wanma.cli.commands.train import _options_as_overrides
 from wanma.cli.parser import build_parser, parse
 from wanma.job.errors import JobError, WanmaError
@@ -73,11 +73,11 @@ def test_options_for_several_machines_are_keys_of_the_job() -> None:
 def test_ranks_may_stand_before_or_after_the_script_and_the_rest_is_the_scripts(
     before: int | None, rest: list[str], ranks: int, script_gets: list[str]
 ) -> None:
-    assert _take_ranks(before, rest) == (ranks, script_gets)
+    assert take_ranks(before, rest) == (ranks, script_gets)
 
 
 def test_ranks_must_be_given() -> None:
     with pytest.raises(JobError, match="give --ranks N"):
-        _take_ranks(None, ["--", "--ranks", "7"])
+        take_ranks(None, ["--", "--ranks", "7"])
     with pytest.raises(JobError, match="give --ranks N"):
-        _take_ranks(0, [])
+        take_ranks(0, [])

@@ -20,22 +20,25 @@ The script is plain Python and calls `wanma.session(...)`.
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("launch", help="run your own script on several ranks", epilog=_EXAMPLES)
     parser.add_argument("--ranks", metavar="N", type=int, help="processes to start (required)")
+    parser.add_argument(
+        "--run-dir", metavar="DIR", type=Path, help="for the logs; default: runs/SCRIPT's name"
+    )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="Python file that uses wanma.session")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's arguments")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    ranks, rest = _take_ranks(arguments.ranks, arguments.arguments)
+    ranks, rest = take_ranks(arguments.ranks, arguments.arguments)
     script: Path = arguments.script
     if not script.is_file():
         raise JobError(f"there is no script {script}", "`wanma train JOB.toml` trains a job file")
     from wanma.api.launch import launch_script
 
-    return launch_script(script, rest, ranks)
+    return launch_script(script, rest, ranks, run_directory=arguments.run_dir)
 
 
-def _take_ranks(ranks: int | None, rest: list[str]) -> tuple[int, list[str]]:
+def take_ranks(ranks: int | None, rest: list[str]) -> tuple[int, list[str]]:
     """`--ranks` may also follow the script; what stands after `--` is never ours."""
     ours, theirs = rest, []
     if "--" in rest:
