@@ -32,7 +32,7 @@ class ModelSection(Section):
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
     loss: str | None = Field(
         None,
-        description="'package.module:function' (output, targets) -> one loss per target; default: cross entropy",
+        description="'package.module:function' (output, targets) -> loss per target; default: cross-entropy",
     )
     layers: int | None = Field(None, gt=0, description="decoder: number of blocks")
     hidden: int | None = Field(None, gt=0, description="decoder: width of the residual stream")

@@ -20,9 +20,7 @@ The script is plain Python and calls `wanma.session(...)`.
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("launch", help="run your own script on several ranks", epilog=_EXAMPLES)
     parser.add_argument("--ranks", metavar="N", type=int, help="processes to start (required)")
-    parser.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="for the logs; default: runs/SCRIPT's name"
-    )
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="run directory; default: runs/SCRIPT")
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="Python file that uses wanma.session")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's arguments")
     parser.set_defaults(run=run)
