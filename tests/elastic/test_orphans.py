@@ -70,6 +70,8 @@ def all_gone(pids: list[int]) -> bool:
 
 
 def test_a_killed_supervisor_takes_fork_server_and_ranks_with_it(victim: Victim) -> None:
+    groups = {os.getpgid(pid) for pid in (victim.process.pid, victim.fork_server, *victim.ranks)}
+    assert len(groups) == 4, "a terminal's Ctrl-C reaches only the supervisor"
     victim.process.kill()
     wait_until(lambda: all_gone([victim.fork_server, *victim.ranks]), seconds=10)
 
@@ -91,12 +93,6 @@ def test_a_killed_rank_takes_its_children_and_the_other_ranks_with_it(victim: Vi
     assert all_gone([victim.fork_server, *victim.ranks, *victim.grandchildren])
 
 
-def test_a_terminals_interrupt_reaches_only_the_supervisor(victim: Victim) -> None:
-    groups = {os.getpgid(pid) for pid in victim.ranks} | {os.getpgid(victim.fork_server)}
-    assert len(groups) == 3
-    assert os.getpgid(victim.process.pid) not in groups
-
-
 def test_a_module_that_starts_threads_makes_the_ranks_spawn_with_one_message(run: Any) -> None:
     ran = run("finish", preload=("elastic_threads",), ranks_per_node=2)
     assert ran.outcome.exit_code == 0
@@ -114,9 +110,9 @@ def test_a_module_that_opens_sockets_makes_the_ranks_spawn(run: Any) -> None:
     assert "an import opened a socket" in ran.messages[0]
 
 
-def test_a_spawned_rank_is_bound_to_its_parents_life_too(run: Any) -> None:
-    ran = run("raise_on_rank_1", preload=("elastic_threads",), ranks_per_node=2)
-    assert ran.outcome.failure.cause == "ValueError: no such column: prize"
+def test_a_spawned_rank_fails_like_a_forked_one(run: Any) -> None:
+    ran = run("exit_with_3", preload=("elastic_threads",))
+    assert ran.outcome.failure.cause == "SystemExit: 3"
 
 
 def test_a_module_that_cannot_be_preloaded_is_told_and_does_no_harm(run: Any) -> None:

@@ -150,7 +150,7 @@ def test_one_interrupt_stops_in_order(run: Any) -> None:
     ran = run("until_stopped", interrupt, ranks_per_node=2, preload=("torch",))
     assert ran.outcome.exit_code == 130
     assert ran.outcome.failure is None
-    assert ran.messages == ["stopping after this step because of Ctrl-C; Ctrl-C again leaves at once"]
+    assert ran.messages == ["stopping in order after this step: Ctrl-C (again: leave at once)"]
     assert "stopped in order" in ran.log(0)
     assert "stopped in order" in ran.log(1)
 
@@ -192,6 +192,15 @@ def test_a_fork_server_that_dies_is_a_failure_and_not_a_wait(launch: Any) -> Non
     assert "killed by SIGKILL" in outcome.message
 
 
+def test_a_node_that_is_not_needed_is_closed_at_once_and_only_once() -> None:
+    began = time.monotonic()
+    with Node.start(("torch",)) as node:
+        pass
+    node.close()
+    assert node._process.returncode == -signal.SIGKILL
+    assert time.monotonic() - began < 5, "it does not wait for the import"
+
+
 def test_a_failure_of_the_console_ends_the_ranks(run: Any) -> None:
     class BrokenConsoleError(Exception):
         pass
@@ -199,8 +208,5 @@ def test_a_failure_of_the_console_ends_the_ranks(run: Any) -> None:
     def broken(event: dict[str, Any]) -> None:
         raise BrokenConsoleError
 
-    try:
+    with pytest.raises(BrokenConsoleError):  # and the fixture sees that no process is left
         run("stubborn", broken)
-    except BrokenConsoleError:
-        return  # the fixture sees that no process is left
-    raise AssertionError("the console's error must reach the caller")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wanma.elastic.failure import Failure
+from wanma.elastic.failure import Failure, clip
 from wanma.elastic.hang import hang_report
 from wanma.elastic.messages import (
     Abort,
@@ -36,6 +36,8 @@ GATHER_SECONDS = 1.0
 INSPECT_SECONDS = 10.0
 """How long nodes may take to say where their ranks stand."""
 
+REPORT_LIMIT = 256 * 1024
+"""Characters of a hang report that travel."""
 LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
 
 Send = Callable[[int, Message], None]
@@ -200,7 +202,7 @@ class Coordinator:
             standings = [one for node in self._standings.values() for one in node]
             summary, report = hang_report(standings, self._hang.seconds, self._hang.limit)
             hint = "the stacks are in logs/hang-report.txt of the run directory"
-            self._end(Abort(1, Failure(summary, hint=hint), report))
+            self._end(Abort(1, Failure(clip(summary), hint=hint), clip(report, REPORT_LIMIT)))
 
     def _end(self, word: Abort | Over) -> None:
         self.over = True

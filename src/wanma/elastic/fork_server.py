@@ -34,7 +34,6 @@ class ForkServer:
         self._control = control
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
-        self._modules: tuple[str, ...] = ()
         self._wake_read, self._wake_write = os.pipe()
         for descriptor in (self._wake_read, self._wake_write):
             os.set_blocking(descriptor, False)
@@ -54,8 +53,8 @@ class ForkServer:
                     self._reap(os.WNOHANG)
                 if self._control in ready and not self._packet():
                     break
-        for pid in self._ranks:
-            os.killpg(pid, signal.SIGKILL)
+        for rank in self._pids:
+            self._signal(rank, signal.SIGKILL, group=True)
         self._reap(0)
 
     def _packet(self) -> bool:
@@ -83,7 +82,7 @@ class ForkServer:
     def _prepare(self, modules: tuple[str, ...], path: tuple[str, ...]) -> None:
         sys.path[:] = path
         notes = []
-        gc.disable()  # imports make only long-lived objects; and see freeze
+        gc.disable()  # imports make only long-lived objects
         for module in modules:
             try:
                 importlib.import_module(module)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from wanma.elastic.failure import signal_name
-from wanma.elastic.messages import Message, Prepare
+from wanma.elastic.messages import Fork, Message, Prepare
 from wanma.elastic.processes import require_linux
 from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
 from wanma.elastic.secret import VARIABLE
@@ -30,7 +30,7 @@ class Node:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, output: int) -> None:
         self.control = control
         self._process, self._output = process, output
-        self._closed = False
+        self._forked = self._closed = False
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None) -> Node:
@@ -72,6 +72,7 @@ class Node:
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """One packet. A fork server that has gone is noticed by `receive`."""
+        self._forked = self._forked or isinstance(message, Fork)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self.control, [encode(message)], descriptors)
 
@@ -101,12 +102,20 @@ class Node:
         printed = os.pread(self._output, 4096, max(0, size - 4096)).decode(errors="replace").strip()
         return f"{how}\n{printed}" if printed else how
 
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the fork server and every worker; returns when they are gone. Again: nothing."""
         if self._closed:
             return
         self._closed = True
         self.control.close()
+        if not self._forked:
+            self._process.kill()  # nobody's parent yet, and perhaps busy importing
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -70,7 +70,7 @@ def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | Non
     Raises:
         WanmaError: the machines could not meet, or this is no place to run; nothing was started.
     """
-    node = node or Node.start(launch.preload, {**launch.environment, "OMP_NUM_THREADS": "1"})
+    node = node or Node.start(launch.preload, launch.environment)
     loop = Loop()
     supervisor = Supervisor(launch, on_event, node, loop)
     try:
@@ -92,6 +92,7 @@ class Supervisor:
         self._start: Start | None = None
         self._ending: Abort | Over | None = None
         self._signals = 0
+        self._stop = False
         self._told_obstacle = False
         self._ranks: list[LocalRank] = []
         self._board: Board | None = None
@@ -143,12 +144,11 @@ class Supervisor:
                 self._start = message
                 self._fork_when_ready()
             case Stop(exit_code):
-                assert self._board is not None or not self._ranks
+                self._stop = True
                 if self._board is not None:
                     self._board.request_stop()
-                why = "Ctrl-C" if exit_code == 130 else "a signal"
-                again = "; Ctrl-C again leaves at once" if exit_code == 130 else ""
-                self._message(f"stopping after this step because of {why}{again}")
+                why = "Ctrl-C (again: leave at once)" if exit_code == EXIT_CODES[signal.SIGINT] else "SIGTERM"
+                self._message(f"stopping in order after this step: {why}")
             case Inspect():
                 self._inspect()
             case Abort() | Over():
@@ -163,7 +163,10 @@ class Supervisor:
         """From here on only the deaths of the ranks matter."""
         self._ending = ending
         if isinstance(ending, Abort) and ending.report:
-            write_atomically(self._run.path / "logs" / "hang-report.txt", ending.report)
+            try:
+                write_atomically(self._run.path / "logs" / "hang-report.txt", ending.report)
+            except OSError as error:
+                self._message(f"the hang report cannot be written: {error}", level="warning")
         self._kill(signal.SIGTERM)
         self._loop.call_later(KILL_SECONDS, lambda: self._kill(signal.SIGKILL))
 
@@ -233,6 +236,8 @@ class Supervisor:
             return
         start, launch = self._start, self._launch
         self._board = Board.create(launch.ranks_per_node)
+        if self._stop:
+            self._board.request_stop()
         self._watch = Watch(self._board, launch, time.monotonic())
         payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
         with open(payload, "wb", closefd=False) as file:
