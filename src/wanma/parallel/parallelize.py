@@ -57,7 +57,10 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     if plan.compile:
         for block in blocks:
             block.compile()
-    communication = shard_data(module, blocks, plan, grid)  # last: owns every parameter's storage
+    # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
+    communication = shard_data(
+        module, blocks, plan, grid, full_precision_output=spec.kind == "custom"
+    )
     if spec.own_initialization:
         module.to(grid.device)
     else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -28,8 +29,13 @@ from wanma.parallel.mesh import Grid
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard_data(model: nn.Module, blocks: list[nn.Module], plan: Plan, grid: Grid) -> Stopwatch:
+def shard_data(
+    model: nn.Module, blocks: list[nn.Module], plan: Plan, grid: Grid, *, full_precision_output: bool
+) -> Stopwatch:
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
+
+    Args:
+        full_precision_output: give the model's output as fp32, for losses that do not care themselves.
 
     Returns:
         the stopwatch of time spent in gradient and parameter communication (CPU only; on a GPU
@@ -40,10 +46,7 @@ def shard_data(model: nn.Module, blocks: list[nn.Module], plan: Plan, grid: Grid
     if plan.precision in ("bf16", "fp16"):
         low = DTYPES[plan.precision]
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        # Losses are computed in fp32 whatever the model computes in.
-        root_policy = MixedPrecisionPolicy(
-            param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
+        root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
     reshard = plan.shard == "parameters"
     for block in blocks:
         fully_shard(block, mesh=grid.data_mesh, mp_policy=policy, reshard_after_forward=reshard)

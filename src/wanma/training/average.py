@@ -27,6 +27,12 @@ class WeightAverage:
         weights = [local_part(parameter) for parameter in self._weights.values()]
         torch._foreach_lerp_(averages, weights, 1 - self._decay)
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again from the weights as they are now."""
+        for name, parameter in self._weights.items():
+            local_part(self.tensors[name]).copy_(local_part(parameter))
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the model compute with the average for a while."""

@@ -14,7 +14,8 @@ from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.parallel.shard import begin_micro_batch, reshard
-from wanma.training.loss import LossFunction, cross_entropy_sum
+from wanma.training.cross_entropy import cross_entropy_sum
+from wanma.training.loss import LossFunction
 
 
 class ForwardBackward:

@@ -6,28 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wanma.data.batch import IGNORED, Batch
 from wanma.job.errors import WanmaError
+from wanma.training.cross_entropy import cross_entropy_sum
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 """(model output, batch) -> (sum of the losses of real targets, their number)."""
 
 UserLoss = Callable[[Any, Any], Tensor]
 """(model output, targets) -> one loss per target, leading dimension the batch's rows."""
-
-
-def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of cross entropies in at least fp32.
-
-    Args:
-        logits: (..., classes).
-        targets: (...), int64; `IGNORED` ones count nothing.
-    """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def classification_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

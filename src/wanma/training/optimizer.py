@@ -64,10 +64,16 @@ class Updater:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
         self._run()
 
-    def allocate_state(self) -> None:
-        """Make every state tensor exist, without changing a parameter: what a checkpoint is loaded into."""
-        for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
+    def allocate_state(self, saved: Iterable[str]) -> None:
+        """Make state tensors exist, without changing a parameter: what a checkpoint is loaded into.
+
+        Args:
+            saved: names as of `state_tensors`. A parameter that has had no gradient yet has no state.
+        """
+        owners = {name.rpartition(".")[0] for name in saved}
+        for name, parameter in self.parameters.items():
+            if name in owners:
+                parameter.grad = torch.zeros_like(parameter)
         before = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
         decays = [[group["weight_decay"] for group in o.param_groups] for o in self._optimizers]
         for optimizer in self._optimizers:

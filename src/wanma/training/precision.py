@@ -8,6 +8,8 @@ from wanma.job.sections import TrainSection
 
 GROWTH_INTERVAL = 2000
 """Steps without overflow after which the scale doubles."""
+SMALLEST = 1.0
+"""A gradient that overflows at this scale is not the scale's fault."""
 
 
 @dataclass
@@ -24,7 +26,7 @@ class LossScale:
         return cls(train.loss_scale if enabled else 1.0, enabled)
 
     def overflowed(self) -> None:
-        self.value, self.good_steps = max(self.value / 2, 1.0), 0
+        self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
 
     def succeeded(self) -> None:
         if not self.enabled:

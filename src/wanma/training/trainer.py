@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.checkpoint.folder import read_manifest
 from wanma.checkpoint.reader import load, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
 from wanma.data.ramp import samples_before
@@ -133,7 +134,7 @@ class Trainer:
                 factor=self.factor(global_batch),
                 scale=state.scale,
             )
-            self._commit_statistics()
+            self._commit_statistics(agreement.is_finite)
         with self.phases.phase("optimizer"):
             applied = apply_update(agreement, state.updater, train, rate, state.scale)
             if applied and state.average is not None:
@@ -225,7 +226,10 @@ class Trainer:
             return
         values = read_state(path)
         self._check_position(values, path)
-        self.state.updater.allocate_state()
+        saved = read_manifest(path).tensors
+        self.state.updater.allocate_state(
+            name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
+        )
         tensors = self.state.tensors()
         _, rank_state = load(
             path,
@@ -251,6 +255,8 @@ class Trainer:
                 "name another checkpoint folder",
             )
         load(path, self.state.weights(), strict=False)
+        if self.state.average is not None:
+            self.state.average.restart()
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
@@ -290,13 +296,15 @@ class Trainer:
                 "put the data back as it was, or start a new run with checkpoint.start_from",
             )
 
-    def _commit_statistics(self) -> None:
-        """Batch statistics of the step's sample groups, wherever they were computed, update once."""
-        modules = pending_statistics(self.state.parallel.module)
-        if not modules:
-            return
-        for module in modules:
+    def _commit_statistics(self, applied: bool) -> None:
+        """Batch statistics of the step's sample groups, wherever they were computed, update once.
+
+        Those of a step that is not applied are forgotten: its activations may have been infinite.
+        """
+        for module in pending_statistics(self.state.parallel.module):
             mean_sum, variance_sum, groups = module.take()
+            if not applied:
+                continue
             packed = torch.cat([mean_sum.flatten(), variance_sum.flatten(), groups.reshape(1).to(mean_sum)])
             if self.plan.data_ranks > 1:
                 dist.all_reduce(packed)

@@ -18,7 +18,7 @@ from wanma.parallel.materialize import local_part
 from wanma.parallel.mesh import Grid
 from wanma.parallel.norm import squared_norm_share
 from wanma.training.optimizer import Updater
-from wanma.training.precision import LossScale
+from wanma.training.precision import SMALLEST, LossScale
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def agree(
         correction=correction,
         stop=stops > 0,
     )
-    overflow_only = scale.enabled and math.isfinite(agreement.loss)
-    if not agreement.is_finite and not overflow_only and train.non_finite == "stop":
+    can_be_scaled = scale.value > SMALLEST and math.isfinite(agreement.loss)
+    if not agreement.is_finite and not can_be_scaled and train.non_finite == "stop":
         raise _non_finite(loss_sum, share, grid, step, agreement)
     return agreement
 
