@@ -1,0 +1,122 @@
+"""What a user of wanma brings: plain modules and datasets that know nothing of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wanma.data.batch import IGNORED
+
+
+class Numbers:
+    """Rows of normal numbers with a class each; equal for equal seeds."""
+
+    def __init__(self, size: int = 64, features: int = 8, classes: int = 4, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(size, features, generator=generator)
+        self.targets = torch.randint(classes, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+class PartlyLabelled(Numbers):
+    """Sequences in which each position's target may be missing: from all of them to none in a row."""
+
+    def __init__(self, size: int = 64, sequence: int = 6, vocabulary: int = 16) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randint(vocabulary, (size, sequence), generator=generator)
+        self.targets = torch.randint(vocabulary, (size, sequence), generator=generator)
+        missing = torch.arange(size) % (sequence + 1)
+        self.targets[torch.arange(sequence) < missing.unsqueeze(1)] = IGNORED
+
+
+class Tagger(nn.Module):
+    """Tokens to a class at every position, with normalisation, dropout and equal blocks."""
+
+    def __init__(
+        self, vocabulary: int = 16, hidden: int = 12, dropout: float = 0.0, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.GELU(), nn.Dropout(dropout))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Normalised(nn.Module):
+    """A classifier with torch's own batch normalisation."""
+
+    def __init__(self, features: int = 8, classes: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(features, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(F.relu(self.norm(self.first(x))))
+        return logits
+
+
+class Plain(nn.Module):
+    """A classifier without anything special."""
+
+    def __init__(self, features: int = 8, classes: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(features, 16)
+        self.last = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(F.relu(self.first(x)))
+        return logits
+
+
+class Noisy(Plain):
+    """Draws from torch's own generator while training, by a module that wanma cannot key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = nn.AlphaDropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.noise(x))
+
+
+def seeded(make: Any, seed: int = 3) -> Any:
+    """What `make` constructs, alike in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+class Steep(Plain):
+    """Finite losses with a gradient that is not: the root of zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits + (logits * 0.0).square().sqrt()
+
+
+class Unlabelled(PartlyLabelled):
+    """No position has a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets.fill_(IGNORED)
