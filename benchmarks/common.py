@@ -170,7 +170,7 @@ def take_pairs(
                 f"{len(rounds) - len(quiet)} rounds were disturbed by other work; wait for a quiet machine, "
                 "or allow more with --foreign-limit"
             )
-        taken = {
+        taken: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": commit(),
         }

@@ -39,7 +39,7 @@ def report(pieces: Sequence[Piece]) -> str:
 def loss_difference(piece: Piece) -> float:
     """Largest relative difference between the contenders' losses, over all steps and pairs."""
     return max(
-        abs(ours - theirs) / abs(theirs)
+        abs(float(ours) - float(theirs)) / abs(float(theirs))
         for taken in piece["pairs"]
         for ours, theirs in zip(taken["wanma"]["losses"], taken["peer"]["losses"], strict=True)
     )

@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
     add("--compile", nargs="+", choices=["no", "yes"], default=["no"], help="for wanma and the peer alike")
     add("--ranks", type=int, default=2)
     add("--steps", type=int, help="measured steps (default by batch: some 5 to 9 seconds)")
-    add("--warmup", type=int, default=3, help="steps before the measured ones (default 3)")
+    add("--warmup", type=int, default=2, help="steps before the measured ones (default 2)")
     add("--preset", default="gpt-17m", help="wanma's name of the model (default gpt-17m)")
     add("--vocabulary", type=int, default=8192)
     add("--sequence", type=int, default=256)

@@ -8,7 +8,7 @@ https://huggingface.co/docs/accelerate/basic_tutorials/launch allows: `accelerat
 
 from __future__ import annotations
 
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-not-found]  # only in the peers' environment
 
 from benchmarks.train.workload import Workload, arguments, cross_entropy
 

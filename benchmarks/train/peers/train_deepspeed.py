@@ -1,17 +1,19 @@
 """DeepSpeed, ZeRO stage 1.
 
 As in https://www.deepspeed.ai/getting-started/ ("Writing DeepSpeed Models", "Training") and
-https://www.deepspeed.ai/tutorials/zero/. `torch_adam` of https://www.deepspeed.ai/docs/config-json/ takes
-torch's AdamW, where DeepSpeed's own needs a compiler and minutes of building; the fused one is
-handed over as a client optimizer. Compiled by `engine.compile`, https://www.deepspeed.ai/tutorials/.
-DS_ACCELERATOR=cpu is set by run.py.
+https://www.deepspeed.ai/tutorials/zero/: the optimizer comes from the configuration, which means DeepSpeed's
+own fused Adam. Its kernel, and one that sums gradients in shared memory, are built on first use: that
+takes a compiler and some minutes, once. Without a compiler `torch_adam` of
+https://www.deepspeed.ai/docs/config-json/ takes torch's instead. torch's fused AdamW is handed over as a
+client optimizer. Compiled by `engine.compile`. DS_ACCELERATOR=cpu is set by run.py.
 """
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
-import deepspeed
+import deepspeed  # type: ignore[import-not-found]  # only in the peers' environment
 import torch.distributed as dist
 
 from benchmarks.train.workload import Workload, arguments, cross_entropy
@@ -31,7 +33,8 @@ def main() -> None:
     if work.fused:
         optimizer = work.adamw(work.model.parameters())
     else:
-        config["optimizer"] = {"type": "AdamW", "params": {**work.adamw_arguments(), "torch_adam": True}}
+        parameters = {**work.adamw_arguments(), "torch_adam": shutil.which("g++") is None}
+        config["optimizer"] = {"type": "AdamW", "params": parameters}
     engine, optimizer, _, _ = deepspeed.initialize(
         model=work.model, model_parameters=work.model.parameters(), optimizer=optimizer, config=config
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 import torch
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric  # type: ignore[import-not-found]  # only in the peers' environment
 
 from benchmarks.train.workload import Workload, arguments, cross_entropy
 
