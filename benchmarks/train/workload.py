@@ -109,5 +109,5 @@ class Workload:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over targets, in fp32: wanma's own arithmetic."""
+    """Mean over targets, computed in fp32 as wanma's is."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
