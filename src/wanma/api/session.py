@@ -43,7 +43,7 @@ def session(
         WanmaError: the job is wrong, or wants another number of ranks than there are.
     """
     from wanma.parallel.mesh import process_grid
-    from wanma.training.main import set_numerics
+    from wanma.training.main import longest_silence, set_numerics
     from wanma.training.session import Session
 
     if isinstance(job, Mapping) and "model" not in job:
@@ -62,7 +62,7 @@ def session(
             planned.plan, threads_per_rank=max(cluster.nodes[0].cores // worker.local_world_size, 1)
         )
         set_numerics(job, plan)
-        grid = stack.enter_context(process_grid(worker, plan, job.cluster.hang_seconds))
+        grid = stack.enter_context(process_grid(worker, plan, longest_silence(job)))
         if worker.rank == 0:
             run.create()
             prepared = Prepared(cluster, replace(planned, plan=plan), None, None)

@@ -185,9 +185,12 @@ class Checkpointer:
             results, self._results = self._results, []
         return results
 
-    def wait(self) -> list[SaveResult]:
-        """Wait until no save is under way, then `poll`."""
-        self._join()
+    def wait(self, seconds: float | None = None) -> list[SaveResult]:
+        """Wait until no save is under way, or for `seconds`, then `poll`."""
+        if seconds is None:
+            self._join()
+        elif self._thread is not None:
+            self._thread.join(seconds)
         return self.poll()
 
     def close(self) -> None:

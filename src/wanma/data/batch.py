@@ -50,10 +50,11 @@ class Batch:
 def stack_rows(batches: list[Batch], rows: int) -> Batch:
     """Join `batches`, each filled up with padding rows to `rows`: for schedules that want equal sizes.
 
-    Only for batches without keywords and with integer targets.
+    Only for batches with integer targets.
     """
     filled = [_fill(batch, rows) for batch in batches]
     return Batch(
+        keywords={name: torch.cat([batch.keywords[name] for batch in filled]) for name in filled[0].keywords},
         inputs=tuple(torch.cat(tensors) for tensors in zip(*(batch.inputs for batch in filled), strict=True)),
         targets=torch.cat([batch.targets for batch in filled]),
         samples=torch.cat([batch.samples for batch in filled]),
@@ -77,4 +78,5 @@ def _fill(batch: Batch, rows: int) -> Batch:
         targets=constant(batch.targets, IGNORED),
         samples=constant(batch.samples, -1),
         real=constant(batch.real, 0),
+        keywords={name: repeat(tensor) for name, tensor in batch.keywords.items()},
     )

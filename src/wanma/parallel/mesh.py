@@ -53,10 +53,14 @@ class Grid:
 
 
 @contextmanager
-def process_grid(worker: Worker, plan: Plan, timeout_seconds: float) -> Iterator[Grid]:
+def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterator[Grid]:
     """Join the run's process group and build its mesh; leave both in order, whatever happens inside.
 
     A group is made for a single process too: the same code then runs at every size.
+
+    Args:
+        deadline_seconds: after which the supervisor calls a silent run hung. Collectives wait longer
+            than that, so that its report, which names the cause, comes before their bare time-out.
 
     Raises:
         WanmaError: the plan wants another number of ranks than were started, or has no such device.
@@ -67,7 +71,7 @@ def process_grid(worker: Worker, plan: Plan, timeout_seconds: float) -> Iterator
             "start as many ranks as pp × dp_replicate × dp_shard × cp × tp",
         )
     device = _device(worker, plan)
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=2 * deadline_seconds + 60)
     store: Any = worker.store
     if store is None:
         store = (

@@ -58,9 +58,7 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
         for block in blocks:
             block.compile()
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
-    communication = shard_data(
-        module, blocks, plan, grid, full_precision_output=spec.kind == "custom"
-    )
+    communication = shard_data(module, blocks, plan, grid, full_precision_output=spec.kind == "custom")
     if spec.own_initialization:
         module.to(grid.device)
     else:

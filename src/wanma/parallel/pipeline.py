@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from wanma.data.batch import Batch
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
+from wanma.models.dropout import keyed_samples
 from wanma.models.layout import Layout
 from wanma.parallel.mesh import Grid
 
@@ -65,6 +69,10 @@ def even_cuts(blocks: int, stages: int) -> tuple[int, ...]:
     return tuple(sum(sizes[:stage]) for stage in range(1, stages))
 
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(output, targets) of one micro-batch -> its summed loss."""
+
+
 class Pipeline:
     """Runs micro-batches through this rank's stage; the schedule is made once per micro-batch count."""
 
@@ -75,45 +83,68 @@ class Pipeline:
         )
         self._is_first = grid.at("pp") == 0
         self._is_last = grid.is_last_stage
-        self._schedules: dict[int, PipelineScheduleSingle] = {}
-        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._schedules: dict[tuple[str, int], PipelineScheduleSingle] = {}
+        self._loss: Loss | None = None
+        self._seed = 0
+        self._samples = ExitStack()
+        # The schedule, and not we, calls the module: which samples a call computes comes with its arguments.
+        module.register_forward_pre_hook(self._announce, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._end, always_call=True)
 
-    def run(
-        self, tokens: Tensor, targets: Tensor, count: int, loss: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Forward and backward of `count` equal micro-batches along dimension 0.
+    def run(self, batch: Batch, count: int, seed: int, loss: Loss) -> Tensor:
+        """Forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
+
+        Args:
+            seed: the job's, of dropout.
 
         Returns:
             the sum of the micro-batches' losses on the last stage, zero elsewhere.
         """
-        schedule, losses = self._prepare(count, loss), list[Tensor]()
-        arguments = (tokens,) if self._is_first else ()
-        schedule.step(*arguments, target=targets if self._is_last else None, losses=losses)
-        return self._sum(losses, tokens.device)
+        schedule = self._prepare(self._plan.schedule, count, seed, loss)
+        return self._drive(schedule.step, batch)
 
-    def evaluate(
-        self, tokens: Tensor, targets: Tensor, count: int, loss: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def evaluate(self, batch: Batch, count: int, seed: int, loss: Loss) -> Tensor:
         """`run` without backward."""
-        schedule, losses = self._prepare(count, loss), list[Tensor]()
-        arguments = (tokens,) if self._is_first else ()
+        # Forward alone is the same in all schedules, and GPipe's wants no least number of micro-batches.
+        schedule = self._prepare("gpipe", count, seed, loss)
         with torch.no_grad():
-            schedule.eval(*arguments, target=targets if self._is_last else None, losses=losses)
-        return self._sum(losses, tokens.device)
+            return self._drive(schedule.eval, batch)
 
-    def _prepare(self, count: int, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineScheduleSingle:
-        self._loss = loss
-        if count not in self._schedules:
-            self._schedules[count] = SCHEDULES[self._plan.schedule](
+    def _prepare(self, name: str, count: int, seed: int, loss: Loss) -> PipelineScheduleSingle:
+        self._loss, self._seed = loss, seed
+        if (name, count) not in self._schedules:
+            self._schedules[name, count] = SCHEDULES[name](
                 self._stage, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False
             )
-        return self._schedules[count]
+        return self._schedules[name, count]
+
+    def _drive(self, step: Callable[..., Any], batch: Batch) -> Tensor:
+        losses: list[Tensor] = []
+        step(
+            *(batch.inputs if self._is_first else ()),
+            target=batch.targets if self._is_last else None,
+            losses=losses,
+            **batch.keywords,
+            **{_SAMPLES: batch.samples},
+        )
+        if not losses:
+            return torch.zeros((), device=batch.samples.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _announce(
+        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        keywords = dict(keywords)
+        self._samples.enter_context(keyed_samples(module, self._seed, keywords.pop(_SAMPLES)))
+        return arguments, keywords
+
+    def _end(self, *_: Any) -> None:
+        self._samples.close()
 
     def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
         return self._loss(output, target)
 
-    def _sum(self, losses: list[Tensor], device: torch.device) -> Tensor:
-        if not losses:
-            return torch.zeros((), device=device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+
+_SAMPLES = "wanma_samples"
+"""Name under which a micro-batch's samples travel beside the model's own keyword arguments."""

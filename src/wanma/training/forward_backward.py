@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wanma.data.batch import Batch, stack_rows
+from wanma.data.batch import IGNORED, Batch, stack_rows
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dropout import keyed_samples
@@ -46,7 +47,7 @@ class ForwardBackward:
             targets += batch_targets
         return self._counted(loss_sum, targets)
 
-    def evaluate(self, batches: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
         """Without gradients.
 
         Returns:
@@ -54,7 +55,7 @@ class ForwardBackward:
             whole samples), counted as above.
         """
         if self._parallel.pipeline is not None:
-            sums = self._pipelined(batches, 1.0, backward=False)
+            sums = self._pipelined(list(batches), 1.0, backward=False)
             reshard(self._parallel.module)
             return *sums, self._zero()
         loss_sum, targets, right = self._zero(), self._zero(), self._zero()
@@ -81,11 +82,8 @@ class ForwardBackward:
         # A schedule wants equal micro-batches; padding rows have no targets and so no gradient.
         whole = stack_rows(batches, self._plan.micro_batch).to(self._grid.device)
         run = pipeline.run if backward else pipeline.evaluate
-        scaled = run(
-            whole.inputs[0], whole.targets, len(batches), lambda out, to: cross_entropy_sum(out, to) * factor
-        )
-        targets = torch.stack([(batch.targets >= 0).sum() for batch in batches]).sum()
-        return self._counted(scaled.double() / factor, targets.to(self._grid.device))
+        scaled = run(whole, len(batches), self._seed, lambda out, to: cross_entropy_sum(out, to) * factor)
+        return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._grid.device)

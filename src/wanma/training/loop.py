@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
+from wanma.data.batch import Batch
 from wanma.data.data import Data
 from wanma.data.loader import Loader
 from wanma.training.forward_backward import ForwardBackward
@@ -69,13 +71,12 @@ def validate(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     count = min(trainer.job.train.validation_samples, data.validation_samples)
     if count == 0:
         return None
-    trainer.worker.control.progress(trainer.state.step, "validation")
     module = trainer.state.parallel.module
     module.eval()
     rows = trainer.plan.micro_batches(count, trainer.grid.data_rank)
     average = trainer.state.average
     with trainer.phases.phase("validation"), average.in_place() if average else nullcontext():
-        numbers = torch.stack(forward_backward.evaluate([data.validation_batch(run) for run in rows]))
+        numbers = torch.stack(forward_backward.evaluate(_batches(trainer, data, rows)))
     module.train()
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
@@ -86,6 +87,12 @@ def validate(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
         metrics = {"accuracy": right / max(targets, 1.0)}
     trainer.validated(loss, int(targets), metrics)
     return loss
+
+
+def _batches(trainer: Trainer, data: Data, rows: list[range]) -> Iterator[Batch]:
+    for run in rows:
+        trainer.worker.control.progress(trainer.state.step, "validation")  # it may be long, but it moves
+        yield data.validation_batch(run)
 
 
 def _due(step: int, every: int) -> bool:

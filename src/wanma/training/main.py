@@ -44,7 +44,7 @@ def train(worker: Worker, request: Request) -> str:
     job, plan = request.job, request.plan
     set_numerics(job, plan)
     worker.control.progress(0, "joining")
-    with process_grid(worker, plan, job.cluster.hang_seconds) as grid:
+    with process_grid(worker, plan, longest_silence(job)) as grid:
         worker.control.progress(0, "opening data")
         data = open_data(job.data, job.train, dataset=request.objects.get("data"))
         worker.control.progress(0, "building the model")
@@ -63,6 +63,11 @@ def train(worker: Worker, request: Request) -> str:
         ) as trainer:
             loss = choose_loss(request)
             return run_loop(trainer, data, ForwardBackward(parallel, job, plan, grid, loss))
+
+
+def longest_silence(job: Job) -> float:
+    """Seconds that the supervisor may wait for a sign of life."""
+    return max(job.cluster.hang_seconds, job.cluster.start_seconds)
 
 
 def set_numerics(job: Job, plan: Plan) -> None:

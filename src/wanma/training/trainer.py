@@ -38,6 +38,9 @@ from wanma.training.schedule import learning_rate
 from wanma.training.state import TrainingState, random_state, restore_random_state
 from wanma.training.update import Agreement, agree, apply_update
 
+LAST_SAVE_SECONDS = 60.0
+"""How long a failed run may take to finish the checkpoint that it was writing."""
+
 
 class Trainer:
     """One rank's run, from its resume point on.
@@ -66,6 +69,7 @@ class Trainer:
         self._fingerprint = data_fingerprint
         self._flops_per_sample = flops_per_sample
         self._peak = peak_flops_per_second
+        self._waited_seconds = 0.0
         train = job.train
         check_patterns(parallel.parameter_names, train)
         self.state = TrainingState(
@@ -106,9 +110,12 @@ class Trainer:
         self.close(failed=kind is not None)
 
     def close(self, failed: bool) -> None:
-        """Let go of files; a failed run does not wait for saves whose other ranks may be gone."""
+        """Let go of files. A failed run gives a save under way some time: its other ranks may be gone."""
         try:
-            if not failed:
+            if failed:
+                seconds = min(LAST_SAVE_SECONDS, self.job.cluster.hang_seconds / 2)
+                self._report_saves(self._checkpointer.wait(seconds), "")
+            else:
                 self._checkpointer.close()
         finally:
             if self._recorder is not None:
@@ -155,6 +162,7 @@ class Trainer:
         """Record the step just finished, with all that was done for it. Validation is not step time."""
         now = time.perf_counter()
         phases = self._take_phases()
+        self._report_saves(self._checkpointer.poll())
         seconds = now - self._step_started - phases["validation"]
         self._step_started = now
         if self._recorder is None:
@@ -190,6 +198,10 @@ class Trainer:
         """Start saving the state after the current step; waits only for the copy."""
         self.worker.control.progress(self.state.step, "checkpoint")
         with self.phases.phase("checkpoint"):
+            # One save at a time; what became of the one before is told here, so that it cannot stop this one.
+            began = time.perf_counter()
+            self._report_saves(self._checkpointer.wait())
+            self._waited_seconds = time.perf_counter() - began
             self._checkpointer.save(
                 self.state.step,
                 self.state.tensors(),
@@ -197,7 +209,6 @@ class Trainer:
                 rank_state={"random": random_state()},
                 metric=metric,
             )
-        self._report_saves(self._checkpointer.poll())
 
     def message(self, text: str, level: str = "info") -> None:
         """Tell the user something, once: rank 0 speaks."""
@@ -205,8 +216,19 @@ class Trainer:
             self._recorder.message(text, level)
 
     def finish(self, outcome: str) -> None:
-        """Wait for saves under way and record the end."""
-        self._report_saves(self._checkpointer.wait())
+        """Wait for saves under way and record the end.
+
+        Raises:
+            WanmaError: the last state could not be saved.
+        """
+        results = self._checkpointer.wait()
+        for result in results:
+            if result.error is not None and result.path is None and result.step == self.state.step:
+                raise WanmaError(
+                    f"{outcome} at step {result.step}, but {result.error.message}",
+                    f"{result.error.hint}; then the same command carries on from the newest one".lstrip("; "),
+                )
+        self._report_saves(results)
         if self._recorder is not None:
             self._recorder.event(
                 "finish", step=self.state.step, outcome=outcome, best_loss=self.state.best_loss
@@ -319,15 +341,15 @@ class Trainer:
         phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
         return phases
 
-    def _report_saves(self, results: list[SaveResult]) -> None:
+    def _report_saves(self, results: list[SaveResult], goes_on: str = "; training goes on") -> None:
         for result in results:
             if result.error is not None:
-                self.message(f"{result.error}; training goes on, the earlier checkpoints are whole", "error")
+                self.message(str(WanmaError(result.error.message + goes_on, result.error.hint)), "error")
             elif self._recorder is not None:
                 self._recorder.event(
                     "checkpoint",
                     step=result.step,
                     bytes=result.bytes,
-                    stall_seconds=result.stall_seconds,
+                    stall_seconds=result.stall_seconds + self._waited_seconds,
                     write_seconds=result.write_seconds,
                 )
