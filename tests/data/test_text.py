@@ -126,7 +126,7 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").touch()
-    with pytest.raises(WanmaError, match=r"data\.text: the corpus is empty: 1 files, 0 bytes"):
+    with pytest.raises(WanmaError, match=r"data\.text: the corpus is empty: 0 bytes in all"):
         list_documents([str(tmp_path)])
 
 

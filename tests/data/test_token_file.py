@@ -147,7 +147,7 @@ def test_binary_files_found_in_a_folder_are_left_out_and_counted(tmp_path: Path)
 def test_a_corpus_of_binary_files_is_empty(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "b.png").write_bytes(b"\x89PNG\0\0")
-    with pytest.raises(WanmaError, match=r"data\.text\[0\]: the corpus is empty: no text in 1 files"):
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: the corpus is empty: files without text: 1"):
         build(list_documents([str(tmp_path / "corpus")]), tmp_path)
 
 

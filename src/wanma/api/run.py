@@ -19,10 +19,11 @@ from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch, Outcome
 from wanma.elastic.node import Node
 from wanma.engines.local import run as run_local
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.sections import Job
+from wanma.job.worker import Event
 from wanma.job.write import differences, job_hash, mathematics_hash, to_toml
 from wanma.models.presets import model_kind
 from wanma.observe.console import Console, open_console
@@ -70,12 +71,25 @@ def train_job(
             prepared = prepare_job(job, cluster, start, objects=objects, progress=progress)
         run.create()
         with _only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
-            notes = write_down(run, job, prepared, command_line or [])
             launch = _launch(run, job, prepared, objects or {})
+            notes = changes(run, job)
+            is_new = not run.job.exists()
+            if is_new:
+                write_down(run, job, prepared, command_line or [])
             with open_console(run, job.observe, job.train.steps) as console:
                 for note in notes:
                     console.write({"kind": "message", "level": "info", "text": note})
-                outcome = run_local(launch, console.write, node)
+
+                def on_event(event: Event) -> None:
+                    # Only a job that its ranks have accepted replaces the one that the checkpoints are of.
+                    if event["kind"] == "start" and not is_new:
+                        try:
+                            write_down(run, job, prepared, command_line or [])
+                        except WanmaError as error:
+                            console.write({"kind": "message", "level": "warning", "text": str(error)})
+                    console.write(event)
+
+                outcome = run_local(launch, on_event, node)
                 if outcome.failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": outcome.message})
                 _end(run, outcome, console)
@@ -149,23 +163,29 @@ def _without_place(job: Job) -> Job:
     return job.model_copy(update={"cluster": job.cluster.model_copy(update={"node_rank": None})})
 
 
-def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> list[str]:
-    """Write job.toml, plan.json and environment.json.
+def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> None:
+    """Write job.toml, plan.json, environment.json and the tokenizer.
 
-    Returns:
-        what is new since the run directory's last run.
+    Raises:
+        WanmaError: the run directory cannot be written to.
     """
-    notes = _changes(run, job)
-    write_atomically(run.job, to_toml(job))
-    write_json(run.plan, prepared.to_json())
-    write_json(run.environment, _environment(command_line))
-    if model_kind(job.model) == "tokens" and not job.data.factory:
-        (run.path / "tokenizer").mkdir(exist_ok=True)
-        load_tokenizer(job.data.tokenizer).save(run.path / "tokenizer")
-    return notes
+    try:
+        write_atomically(run.job, to_toml(job))
+        write_json(run.plan, prepared.to_json())
+        write_json(run.environment, _environment(command_line))
+        if model_kind(job.model) == "tokens" and not job.data.factory:
+            (run.path / "tokenizer").mkdir(exist_ok=True)
+            load_tokenizer(job.data.tokenizer).save(run.path / "tokenizer")
+    except OSError as error:
+        raise WanmaError(
+            f"cannot write to the run directory {run.path}: {error.strerror or error}",
+            "free some space, or choose another with --run-dir DIR",
+            EXIT_USAGE,
+        ) from error
 
 
-def _changes(run: RunDirectory, job: Job) -> list[str]:
+def changes(run: RunDirectory, job: Job) -> list[str]:
+    """What is new in the job's mathematics since the run directory's last run, one line for each key."""
     if not run.job.exists():
         return []
     try:
@@ -205,6 +225,7 @@ def _only_one(run: RunDirectory) -> Iterator[None]:
             raise WanmaError(
                 f"another process is training in {run.path}",
                 "wait for it, stop it with Ctrl-C, or choose another directory with --run-dir DIR",
+                EXIT_USAGE,
             ) from None
         yield
 

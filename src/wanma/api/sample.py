@@ -45,7 +45,13 @@ def sample(run: RunDirectory, prompt: str, tokens: int, temperature: float, seed
     saved = load_full(path)
     wanted = [name for name, _ in model.named_parameters()]
     weights = {n: saved.get(f"average.{n}", saved[f"model.{n}"]).float() for n in wanted}
-    model.load_state_dict(weights, strict=False, assign=True)
+    try:
+        model.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        raise WanmaError(
+            f"{path} is of another model than {run.job} describes",
+            "put back the job.toml that the run was trained with",
+        ) from error
     model.eval()
 
     generator = torch.Generator().manual_seed(seed)

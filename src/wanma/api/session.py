@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.planning import Prepared, first_layout
-from wanma.api.run import write_down
+from wanma.api.run import changes, write_down
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
@@ -66,8 +66,9 @@ def session(
         if worker.rank == 0:
             run.create()
             prepared = Prepared(cluster, replace(planned, plan=plan), None, None)
-            for note in write_down(run, job, prepared, sys.argv):
+            for note in changes(run, job):
                 worker.control.event({"kind": "message", "level": "info", "text": note})
+            write_down(run, job, prepared, sys.argv)
         made = Session(job, plan, worker, grid)
         failed = True
         try:

@@ -52,6 +52,23 @@ def clean(folder: Path) -> list[str]:
     return unfinished
 
 
+def set_aside(folder: Path) -> Path | None:
+    """Move the checkpoints of an earlier run out of the way of a new one in the same place.
+
+    Returns:
+        where they are now; None if there were none.
+    """
+    if not committed(folder):
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-before-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    folder.mkdir()
+    sync_folder(folder.parent)
+    return aside
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`.
 

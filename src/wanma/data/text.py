@@ -94,16 +94,17 @@ def list_documents(entries: Sequence[str], key: str = "data.text") -> list[Docum
     """The documents that `entries` mean, in the order of training.
 
     Raises:
-        JobError: an entry that is missing, matches nothing, or whose storage is unknown.
-        WanmaError: storage that cannot be read, or documents without a single byte.
+        JobError: an entry that is missing, matches nothing, or whose storage is unknown; documents
+            without a single byte.
+        WanmaError: storage that cannot be read.
     """
     documents: dict[str, Document] = {}
     for number, entry in enumerate(entries):
         for document in _expand(entry, f"{key}[{number}]"):
             documents.setdefault(document.url, document)
     if not any(document.size for document in documents.values()):
-        raise WanmaError(
-            f"{key}: the corpus is empty: {len(documents)} files, 0 bytes ({', '.join(entries)})",
+        raise JobError(
+            f"{key}: the corpus is empty: 0 bytes in all files of {', '.join(entries)}",
             "name files or folders with text, or use ['stdlib']",
         )
     return list(documents.values())

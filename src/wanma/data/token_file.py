@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from wanma.data.text import Document
 from wanma.data.token_build import Progress, TokenWriter, build_tokens
 from wanma.data.tokenizer import Tokenizer
-from wanma.job.errors import WanmaError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.run_directory import write_json
 
 _FORMAT = "wanma-tokens"
@@ -170,9 +170,10 @@ def _build(
         with TokenWriter(building / "tokens.bin", tokenizer.dtype) as writer:
             built = build_tokens(documents, tokenizer, writer, building, progress, workers)
         if not built.lengths:
-            raise WanmaError(
-                f"{documents[0].key}: the corpus is empty: no text in {len(documents)} files "
-                f"({built.binary} of them binary)"
+            raise JobError(
+                f"{documents[0].key}: the corpus is empty: files without text: {len(documents)} "
+                f"({built.binary} of them binary)",
+                "name files or folders with text, or use ['stdlib']",
             )
         offsets = np.concatenate([[0], np.cumsum(built.lengths, dtype=np.int64)])
         hashes = {

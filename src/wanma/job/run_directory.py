@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class RunDirectory:
             raise WanmaError(
                 f"cannot write to the run directory {self.path}: {error.strerror or error}",
                 "choose another with --run-dir DIR, or free the place",
+                EXIT_USAGE,
             ) from error
 
 

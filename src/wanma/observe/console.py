@@ -121,7 +121,12 @@ class PlainConsole(Console):
 
 
 def start_text(progress: Progress) -> str:
-    """'training steps 1 to 300'; after a resume, where it carries on."""
+    """'training 300 steps'; after a resume, where it carries on."""
+    if progress.first_step > progress.steps:
+        return (
+            f"nothing is left to do: the run is at step {progress.first_step - 1:,} of {progress.steps:,}; "
+            "raise train.steps to go on"
+        )
     if progress.first_step > 1:
         return f"carrying on at step {progress.first_step:,} of {progress.steps:,}"
     return f"training {progress.steps:,} steps"

@@ -145,6 +145,11 @@ def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"the plan has {world} ranks, which cluster.nodes = {nodes} does not divide",
             "choose sizes of pp, dp_replicate, dp_shard, cp, tp whose product is a multiple of the nodes",
         )
+    if nodes > 1 and job.cluster.rendezvous is None:
+        raise JobError(
+            f"cluster.nodes = {nodes}: the machines need a place to meet",
+            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of them",
+        )
     ranks_here = world // nodes
     for node in cluster.nodes:
         if plan.device == "cuda" and ranks_here > len(node.devices):
@@ -155,7 +160,8 @@ def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
     for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
         if getattr(plan, axis) > 1:
             raise JobError(
-                f"parallel.{axis} = {getattr(plan, axis)}: {what} is not available in this version"
+                f"parallel.{axis} = {getattr(plan, axis)}: {what} is not available in this version",
+                f"set parallel.{axis} = 1; dp_replicate, dp_shard, tp and pp are available",
             )
     if plan.shard != "nothing" and plan.dp_shard == 1:
         raise JobError(

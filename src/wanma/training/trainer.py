@@ -6,6 +6,7 @@ Both ways of training end their steps here: the whole-job loop (`loop.py`) and a
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.checkpoint.folder import read_manifest
+from wanma.checkpoint.folder import read_manifest, set_aside
 from wanma.checkpoint.reader import load, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
 from wanma.data.ramp import samples_before
@@ -90,6 +91,8 @@ class Trainer:
         )
         messages: list[str] = []
         self._resume(messages)
+        if not job.checkpoint.resume:
+            self._set_aside(messages)
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
@@ -188,9 +191,10 @@ class Trainer:
         )
 
     def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
-        """Note a validation result."""
+        """Note a validation result; one that is not a number is the best of nothing."""
         best = self.state.best_loss
-        self.state.best_loss = loss if best is None or loss < best else best
+        if math.isfinite(loss) and (best is None or loss < best):
+            self.state.best_loss = loss
         if self._recorder is not None:
             self._recorder.event("validation", step=self.state.step, loss=loss, targets=targets, **metrics)
 
@@ -264,6 +268,13 @@ class Trainer:
         if rank_state is not None:
             restore_random_state(rank_state["random"])
         messages.append(f"carrying on from step {self.state.step} ({path.name})")
+
+    def _set_aside(self, messages: list[str]) -> None:
+        """A run that starts anew keeps no older run's checkpoints beside its own, to be taken for them."""
+        if self.worker.world_size > 1:
+            dist.barrier()  # others may still read the weights to start from
+        if self.worker.rank == 0 and (aside := set_aside(self.worker.run_directory / "checkpoints")):
+            messages.append(f"starting anew; the earlier run's checkpoints are kept in {aside}")
 
     def _start_from(self, path: Path) -> None:
         """Weights alone, of another run; each rank checks its share of the files."""
