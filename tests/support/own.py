@@ -66,7 +66,7 @@ class Normalised(nn.Module):
 
     def __init__(self, features: int = 8, classes: int = 4) -> None:
         super().__init__()
-        self.first = nn.Linear(features, 16)
+        self.first = nn.Linear(features, 16, bias=False)  # normalisation would take a bias away again
         self.norm = nn.BatchNorm1d(16)
         self.last = nn.Linear(16, classes)
 
@@ -120,3 +120,21 @@ class Unlabelled(PartlyLabelled):
     def __init__(self) -> None:
         super().__init__()
         self.targets.fill_(IGNORED)
+
+
+def save_images(path: Any, size: int, count: int = 48, classes: int = 3) -> None:
+    """An .npz of coloured noise with labels."""
+    import numpy as np
+
+    generator = np.random.default_rng(1)
+    images = generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8)
+    labels = generator.integers(0, classes, count)
+    np.savez(path, images=images, labels=labels)
+
+
+class Poisoned(Numbers):
+    """Some rows are not numbers."""
+
+    def __init__(self, bad: range) -> None:
+        super().__init__(size=48)
+        self.inputs[list(bad)] = float("nan")

@@ -11,6 +11,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -57,7 +58,9 @@ def run_job(
     seconds: float = 120,
 ) -> Outcome:
     """Train `job` under `plan` in `plan.world_size` processes; raises the first rank's error."""
-    run_ranks(_train_rank, plan.world_size, (directory, job, plan, objects or {}), seconds)
+    # By value, as `wanma.train` sends them: multiprocessing alone would let ranks share the tensors' memory.
+    by_value = cloudpickle.dumps(objects or {})
+    run_ranks(_train_rank, plan.world_size, (directory, job, plan, by_value), seconds)
     return Outcome(directory)
 
 
@@ -114,12 +117,10 @@ def _run_rank(
         raise
 
 
-def _train_rank(
-    worker: Worker, directory: Path, job: dict[str, Any], plan: Plan, objects: dict[str, Any]
-) -> str:
+def _train_rank(worker: Worker, directory: Path, job: dict[str, Any], plan: Plan, objects: bytes) -> str:
     from dataclasses import replace
 
     from wanma.training.main import Request, train
 
     worker = replace(worker, run_directory=directory)
-    return train(worker, Request(Job.model_validate(job), plan, objects=objects))
+    return train(worker, Request(Job.model_validate(job), plan, objects=cloudpickle.loads(objects)))

@@ -9,20 +9,21 @@ what is kept between micro-batches (Rajbhandari et al. 2020):
     gradients   ZeRO 2   whole parameters within a step, gradients reduce-scattered per micro-batch
     parameters  ZeRO 3   parameters gathered around each block, forward and backward
 
-Gradients are summed, never averaged: the loop divides once by the global batch's target count.
+Gradients are summed over the global batch; what FSDP2 divides by on the way (`Sharded.divisor`) is
+multiplied in beforehand, so that the loop divides once, by the global batch's target count.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch
+from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch, UnshardedReduce
 from wanma.job.plan import Plan
 from wanma.parallel.mesh import Grid
 
@@ -31,18 +32,16 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 def shard_data(
     model: nn.Module, blocks: list[nn.Module], plan: Plan, grid: Grid, *, full_precision_output: bool
-) -> Stopwatch:
+) -> Sharded:
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
 
     Args:
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
 
-    Returns:
-        the stopwatch of time spent in gradient and parameter communication (CPU only; on a GPU
-        communication overlaps with compute and is not separable from the host's clock).
     """
     policy = MixedPrecisionPolicy()
-    root_policy = policy
+    # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
+    root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
     if plan.precision in ("bf16", "fp16"):
         low = DTYPES[plan.precision]
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
@@ -53,12 +52,27 @@ def shard_data(
     fully_shard(model, mesh=grid.data_mesh, mp_policy=root_policy, reshard_after_forward=False)
 
     stopwatch = Stopwatch()
+    on_cpu, one_shard = grid.device.type == "cpu", plan.dp_shard == 1
     for unit in _units(model):
-        unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if grid.device.type == "cpu" and plan.data_ranks > 1:
-            _communicate_over_gloo(unit, stopwatch)
-    return stopwatch
+        if on_cpu:
+            _communicate_over_gloo(unit, stopwatch, one_shard)
+        if not (on_cpu and one_shard):
+            unit.set_gradient_divide_factor(1.0)
+    # With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
+    # tensor and copies), its default division by the replicas one in place, and none without replicas.
+    return Sharded(stopwatch, plan.dp_replicate if on_cpu and one_shard else 1)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What the loop must know of the sharding."""
+
+    communication: Stopwatch
+    """Time spent in gradient and parameter communication (CPU only; on a GPU communication overlaps
+    with compute and is not separable by the host's clock)."""
+    divisor: int
+    """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
 
 
 def begin_micro_batch(model: nn.Module, plan: Plan, last: bool) -> None:
@@ -78,11 +92,11 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch) -> None:
+def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, one_shard: bool) -> None:
     unit.set_custom_all_gather(GlooAllGather(stopwatch))
-    unit.set_custom_reduce_scatter(GlooReduceScatter(stopwatch))
-    # The replicas' all-reduce is FSDP2's own call: it begins right after the second allocation of
-    # GlooReduceScatter, which starts the stopwatch, and ends at this hook.
+    unit.set_custom_reduce_scatter(UnshardedReduce(stopwatch) if one_shard else GlooReduceScatter(stopwatch))
+    # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the
+    # output, which starts the stopwatch, and ends at this hook.
     unit.set_all_reduce_hook(lambda _: stopwatch.stop(time.perf_counter()))
 
 

@@ -1,0 +1,142 @@
+"""Law 1 where targets are missing unevenly: the sum of losses is divided once, by the real targets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.compare import one_process, same_numbers, spread_over
+from support.own import PartlyLabelled, Tagger
+from wanma.data.batch import IGNORED
+from wanma.job.plan import Plan
+
+STEPS = 4
+
+
+def text_job(folder: Path, **train: Any) -> dict[str, Any]:
+    """Documents of a few bytes, several in each sequence, each of which sees only itself."""
+    (folder / "corpus").mkdir()
+    for number in range(120):
+        content = " ".join(str(number * step) for step in range(1, 2 + number % 5))
+        (folder / "corpus" / f"{number}.txt").write_text(content)
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2},
+        "data": {
+            "text": [str(folder / "corpus")],
+            "sequence_length": 24,
+            "document_masks": True,
+            "cache": str(folder / "cache"),
+        },
+        "train": {"precision": "fp64", "steps": STEPS, "validation_samples": 3, **train},
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+def labels_job(**train: Any) -> dict[str, Any]:
+    """Sequences of which some have no target at all."""
+    return {
+        "model": {"factory": "support.own:Tagger"},
+        "data": {"factory": "support.own:PartlyLabelled"},
+        "train": {
+            "precision": "fp64",
+            "steps": STEPS,
+            "learning_rate": 1e-2,
+            "validation_samples": 5,
+            **train,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp_replicate=2, micro_batch=2),
+        Plan(dp_shard=4, shard="parameters", micro_batch=1),
+        Plan(tp=2, micro_batch=5),
+        Plan(pp=2, dp_replicate=2, micro_batch=1),
+    ],
+    ids=str,
+)
+def test_document_masks_give_the_numbers_of_one_process(plan: Plan, tmp_path: Path) -> None:
+    job = text_job(tmp_path, global_batch=5)
+    one = one_process(tmp_path / "one", job, 5)
+    same_numbers(one, spread_over(tmp_path / "run", job, plan))
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3, 1e3], ids=["unclipped", "clipped", "clip out of reach"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(micro_batch=2),
+        Plan(dp_replicate=2, micro_batch=1),
+        Plan(dp_shard=2, shard="gradients", micro_batch=2),
+        Plan(dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=1),
+    ],
+    ids=str,
+)
+def test_missing_targets_count_nowhere(plan: Plan, clip: float, tmp_path: Path, reference: Any) -> None:
+    job = labels_job(global_batch=7, gradient_clip=clip)
+    same_numbers(reference(job, 7), spread_over(tmp_path / "run", job, plan))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Any] = {}
+
+    def run(job: dict[str, Any], micro_batch: int) -> Any:
+        if str(job) not in made:
+            made[str(job)] = one_process(tmp_path_factory.mktemp("one"), job, micro_batch)
+        return made[str(job)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        # Three samples for two ranks of micro-batches of one: rank 1's second micro-batch has no rows.
+        Plan(dp_replicate=2, micro_batch=1),
+        Plan(dp_shard=2, shard="optimizer", micro_batch=1),
+        Plan(dp_shard=2, shard="parameters", micro_batch=1),
+    ],
+    ids=str,
+)
+def test_a_micro_batch_without_rows_takes_part_without_counting(plan: Plan, tmp_path: Path) -> None:
+    assert [len(rows) for rows in plan.micro_batches(3, 1)] == [1, 0]
+    job = labels_job(global_batch=2, batch_ramp=[[1, 3], [3, 5]])
+    one = one_process(tmp_path / "one", job, 5)
+    assert [step["samples"] for step in one.steps] == [2, 5, 8, 13]
+    same_numbers(one, spread_over(tmp_path / "run", job, plan))
+
+
+def test_the_loss_is_the_mean_over_the_targets_of_the_whole_batch(tmp_path: Path) -> None:
+    """Against torch alone: the first step's loss, before any update, of whatever rows have targets."""
+    data = PartlyLabelled(size=8)
+    job = labels_job(global_batch=8, steps=1)
+    job["data"] = {"validation_fraction": 0.0}
+    torch.manual_seed(5)
+    model = Tagger().double()
+    run = spread_over(
+        tmp_path / "run",
+        job,
+        Plan(dp_shard=2, shard="parameters", micro_batch=3),
+        objects={"model": model, "data": data},
+    )
+    logits = model(data.inputs)
+    expected = F.cross_entropy(logits.flatten(0, 1), data.targets.flatten(), ignore_index=IGNORED)
+    expected.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert run.losses == pytest.approx([expected.item()], rel=1e-12)
+    assert run.norms == pytest.approx([norm.item()], rel=1e-12)
+
+
+def test_a_batch_without_any_target_is_an_error_that_names_the_step(tmp_path: Path) -> None:
+    job = labels_job(global_batch=2, steps=1)
+    job["data"] = {"factory": "support.own:Unlabelled"}
+    with pytest.raises(AssertionError, match="step 1: no sample of the global batch has a target"):
+        spread_over(tmp_path / "run", job, Plan(dp_replicate=2, micro_batch=1))

@@ -1,0 +1,187 @@
+"""Law 1 for images, batch statistics and dropout: the job fixes what couples samples, not the layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.compare import one_process, same_numbers, spread_over
+from support.own import Noisy, Normalised, Numbers, Poisoned, Tagger, save_images, seeded
+from support.ranks import Outcome
+from wanma.job.plan import Plan
+
+STEPS = 3
+GROUP = 2
+
+
+def vision_job(folder: Path, model: dict[str, Any], size: int, **train: Any) -> dict[str, Any]:
+    save_images(folder / "images.npz", size)
+    return {
+        "model": model,
+        "data": {"images": str(folder / "images.npz"), "validation_fraction": 0.1},
+        "train": {
+            "precision": "fp64",
+            "steps": STEPS,
+            "global_batch": 8,
+            "learning_rate": 1e-3,
+            "validation_samples": 3,
+            **train,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+def numbers_job(**train: Any) -> dict[str, Any]:
+    """For modules of one's own, given as objects."""
+    return {
+        "model": {"factory": "support.own:Plain", "statistics_group": GROUP},
+        "data": {"factory": "support.own:Numbers"},
+        "train": {
+            "precision": "fp64",
+            "steps": STEPS,
+            "global_batch": 8,
+            "learning_rate": 1e-2,
+            "validation_samples": 4,
+            **train,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+def validation(run: Outcome) -> dict[str, Any]:
+    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
+    found: dict[str, Any] = [event for event in events if event["kind"] == "validation"][-1]
+    return found
+
+
+VISION_PLANS = [
+    Plan(micro_batch=2),
+    Plan(dp_replicate=2, micro_batch=2),
+    Plan(dp_shard=2, shard="parameters", micro_batch=4),
+    Plan(dp_replicate=4, micro_batch=2),
+    Plan(dp_shard=4, shard="parameters", micro_batch=2),
+]
+
+
+@pytest.mark.parametrize("plan", VISION_PLANS, ids=str)
+def test_the_convolutional_network_gives_the_numbers_of_one_process(plan: Plan, tmp_path: Path) -> None:
+    job = vision_job(tmp_path, {"preset": "cifar-convnet"}, 12, global_batch=7)
+    one = one_process(tmp_path / "one", job, 7)
+    other = spread_over(tmp_path / "run", job, plan)
+    same_numbers(one, other)
+    assert validation(other)["accuracy"] == validation(one)["accuracy"]
+    assert validation(other)["loss"] == pytest.approx(validation(one)["loss"], rel=1e-10)
+
+
+@pytest.fixture(scope="module")
+def residual(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("resnet")
+    job = vision_job(folder, {"preset": "resnet-18", "statistics_group": GROUP}, 8, steps=2)
+    return job, one_process(folder / "one", job, 8)
+
+
+@pytest.mark.parametrize("plan", VISION_PLANS, ids=str)
+def test_resnet_and_its_running_statistics_are_those_of_one_process(
+    plan: Plan, residual: Any, tmp_path: Path
+) -> None:
+    job, one = residual
+    other = spread_over(tmp_path / "run", job, plan)
+    same_numbers(one, other, 1e-9)
+    tensors = one.tensors()
+    running = [name for name in tensors if name.endswith(("running_mean", "running_var"))]
+    assert len(running) == 2 * 20
+    assert not torch.equal(tensors["model.bn1.running_mean"], torch.zeros(64))
+    assert tensors["model.bn1.num_batches_tracked"] == 2
+    assert validation(other)["loss"] == pytest.approx(validation(one)["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp_replicate=2, micro_batch=2),
+        Plan(dp_shard=2, shard="parameters", micro_batch=4, recompute="full"),
+    ],
+    ids=str,
+)
+def test_batch_normalisation_of_ones_own_module_becomes_grouped(plan: Plan, tmp_path: Path) -> None:
+    objects = {"model": seeded(Normalised), "data": Numbers()}
+    one = one_process(tmp_path / "one", numbers_job(), 8, objects=objects)
+    other = spread_over(tmp_path / "run", numbers_job(), plan, objects=objects)
+    same_numbers(one, other)
+    assert one.tensors()["model.norm.num_batches_tracked"] == STEPS
+    # Its names are torch's, so that the user's own module takes them.
+    Normalised().double().load_state_dict(
+        {name.removeprefix("model."): t for name, t in one.tensors().items() if name.startswith("model.")}
+    )
+
+
+def test_rows_that_are_no_whole_groups_are_refused_with_the_keys_to_change(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"groups of 2 samples cannot take 3 rows.*\n.*statistics_group"):
+        spread_over(
+            tmp_path / "run",
+            numbers_job(global_batch=6),
+            Plan(dp_replicate=2, micro_batch=3),
+            objects={"model": seeded(Normalised), "data": Numbers()},
+        )
+
+
+def test_statistics_of_a_skipped_step_are_forgotten(tmp_path: Path) -> None:
+    job = numbers_job(non_finite="skip", steps=2, precision="fp32", learning_rate=1e30, gradient_clip=0.0)
+    run = one_process(
+        tmp_path / "run", job, 8, objects={"model": seeded(Normalised), "data": Poisoned(bad=range(48))}
+    )
+    tensors = run.tensors()
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    assert tensors["model.norm.num_batches_tracked"] == 0
+
+
+DROPPING = [
+    Plan(micro_batch=2),
+    Plan(micro_batch=8, recompute="full"),
+    Plan(dp_replicate=2, micro_batch=1),
+    Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="full"),
+    Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=2),
+]
+
+
+@pytest.mark.parametrize("plan", DROPPING, ids=str)
+def test_dropout_of_ones_own_module_drops_the_same_everywhere(plan: Plan, tmp_path: Path) -> None:
+    job = {**numbers_job(global_batch=7), "data": {"factory": "support.own:PartlyLabelled"}}
+    objects = {"model": seeded(lambda: Tagger(dropout=0.3))}
+    one = one_process(tmp_path / "one", job, 7, objects=objects)
+    same_numbers(one, spread_over(tmp_path / "run", job, plan, objects=objects))
+    without = one_process(tmp_path / "without", job, 7, objects={"model": seeded(Tagger)})
+    assert without.losses[0] != pytest.approx(one.losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tp=2, micro_batch=4),
+        Plan(pp=2, micro_batch=1),
+        Plan(pp=2, dp_shard=2, shard="gradients", micro_batch=2, schedule="gpipe", recompute="full"),
+    ],
+    ids=str,
+)
+def test_dropout_of_a_decoder_drops_the_same_when_it_is_split(plan: Plan, tmp_path: Path) -> None:
+    job = {
+        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.2},
+        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 16, "cache": str(tmp_path)},
+        "train": {"precision": "fp64", "steps": STEPS, "global_batch": 6, "validation_samples": 3},
+        "checkpoint": {"every_steps": 0},
+    }
+    one = one_process(tmp_path / "one", job, 6)
+    other = spread_over(tmp_path / "run", job, plan)
+    same_numbers(one, other)
+    assert validation(other)["loss"] == pytest.approx(validation(one)["loss"], rel=1e-10)
+
+
+def test_random_numbers_that_no_layout_can_repeat_are_refused_on_several_ranks(tmp_path: Path) -> None:
+    objects = {"model": seeded(Noisy), "data": Numbers()}
+    assert len(one_process(tmp_path / "one", numbers_job(), 8, objects=objects).losses) == STEPS
+    with pytest.raises(AssertionError, match="noise draws random numbers that depend on the rank"):
+        spread_over(tmp_path / "run", numbers_job(), Plan(dp_replicate=2, micro_batch=4), objects=objects)
