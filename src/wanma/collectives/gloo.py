@@ -71,6 +71,36 @@ class GlooAllGather(_Allocation, AllGather):
         self._stopwatch.stop(time.perf_counter())
 
 
+class UnshardedReduce(_Allocation, ReduceScatter):
+    """For a single shard, where the reduce-scatter's input already is its output.
+
+    FSDP2 asks for a buffer for each and copies from one to the other; given the same buffer twice,
+    the copy is nothing. The stopwatch starts here for the replicas' all-reduce that follows.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        super().__init__(stopwatch)
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._input is None:
+            self._input = super().allocate(size, dtype=dtype, device=device)
+            return self._input
+        output, self._input = self._input, None
+        self._stopwatch.start(time.perf_counter())
+        return output
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,  # noqa: ARG002  # nobody to talk to
+        op: Any,  # noqa: ARG002
+        async_op: bool = False,  # noqa: ARG002
+    ) -> None:
+        assert output_tensor.data_ptr() == input_tensor.data_ptr()
+
+
 class GlooReduceScatter(_Allocation, ReduceScatter):
     """Sum parts: `output_tensor` (part,) is the sum over ranks of their slice for this rank."""
 

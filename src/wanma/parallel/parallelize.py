@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from wanma.collectives.gloo import Stopwatch
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.build import ModelSpec
@@ -18,7 +17,7 @@ from wanma.parallel.materialize import materialize
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline import Pipeline, keep_stage
 from wanma.parallel.recompute import recompute
-from wanma.parallel.shard import shard_data
+from wanma.parallel.shard import Sharded, shard_data
 from wanma.parallel.tensor import split_tensors
 
 
@@ -28,7 +27,7 @@ class Parallel:
 
     module: nn.Module
     pipeline: Pipeline | None
-    communication: Stopwatch
+    sharded: Sharded
     parameter_names: tuple[str, ...]
     """Of the whole model, whatever part of it is here."""
 
@@ -58,13 +57,13 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
         for block in blocks:
             block.compile()
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
-    communication = shard_data(module, blocks, plan, grid, full_precision_output=spec.kind == "custom")
+    sharded = shard_data(module, blocks, plan, grid, full_precision_output=spec.kind == "custom")
     if spec.own_initialization:
         module.to(grid.device)
     else:
         materialize(module, grid.device, seed)
     pipeline = Pipeline(module, plan, grid) if plan.pp > 1 else None
-    return Parallel(module, pipeline, communication, names)
+    return Parallel(module, pipeline, sharded, names)
 
 
 def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:

@@ -57,7 +57,7 @@ def agree(
     Args:
         loss_sum: sum of this rank's losses; zero on ranks that do not count.
         targets: their number; zero likewise.
-        factor: what every loss was multiplied with before backward.
+        factor: how many times the gradient of the summed losses the gradients are.
 
     Raises:
         WanmaError: nothing in the batch has a target, or a number is not finite and
