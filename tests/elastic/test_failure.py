@@ -27,6 +27,13 @@ def test_the_text_says_who_why_where_and_what_to_do() -> None:
     assert failure.exit_code == 1
 
 
+def test_a_wrong_job_is_told_without_the_rank_that_happened_to_say_so_first() -> None:
+    failure = failure_of_exception(
+        raised(WanmaError("no data", "give some", exit_code=2)), 3, 0, "host", "log"
+    )
+    assert failure.text() == "no data\n  give some"
+
+
 def test_a_wanma_error_keeps_its_hint_and_exit_code() -> None:
     error = WanmaError("no data", "give some", exit_code=2)
     failure = failure_of_exception(raised(error), 0, 0, "host", "log")

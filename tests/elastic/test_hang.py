@@ -39,6 +39,12 @@ def test_the_odd_one_out_comes_first_and_the_others_are_one_line() -> None:
     assert report.count("/torch/x.py:1 in all_reduce") == 1
 
 
+def test_of_two_ranks_the_one_that_is_missing_in_the_collective_is_odd() -> None:
+    summary, _ = hang_report([WAITING, LOADING], 12, "limit")
+    assert summary.splitlines()[1].startswith("  rank 1 is in data loading")
+    assert [line.endswith("<- the odd one out") for line in summary.splitlines()] == [False, True, False]
+
+
 def test_when_all_stand_in_the_same_place_nobody_is_odd() -> None:
     summary, _ = hang_report([WAITING, dataclasses.replace(WAITING, rank=1)], 12, "limit")
     assert "odd" not in summary

@@ -6,7 +6,7 @@ import signal
 import traceback
 from dataclasses import dataclass
 
-from wanma.job.errors import EXIT_FAILED, WanmaError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 
 TEXT_LIMIT = 64 * 1024
 """Characters of a traceback that travel; the log of the rank has all of it."""
@@ -44,6 +44,8 @@ class Failure:
 
     def text(self) -> str:
         """The one message: who, why, where it happened, where to read on, what to do."""
+        if self.exit_code == EXIT_USAGE:  # the job is wrong: which rank was the first to say so tells nothing
+            return f"{self.cause}\n  {self.hint}" if self.hint else self.cause
         place = f" (node {self.node}, {self.host})" if self.node is not None else ""
         head = f"rank {self.rank}{place} failed: {self.cause}" if self.rank is not None else self.cause
         lines = [head]

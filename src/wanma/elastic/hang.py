@@ -19,9 +19,9 @@ def hang_report(standings: Sequence[Standing], seconds: float, limit: str) -> tu
     Ranks that stand in the same place form a group. The smallest groups come first: in a hang most
     ranks wait in a collective for the one that does not come.
     """
-    groups = sorted(_groups(standings), key=lambda group: (len(group), group[0].rank))
+    groups = sorted(_groups(standings), key=lambda group: (len(group), bool(group[0].collective)))
     lines = [f"no rank has moved for {seconds:.0f} s ({limit})"]
-    lines += [f"  {_describe(group, odd=len(group) < len(groups[-1]))}" for group in groups]
+    lines += [f"  {_describe(group, odd=_is_odd(group, groups[-1]))}" for group in groups]
     summary = "\n".join(lines)
     details = [summary, ""]
     for group in groups:
@@ -69,6 +69,13 @@ def _groups(standings: Sequence[Standing]) -> list[list[Standing]]:
     for standing in sorted(standings, key=lambda one: one.rank):
         groups[standing.stack, standing.phase, standing.collective, standing.state].append(standing)
     return list(groups.values())
+
+
+def _is_odd(group: list[Standing], most: list[Standing]) -> bool:
+    """Fewer than the largest group; among equals, not in the collective in which the others wait."""
+    if len(group) == len(most):
+        return bool(most[0].collective) and not group[0].collective
+    return len(group) < len(most)
 
 
 def _describe(group: list[Standing], odd: bool) -> str:

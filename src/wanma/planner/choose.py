@@ -79,8 +79,7 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
     Raises:
         JobError: not even one sample per micro-batch fits; says by how much.
     """
-    smallest = min([job.train.global_batch, *(batch for _, batch in job.train.batch_ramp)])
-    rows = math.ceil(smallest / plan.data_ranks)
+    rows = math.ceil(min(_batches(job)) / plan.data_ranks)
     reasons = [_layout_reason(job, plan)]
     if workload is None:
         micro_batch = job.parallel.micro_batch or rows
@@ -93,14 +92,15 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
 
     if job.parallel.micro_batch is not None:
         micro_batch = job.parallel.micro_batch
+        if not _whole_groups(job, replace(plan, micro_batch=micro_batch)):
+            raise _split_groups(job, plan)
     else:
         largest = rows if plan.pp == 1 else max(rows // (2 * plan.pp), 1)
         if plan.device == "cpu":
             largest = min(largest, max(CPU_TOKENS // workload.tokens_per_sample, 1))
-        largest = _respect_statistics(job, largest)
-        micro_batch = largest
-        while micro_batch > 1 and needs(micro_batch).memory_bytes > limit:
-            micro_batch //= 2
+        sizes = _micro_batches(job, plan, largest)
+        largest = sizes[0]
+        micro_batch = next((size for size in sizes if needs(size).memory_bytes <= limit), sizes[-1])
         reasons.append(
             f"micro_batch {micro_batch}: the largest that fits, at most {largest} "
             f"({rows} samples per rank and step)"
@@ -173,22 +173,56 @@ def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
             f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
         )
-    batches = [job.train.global_batch, *(batch for _, batch in job.train.batch_ramp)]
-    if min(batches) < plan.data_ranks:
+    if min(_batches(job)) < plan.data_ranks:
         raise JobError(
-            f"train.global_batch = {min(batches)} gives {plan.data_ranks} data ranks "
+            f"train.global_batch = {min(_batches(job))} gives {plan.data_ranks} data ranks "
             f"(dp_replicate × dp_shard) less than one sample each",
             f"raise train.global_batch to at least {plan.data_ranks}, or use fewer ranks",
         )
 
 
-def _respect_statistics(job: Job, largest: int) -> int:
-    """Batch normalisation wants whole groups: a multiple of the group where there is room for one."""
+def _micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
+    """Sizes to try, from the largest on.
+
+    Raises:
+        JobError: none gives every rank whole groups for batch normalisation.
+    """
+    if not _has_groups(job):
+        return [largest >> halvings for halvings in range(largest.bit_length())]
     group = job.model.statistics_group
-    uses_groups = job.model.family == "resnet" or (job.model.preset or "").startswith("resnet")
-    if not uses_groups or largest < group:
-        return largest
-    return largest // group * group
+    sizes = range(max(largest // group, 1) * group, 0, -group)
+    whole = [size for size in sizes if _whole_groups(job, replace(plan, micro_batch=size))]
+    if not whole:
+        raise _split_groups(job, plan)
+    return whole
+
+
+def _has_groups(job: Job) -> bool:
+    return job.model.family == "resnet" or (job.model.preset or "").startswith("resnet")
+
+
+def _whole_groups(job: Job, plan: Plan) -> bool:
+    """Whether every micro-batch of every rank is a multiple of the group that shares one statistic."""
+    return not _has_groups(job) or all(
+        len(run) > 0 and len(run) % job.model.statistics_group == 0
+        for batch in _batches(job)
+        for rank in (0, plan.data_ranks - 1)  # sizes differ by one at most, the larger ones first
+        for run in plan.micro_batches(batch, rank)
+    )
+
+
+def _split_groups(job: Job, plan: Plan) -> JobError:
+    group, batches = job.model.statistics_group, ", ".join(map(str, _batches(job)))
+    return JobError(
+        f"train.global_batch = {batches} over {plan.data_ranks} data ranks does not divide into "
+        f"micro-batches of whole groups: model.statistics_group = {group} samples share one statistic",
+        f"make train.global_batch a multiple of {group * plan.data_ranks} and parallel.micro_batch one of "
+        f"{group}, or change model.statistics_group",
+    )
+
+
+def _batches(job: Job) -> list[int]:
+    return [job.train.global_batch, *(batch for _, batch in job.train.batch_ramp)]
 
 
 def _memory_per_rank(plan: Plan, cluster: Cluster, job: Job) -> float:
@@ -205,6 +239,7 @@ def _largest_kind(forecast: Forecast) -> str:
         "optimizer state": forecast.optimizer_bytes,
         "activations": forecast.activations_bytes,
         "logits": forecast.logits_bytes,
+        "Python and torch": forecast.runtime_bytes,
     }
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size)
