@@ -73,6 +73,8 @@ def train_job(
         with _only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, objects or {})
             notes = changes(run, job)
+            if job.parallel.auto and prepared.planned.forecast is not None:
+                notes += prepared.planned.forecast.reasons
             is_new = not run.job.exists()
             if is_new:
                 write_down(run, job, prepared, command_line or [])

@@ -34,6 +34,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
         start_step=state.step,
         prefetch=job.data.prefetch,
         threads=job.data.workers,
+        pin_memory=trainer.plan.device == "cuda",
     ) as loader:
         batches = iter(loader)
         while state.step < job.train.steps:

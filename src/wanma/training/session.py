@@ -87,6 +87,7 @@ class Session:
             start_step=trainer.state.step,
             prefetch=self.job.data.prefetch,
             threads=self.job.data.workers,
+            pin_memory=self.plan.device == "cuda",
         )
         with loader:
             for step in loader:

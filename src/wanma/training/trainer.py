@@ -25,7 +25,8 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.statistics import pending_statistics
-from wanma.observe.memory import peak_memory_bytes
+from wanma.observe.gpu import GpuSampler
+from wanma.observe.memory import peak_memory_bytes, reset_peak
 from wanma.observe.mfu import model_flops_utilization
 from wanma.observe.phases import PhaseTimer
 from wanma.observe.recorder import Recorder
@@ -101,6 +102,8 @@ class Trainer:
             )
             for text in messages:
                 self._recorder.message(text)
+        self._gpu = self._watch_gpu()
+        reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
         self._step_started = time.perf_counter()
 
@@ -121,6 +124,8 @@ class Trainer:
             else:
                 self._checkpointer.close()
         finally:
+            if self._gpu is not None:
+                self._gpu.__exit__(None, None, None)
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -183,6 +188,7 @@ class Trainer:
                 "learning_rate": self._rate,
                 "phases": phases,
                 "memory_bytes": peak_memory_bytes(self.grid.device.type),
+                **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
                 if self._flops_per_sample is None
                 else model_flops_utilization(
@@ -240,6 +246,17 @@ class Trainer:
             )
 
     # ---------------------------------------------------------------- inside
+
+    def _watch_gpu(self) -> GpuSampler | None:
+        """Rank 0's GPU, where there is one and NVIDIA's Python package to ask it."""
+        if self._recorder is None or self.plan.device != "cuda":
+            return None
+        try:
+            uuid = str(torch.cuda.get_device_properties(self.grid.device).uuid)
+            return GpuSampler(uuid).__enter__()
+        except WanmaError as error:
+            self.message(f"no GPU utilisation or power in this run's records: {error}")
+            return None
 
     def _resume(self, messages: list[str]) -> None:
         """Take up the run directory's newest whole checkpoint, or the weights the job starts from."""
