@@ -138,3 +138,10 @@ class Poisoned(Numbers):
     def __init__(self, bad: range) -> None:
         super().__init__(size=48)
         self.inputs[list(bad)] = float("nan")
+
+
+class TellsCompiled(Plain):
+    """Doubles its logits when it runs compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 1.0)

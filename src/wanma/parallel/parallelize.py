@@ -54,7 +54,7 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     blocks = _blocks(module, spec)
     recompute(blocks, plan)  # before compile, so that compile sees it
     if plan.compile:
-        for block in blocks:
+        for block in blocks or [module]:
             block.compile()
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
     sharded = shard_data(module, blocks, plan, grid, full_precision_output=spec.kind == "custom")

@@ -1,0 +1,58 @@
+"""parallel.compile: torch.compile per block changes the speed and not the curve."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.compare import one_process, spread_over
+from wanma.job.plan import Plan
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
+    ),
+]
+
+DECODER: dict[str, Any] = {
+    "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
+    "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32},
+    "train": {"steps": 4, "global_batch": 4, "learning_rate": 1e-2, "validation_samples": 2},
+    "checkpoint": {"every_steps": 0},
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(micro_batch=2, compile=True), Plan(dp_shard=2, shard="parameters", micro_batch=2, compile=True)],
+    ids=["1 rank", "2 ranks ZeRO 3"],
+)
+def test_compiled_blocks_follow_the_same_curve(plan: Plan, tmp_path: Path) -> None:
+    job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
+    one = one_process(tmp_path / "one", job, 4)
+    other = spread_over(tmp_path / "run", job, plan, seconds=280)
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert other.norms == pytest.approx(one.norms, rel=1e-4)
+
+
+def test_a_model_without_blocks_is_compiled_whole(tmp_path: Path) -> None:
+    def job(factory: str) -> dict[str, Any]:
+        return {
+            **DECODER,
+            "model": {"factory": f"support.own:{factory}"},
+            "data": {"factory": "support.own:Numbers"},
+        }
+
+    plan = Plan(dp_shard=2, shard="parameters", micro_batch=2)
+    compiled = replace(plan, compile=True)
+    one = spread_over(tmp_path / "one", job("Plain"), plan)
+    other = spread_over(tmp_path / "run", job("Plain"), compiled, seconds=280)
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    # This one computes something else where it is compiled.
+    told = spread_over(tmp_path / "told", job("TellsCompiled"), compiled, seconds=280)
+    assert told.losses[0] != pytest.approx(one.losses[0], rel=1e-2)
