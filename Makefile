@@ -4,8 +4,7 @@
 #
 # PYTHON=python3.12   another interpreter       JOB=mine.toml   another job
 # ARGS="train.steps=20"   passed on to wanma or pytest
-# PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
-#                     the small CPU build of torch
+# PIP_ARGS="..."        handed to pip, e.g. the index of PyTorch's small CPU builds
 
 PYTHON   ?= python3
 VENV     ?= .venv
