@@ -1,0 +1,59 @@
+"""A model and data that go wrong on one rank at one step; imported by the ranks of the jobs under test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Numbers:
+    """64 samples; `broken` raises, or gives no number."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.broken:
+            raise OSError(f"row {index} is unreadable")
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x, (x.sum() > 0).long()
+
+
+class Net(nn.Module):
+    """Does `what` in the forward pass of `step` on rank 1; every pass takes `seconds` longer."""
+
+    def __init__(self, what: str = "", step: int = 3, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.what, self.step, self.seconds, self.passes = what, step, seconds, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        output: Tensor = self.layers(x)
+        self.passes += self.training
+        if not (self.training and self.passes == self.step and dist.get_rank() == 1):
+            return output
+        match self.what:
+            case "raise":
+                raise ValueError("no such column: prize")
+            case "exit":
+                os._exit(7)
+            case "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "sleep":
+                time.sleep(1000)
+            case "nan":
+                return output * float("nan")
+        return output
+
+
+model = Net
+data = Numbers

@@ -1,0 +1,130 @@
+"""Law 4: whatever is killed, and whenever, the same command carries on to the same weights."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+from support.command import Desk, Running, Training, assert_bitwise_equal
+
+ROUNDS = 6
+
+
+def victims(running: Running, training: Training) -> dict[str, int]:
+    """Who can be killed now, by name; 'everything' is the command and all below it."""
+    below = [one.pid for one in running.look()]
+    found = {"everything": 0, "supervisor": running.process.pid}
+    if below:
+        found["fork server"] = below[0]
+    for rank in (0, 1):
+        if (pid := training.rank_process(rank)) in below:
+            assert pid is not None
+            found[f"rank {rank}"] = pid
+    return found
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_cost_no_step_and_change_no_bit(
+    desk: Desk, plan: tuple[str, ...], whole_of_plan: Training
+) -> None:
+    dice = random.Random(len(plan))
+    training = desk.training(f"killed-{len(plan)}")
+    command = ("train", "text.toml", "--run-dir", training.path.name, *plan)
+    order = ["rank 0", "rank 1", "supervisor", "everything", "fork server"]
+    dice.shuffle(order)
+    for number in range(ROUNDS):
+        running = desk.start(*command)
+        # Mostly while it trains, and once early: while it starts, resumes, or has nothing to kill yet.
+        goal = training.steps_begun() + dice.randint(1, 8) if number else 0
+        came = running.until(lambda goal=goal: not goal or training.steps_begun() >= goal)
+        time.sleep(dice.uniform(0, 0.05 if number else 2.5))
+        if not came or running.process.poll() is not None:
+            break
+        there = victims(running, training)
+        who = next((name for name in order[number % 5 :] + order if name in there), "everything")
+        if who == "everything":
+            running.kill_all()
+        else:
+            os.kill(there[who], signal.SIGKILL)
+        ran = running.end(30)
+        assert running.left() == [], f"killing {who} left processes behind"
+        if who.startswith("rank") and ran.code != 0:  # it may have done its work just before
+            assert ran.code == 1
+            assert f"error: {who} (" in ran.told_once()
+            assert "was killed by SIGKILL" in ran.text
+    ran = desk.run(*command)
+    assert ran.code == 0, ran.text
+    assert [step["step"] for step in training.metrics] == list(range(1, 61))
+    assert training.losses == whole_of_plan.losses
+    assert_bitwise_equal(training.state(), whole_of_plan.state())
+
+
+def test_ctrl_c_finishes_the_step_and_twice_leaves_at_once_and_both_can_be_carried_on(
+    desk: Desk, whole: Training
+) -> None:
+    training = desk.training("interrupted")
+    command = ("train", "text.toml", "--run-dir", training.path.name)
+
+    running = desk.start(*command)
+    assert running.until(lambda: training.steps_begun() >= 3)
+    running.look()
+    running.signal(signal.SIGINT)
+    ran = running.end()
+    assert (ran.code, running.left()) == (130, [])
+    assert "error" not in ran.text
+    stopped = training.metrics[-1]["step"]
+    assert training.checkpoints()[-1] == f"step-{stopped:08d}"
+    assert 3 <= stopped < 60
+    assert training.events[-1] | {"time": 0, "best_loss": None} == {
+        "kind": "finish", "time": 0, "step": stopped, "outcome": "interrupted", "best_loss": None,
+    }  # fmt: skip
+
+    running = desk.start(*command)
+    assert running.until(lambda: training.steps_begun() >= stopped + 2)
+    running.look()
+    began = time.monotonic()
+    running.signal(signal.SIGINT)
+    time.sleep(0.001)
+    running.signal(signal.SIGINT)
+    ran = running.end()
+    assert (ran.code, running.left()) == (130, [])
+    assert time.monotonic() - began < 5
+    assert "Traceback" not in ran.text
+
+    ran = desk.run(*command)
+    assert ran.code == 0, ran.text
+    assert [step["step"] for step in training.metrics] == list(range(1, 61))
+    assert_bitwise_equal(training.state(), whole.state())
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_carries_on(desk: Desk, whole: Training) -> None:
+    training = desk.training("damaged")
+    shutil.copytree(whole.path, training.path)
+    file = training.path / "checkpoints" / "step-00000060" / "rank-00001.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last[0] ^ 1]))
+    ran = desk.run("train", "text.toml", "--run-dir", training.path.name)
+    assert ran.code == 0
+    assert "checkpoint step-00000060 is skipped: rank-00001.safetensors is damaged" in ran.text
+    assert "carrying on from step 55 (step-00000055)" in ran.text
+    assert [step["step"] for step in training.metrics] == list(range(1, 61))
+    assert_bitwise_equal(training.state(60), whole.state(60))
+
+
+@pytest.mark.parametrize("torn", ["manifest.json", "rank-00000.safetensors"])
+def test_a_torn_file_counts_as_damage(desk: Desk, whole: Training, torn: str) -> None:
+    training = desk.training(f"torn-{torn}")
+    shutil.copytree(whole.path, training.path)
+    file = training.path / "checkpoints" / "step-00000060" / torn
+    os.truncate(file, file.stat().st_size // 2)
+    ran = desk.run("train", "text.toml", "--run-dir", training.path.name)
+    assert ran.code == 0
+    assert f"step-00000060 is skipped: {torn}" in ran.text
+    assert_bitwise_equal(training.state(60), whole.state(60))
