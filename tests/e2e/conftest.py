@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from support.command import Desk, Training
 
 HERE = Path(__file__).parent

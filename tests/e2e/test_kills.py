@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+
 from support.command import Desk, Running, Training, assert_bitwise_equal
 
 ROUNDS = 6
