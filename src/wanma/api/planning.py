@@ -11,6 +11,7 @@ from wanma.data.tokenizer import load_tokenizer
 from wanma.hardware.cpu_peak import stored_cpu_peak
 from wanma.hardware.discover import discover
 from wanma.job.cluster import Cluster
+from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
@@ -72,7 +73,11 @@ def prepare_job(
     """
     objects = objects or {}
     if "data" not in objects:
-        prepare(job.data, progress)
+        try:
+            prepare(job.data, progress)
+        except WanmaError as error:
+            error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
+            raise
     workload = None if "model" in objects else _workload(job, objects)
     planned = complete(job, start, cluster, workload)
     return Prepared(cluster, planned, workload, _peak(planned.plan, cluster))
