@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from wanma.data.ramp import global_batch
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, Workload
@@ -82,13 +83,21 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
     rows = math.ceil(min(_batches(job)) / plan.data_ranks)
     reasons = [_layout_reason(job, plan)]
     if workload is None:
-        micro_batch = job.parallel.micro_batch or rows
-        return Planned(replace(plan, micro_batch=micro_batch), None)
+        plan = replace(plan, micro_batch=job.parallel.micro_batch or max(rows // plan.pp, 1))
+        _check_pipeline(job, plan)
+        return Planned(plan, None)
 
     limit = _memory_per_rank(plan, cluster, job) * MEMORY_SHARE
 
     def needs(micro_batch: int) -> Forecast:
-        return forecast_memory(workload, replace(plan, micro_batch=micro_batch), job.train.optimizer)
+        sized = replace(plan, micro_batch=micro_batch)
+        return forecast_memory(
+            workload,
+            sized,
+            job.train.optimizer,
+            micro_batches=sized.accumulation(max(_batches(job))),
+            weight_average=job.train.weight_average > 0,
+        )
 
     if job.parallel.micro_batch is not None:
         micro_batch = job.parallel.micro_batch
@@ -105,6 +114,8 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
             f"micro_batch {micro_batch}: the largest that fits, at most {largest} "
             f"({rows} samples per rank and step)"
         )
+    plan = replace(plan, micro_batch=micro_batch)
+    _check_pipeline(job, plan)
     forecast = needs(micro_batch)
     if forecast.memory_bytes > limit:
         raise JobError(
@@ -113,7 +124,7 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
             "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'full', "
             "or take a smaller model, micro-batch or sequence",
         )
-    return Planned(replace(plan, micro_batch=micro_batch), replace(forecast, reasons=tuple(reasons)))
+    return Planned(plan, replace(forecast, reasons=tuple(reasons)))
 
 
 def gib(count: float) -> str:
@@ -173,6 +184,11 @@ def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
             f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
         )
+    if plan.pp > 1 and job.model.loss is not None:
+        raise JobError(
+            f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines compute cross entropy",
+            "set parallel.pp = 1, or leave model.loss out",
+        )
     if min(_batches(job)) < plan.data_ranks:
         raise JobError(
             f"train.global_batch = {min(_batches(job))} gives {plan.data_ranks} data ranks "
@@ -222,7 +238,30 @@ def _split_groups(job: Job, plan: Plan) -> JobError:
 
 
 def _batches(job: Job) -> list[int]:
-    return [job.train.global_batch, *(batch for _, batch in job.train.batch_ramp)]
+    """The global batches of the steps that the job has."""
+    starts = {0, *(step for step, _ in job.train.batch_ramp if step < job.train.steps)}
+    return [global_batch(job.train, step) for step in sorted(starts)]
+
+
+def _check_pipeline(job: Job, plan: Plan) -> None:
+    """1F1B keeps every stage busy with a micro-batch of its own, and torch's refuses fewer."""
+    smallest = min(_batches(job))
+    count = plan.accumulation(smallest)
+    if plan.pp == 1 or plan.schedule != "1f1b" or count >= plan.pp:
+        return
+    rows = math.ceil(smallest / plan.data_ranks)
+    if rows < plan.pp:
+        raise JobError(
+            f"parallel.pp = {plan.pp} stages need as many micro-batches in every step, but "
+            f"train.global_batch = {smallest} gives each of {plan.data_ranks} data ranks {rows} samples",
+            f"raise train.global_batch to at least {(plan.pp - 1) * plan.data_ranks + 1} (in every step of "
+            "train.batch_ramp), lower parallel.pp, or set parallel.schedule = 'gpipe'",
+        )
+    raise JobError(
+        f"parallel.micro_batch = {plan.micro_batch} cuts a data rank's {rows} samples of a step into {count} "
+        f"micro-batches, fewer than parallel.pp = {plan.pp} stages",
+        f"use parallel.micro_batch = {(rows - 1) // (plan.pp - 1)} or less, or parallel.schedule = 'gpipe'",
+    )
 
 
 def _memory_per_rank(plan: Plan, cluster: Cluster, job: Job) -> float:

@@ -1,12 +1,13 @@
 """Memory of a plan on its fullest rank, by kind.
 
-Weights and optimizer state follow Rajbhandari et al. 2020; activations are the workload's elements
-per layer (Korthikanti et al. 2022 adapted), of which the pipeline keeps several micro-batches.
+Sharded state follows Rajbhandari et al. 2020, section 5; what FSDP2 holds beside it is from its own
+behaviour (one unit of communication per block, another for the rest), which a test measures.
+Activations are the workload's elements per layer (Korthikanti et al. 2022, section 4.1).
 """
 
 from __future__ import annotations
 
-from wanma.job.forecast import Forecast, Workload
+from wanma.job.forecast import Forecast, Layer, Workload
 from wanma.job.plan import Plan
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -14,54 +15,103 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 CPU_RUNTIME_BYTES = 340 << 20
 """Resident memory of a rank before its model exists: Python, torch, dynamo and their libraries."""
 
-STATE_COPIES = {"adamw": 2, "sgd": 1, "adafactor": 0, "muon": 1}
-"""Master-precision copies of a parameter that the update rule keeps."""
+WHOLE_SHARE = 0.25
+"""Share of a block's kept activations that tensor parallelism does not split: the inputs and outputs of
+its normalisations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section 4.2.1: 10 of 34 bytes)."""
+
+INPUT_SHARE = 1 / 16
+"""Share of a block's kept activations that is its input; about 1 of 16 hidden-sized tensors in a decoder."""
 
 
-def forecast_memory(workload: Workload, plan: Plan, optimizer: str) -> Forecast:
-    """What one rank needs, if the model is spread evenly over pipeline stages."""
-    held = workload.parameters / (plan.pp * plan.tp)
+def forecast_memory(
+    workload: Workload,
+    plan: Plan,
+    optimizer: str,
+    *,
+    micro_batches: int = 2,
+    weight_average: bool = False,
+) -> Forecast:
+    """What one rank needs.
+
+    Args:
+        optimizer: `train.optimizer`.
+        micro_batches: of one step and rank, at most.
+        weight_average: whether an averaged copy of the weights is kept.
+    """
+    blocks, others = _units(workload)
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
+    # A pipeline's fullest stage has its share of the blocks, and the embedding or the head.
+    ends = [_parameters(others)] if plan.pp == 1 else [_parameters([layer]) for layer in others]
+    rest = max(ends, default=0) / plan.tp
+    block = max((layer.parameters for layer in blocks), default=0) / plan.tp
+    held = _parameters(blocks) / (plan.pp * plan.tp) + rest
     sharded = held / plan.dp_shard
 
-    # FSDP2 keeps the sharded master copy, and gathers a copy in compute precision.
-    gathered = _largest_layer(workload, plan) * 2 if plan.shard == "parameters" else held
-    aliased = plan.dp_shard == 1 and compute == master
-    parameters = sharded * master + (0 if aliased else gathered * compute)
-    gradients = sharded * master + (held * compute if plan.shard in ("nothing", "optimizer") else 0)
-    if plan.dp_shard == 1 and compute == master:
-        gradients = held * master
-    state = sharded * master * STATE_COPIES[optimizer]
+    # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
+    # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
+    around = 1 if plan.device == "cpu" else 2
+    gathered = rest + around * block if plan.shard == "parameters" else held
+    parameters = sharded * master + gathered * compute
 
-    rows = plan.micro_batch * _in_flight(plan)
-    blocks = [layer for layer in workload.layers if layer.count > 1] or list(workload.layers)
-    kept = sum(layer.count * layer.activation_elements_per_sample for layer in blocks) / plan.pp
-    if plan.recompute == "full":
-        deepest = max((layer.activation_elements_per_sample for layer in blocks), default=0.0)
-        kept = kept * _INPUT_SHARE + deepest
-    activations = kept * rows * compute / plan.tp
-    rest = sum(layer.activation_elements_per_sample for layer in workload.layers if layer not in blocks)
-    logits = rest * plan.micro_batch * (compute + 4)
+    # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
+    # micro-batch, whole gradients are accumulated in fp32 until the last.
+    unit = max(rest, block)
+    whole = plan.shard in ("nothing", "optimizer") and micro_batches > 1
+    gradients = held * master + unit * master if whole else sharded * master + unit * (compute + master)
 
+    state = sharded * master * int(weight_average)
+    state += master * _state_elements(optimizer, blocks, others) * sharded / max(workload.parameters, 1)
+
+    activations, logits = _activations(workload, plan, micro_batches)
     return Forecast(
         parameters_bytes=int(parameters),
         gradients_bytes=int(gradients),
         optimizer_bytes=int(state),
-        activations_bytes=int(activations),
-        logits_bytes=int(logits),
+        activations_bytes=int(activations * compute),
+        logits_bytes=int(logits * compute),
         runtime_bytes=CPU_RUNTIME_BYTES if plan.device == "cpu" else 0,
     )
 
 
-_INPUT_SHARE = 1 / 16
-"""Share of a block's kept activations that is its input; about 1 of 16 hidden-sized tensors in a decoder."""
+def _activations(workload: Workload, plan: Plan, micro_batches: int) -> tuple[float, float]:
+    """Elements that a rank keeps of its blocks, and of all else."""
+    blocks, others = _units(workload)
+    if not blocks:
+        blocks, others = others, []
+    kept = sum(layer.count * layer.activation_elements_per_sample for layer in blocks) / plan.pp
+    if plan.recompute == "full":
+        deepest = max((layer.activation_elements_per_sample for layer in blocks), default=0.0)
+        kept = kept * INPUT_SHARE + deepest
+    kept *= WHOLE_SHARE + (1 - WHOLE_SHARE) / plan.tp
+    # Logits once as the loss keeps them and once as their gradient.
+    logits = 2 * sum(layer.activation_elements_per_sample for layer in others)
+    return kept * plan.micro_batch * _in_flight(plan, micro_batches), logits * plan.micro_batch
 
 
-def _in_flight(plan: Plan) -> int:
-    """Micro-batches whose activations the first stage holds at once under 1F1B."""
-    return plan.pp
+def _in_flight(plan: Plan, micro_batches: int) -> int:
+    """Micro-batches whose activations the first stage holds at once: all under GPipe (Huang et al. 2019),
+    as many as stages under 1F1B (Narayanan et al. 2021, section 2.2.1)."""
+    if plan.pp == 1:
+        return 1
+    return micro_batches if plan.schedule == "gpipe" else min(plan.pp, micro_batches)
 
 
-def _largest_layer(workload: Workload, plan: Plan) -> float:
-    return max((layer.parameters for layer in workload.layers), default=0) / plan.tp
+def _units(workload: Workload) -> tuple[list[Layer], list[Layer]]:
+    """The repeated blocks, and everything else."""
+    blocks = [layer for layer in workload.layers if layer.count > 1]
+    return blocks, [layer for layer in workload.layers if layer.count == 1]
+
+
+def _parameters(layers: list[Layer]) -> int:
+    return sum(layer.count * layer.parameters for layer in layers)
+
+
+def _state_elements(optimizer: str, blocks: list[Layer], others: list[Layer]) -> float:
+    """Elements of optimizer state of the whole model.
+
+    AdamW keeps two moments, SGD one momentum. Muon keeps one for the blocks' matrices and leaves the
+    rest to AdamW. Adafactor keeps a row and a column for each matrix, which is next to nothing.
+    """
+    copies = {"adamw": (2, 2), "sgd": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}[optimizer]
+    return copies[0] * _parameters(blocks) + copies[1] * _parameters(others)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wanma.data.open import open_data
+from wanma.job.errors import JobError
 from wanma.job.imports import import_object
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
@@ -98,4 +99,11 @@ def choose_loss(request: Request) -> LossFunction:
     function = request.objects.get("loss")
     if function is None and request.job.model.loss is not None:
         function = import_object(request.job.model.loss, "model.loss")
-    return classification_loss if function is None else user_loss(function)
+    if function is None:
+        return classification_loss
+    if request.plan.pp > 1:
+        raise JobError(
+            f"parallel.pp = {request.plan.pp}: pipelines compute cross entropy, not a loss of one's own",
+            "set parallel.pp = 1, or leave the loss out",
+        )
+    return user_loss(function)

@@ -1,0 +1,150 @@
+"""The memory forecast against what ranks really hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.measure import kept_activations, measure_rank
+from support.ranks import run_ranks
+from wanma.job.forecast import Layer, Workload
+from wanma.job.plan import Plan
+from wanma.job.sections import ModelSection, Precision
+from wanma.models.workload import section_workload
+from wanma.planner.memory import forecast_memory
+
+MODEL = {"family": "decoder", "layers": 4, "hidden": 64, "heads": 4, "vocabulary": 320}
+SEQUENCE = 32
+
+
+def workload(**more: Any) -> Workload:
+    found = section_workload(
+        ModelSection(**{**MODEL, **more}),
+        vocabulary=None,
+        sequence_length=SEQUENCE,
+        image_shape=None,
+        classes=None,
+    )
+    assert found is not None
+    return found
+
+
+def job(folder: Path, precision: str, **model: Any) -> dict[str, Any]:
+    return {
+        "model": {**MODEL, **model},
+        "data": {
+            "text": [str(Path(__file__).parent)],
+            "sequence_length": SEQUENCE,
+            "cache": str(folder / "cache"),
+        },
+        "train": {"steps": 2, "global_batch": 8, "precision": precision},
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(micro_batch=4),
+        Plan(dp_replicate=2, micro_batch=2),
+        Plan(dp_shard=2, shard="optimizer", micro_batch=2),
+        Plan(dp_shard=2, shard="gradients", micro_batch=2),
+        Plan(dp_shard=2, shard="parameters", micro_batch=2),
+        Plan(tp=2, micro_batch=4),
+    ],
+    ids=str,
+)
+def test_forecast_state_is_what_a_rank_holds(plan: Plan, precision: Precision, tmp_path: Path) -> None:
+    plan = replace(plan, precision=precision)
+    measured = run_ranks(measure_rank, plan.world_size, (job(tmp_path, precision), plan))[0]
+    model = workload()
+    forecast = forecast_memory(model, plan, "adamw", micro_batches=2)
+    assert forecast.parameters_bytes == pytest.approx(measured["parameters"], rel=0.02)
+    assert forecast.optimizer_bytes == pytest.approx(measured["optimizer"], rel=0.02)
+    # Buffers that live only while one unit is reduced are forecast but not seen between operators.
+    units = [layer.parameters for layer in model.layers]
+    largest = max(units[0] + units[2], units[1]) * 8 // plan.tp
+    assert measured["gradients"] <= forecast.gradients_bytes * 1.02
+    assert forecast.gradients_bytes - largest <= measured["gradients"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("heads", [{}, {"kv_heads": 2}], ids=["heads", "grouped heads"])
+def test_forecast_activations_are_what_autograd_keeps(
+    heads: dict[str, int], precision: Precision, tmp_path: Path
+) -> None:
+    plan = Plan(micro_batch=3, precision=precision)
+    kept = kept_activations(job(tmp_path, precision, **heads), plan)
+    forecast = forecast_memory(workload(**heads), plan, "adamw")
+    # Of the logits' forecast half is their gradient, which backward makes.
+    assert forecast.activations_bytes + forecast.logits_bytes / 2 == pytest.approx(kept, rel=0.1)
+
+
+def test_recomputing_keeps_the_blocks_inputs_and_one_block(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=3, recompute="full")
+    kept = kept_activations(job(tmp_path, "fp32"), plan)
+    model = workload()
+    forecast = forecast_memory(model, plan, "adamw")
+    block = model.layers[1].activation_elements_per_sample * 3 * 4  # while backward runs it again
+    assert forecast.activations_bytes - block + forecast.logits_bytes / 2 == pytest.approx(kept, rel=0.1)
+
+
+BILLION = Workload(
+    (
+        Layer("embedding", 1, 100_000_000, 0.0, 0.0),
+        Layer("layers", 20, 50_000_000, 1.0, 1_000_000.0),
+        Layer("head", 1, 100_000_000, 1.0, 3_000_000.0),
+    ),
+    1024,
+)
+
+
+def test_a_billion_parameters_in_bf16_on_eight_gpus_by_hand() -> None:
+    plan = Plan(dp_shard=8, shard="parameters", precision="bf16", device="cuda", micro_batch=2)
+    forecast = forecast_memory(BILLION, plan, "adamw")
+    shard = 1_200_000_000 // 8
+    # Master shard; embedding and head gathered, and two blocks of 50 M (one computes, one arrives).
+    assert forecast.parameters_bytes == shard * 4 + (200_000_000 + 2 * 50_000_000) * 2
+    assert forecast.optimizer_bytes == 2 * shard * 4
+    # The largest unit is embedding and head together: as computed, and as copied to be reduced.
+    assert forecast.gradients_bytes == shard * 4 + 200_000_000 * (2 + 4)
+    assert forecast.activations_bytes == 20 * 1_000_000 * 2 * 2
+    assert forecast.logits_bytes == 2 * 3_000_000 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "elements"),
+    [("adamw", 2.4e9), ("sgd", 1.2e9), ("muon", 1.0e9 + 2 * 0.2e9), ("adafactor", 0.0)],
+)
+def test_optimizer_state_follows_the_update_rule(optimizer: str, elements: float) -> None:
+    assert forecast_memory(BILLION, Plan(), optimizer).optimizer_bytes == 4 * elements
+    averaged = forecast_memory(BILLION, Plan(), optimizer, weight_average=True)
+    assert averaged.optimizer_bytes == 4 * (elements + 1.2e9)
+
+
+def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    def activations(schedule: str, micro_batches: int) -> float:
+        plan = Plan(pp=4, micro_batch=1, schedule=schedule)
+        return forecast_memory(BILLION, plan, "adamw", micro_batches=micro_batches).activations_bytes / 4
+
+    a_stage = 20 * 1_000_000 / 4
+    assert activations("1f1b", 16) == 4 * a_stage
+    assert activations("gpipe", 16) == 16 * a_stage
+    assert activations("gpipe", 2) == activations("1f1b", 2) == 2 * a_stage
+
+
+@given(shards=st.sampled_from([2, 4, 8, 64]), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]))
+def test_sharding_more_never_needs_more(shards: int, tp: int, pp: int) -> None:
+    stages = ("optimizer", "gradients", "parameters")
+    totals = [
+        forecast_memory(BILLION, Plan(pp=pp, tp=tp, dp_shard=shards, shard=stage), "adamw").memory_bytes
+        for stage in stages
+    ]
+    assert totals == sorted(totals, reverse=True)
+    alone = forecast_memory(BILLION, Plan(pp=pp, tp=tp), "adamw")
+    assert totals[0] < alone.memory_bytes

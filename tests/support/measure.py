@@ -1,0 +1,140 @@
+"""What one rank really holds: bytes of parameters, gradients, optimizer state and kept activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.job.worker import Worker
+
+
+def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, int]:
+    """Bytes on this rank by kind, each at its peak within the job's steps.
+
+    Gradients and gathered parameters are looked at between the operators of each block; what shares
+    storage counts once.
+    """
+    from wanma.data.loader import Loader
+    from wanma.data.open import open_data
+    from wanma.models.build import model_spec
+    from wanma.parallel.mesh import process_grid
+    from wanma.parallel.parallelize import parallelize
+    from wanma.training.forward_backward import ForwardBackward
+    from wanma.training.loss import classification_loss
+    from wanma.training.optimizer import build_updater
+
+    parsed = Job.model_validate(job)
+    peaks: dict[str, int] = {}
+
+    def note(kind: str, count: int) -> None:
+        peaks[kind] = max(peaks.get(kind, 0), count)
+
+    with process_grid(worker, plan, 60) as grid:
+        data = open_data(parsed.data, parsed.train)
+        spec = model_spec(
+            parsed.model,
+            vocabulary=data.vocabulary,
+            sequence_length=parsed.data.sequence_length,
+            image_shape=data.image_shape,
+            classes=data.classes,
+        )
+        parallel = parallelize(spec, plan, grid, 1)
+        module = parallel.module
+        updater = build_updater(module, parsed.train, plan)
+        run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)
+        groups = [
+            m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)
+        ]
+        managed = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+        own = list(module.parameters())
+
+        def look(*_: Any) -> None:
+            whole = [p._unsharded_param for p in managed if hasattr(p, "_unsharded_param")]
+            note("parameters", size([*own, *whole]))
+            note(
+                "gradients",
+                size(
+                    g
+                    for g in (
+                        *(p.grad for p in (*own, *whole)),
+                        *(p.unsharded_accumulated_grad for p in managed),
+                    )
+                    if g is not None
+                ),
+            )
+
+        def watch(gradient: Tensor) -> None:
+            look()
+
+        def after(module: Any, arguments: Any, output: Any) -> None:
+            look()
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(watch)
+
+        for inner in module.modules():
+            if not list(inner.children()):
+                inner.register_forward_hook(after)
+        with Loader(data, plan, parsed.train, grid.data_rank, 0, 1) as loader:
+            for step in loader:
+                run(step.micro_batches, 1.0 / step.global_batch)
+                look()
+                updater.step(1e-3)
+                updater.zero_gradients()
+        note("optimizer", size(updater.state_tensors().values()))
+    return peaks
+
+
+def kept_activations(job: dict[str, Any], plan: Plan) -> int:
+    """Bytes that autograd keeps of the first micro-batch of a job on one process, its loss included."""
+    from wanma.data.open import open_data
+    from wanma.models.build import build_model, model_spec
+    from wanma.parallel.recompute import recompute
+    from wanma.parallel.shard import DTYPES
+    from wanma.training.loss import classification_loss
+
+    parsed = Job.model_validate(job)
+    data = open_data(parsed.data, parsed.train)
+    spec = model_spec(
+        parsed.model,
+        vocabulary=data.vocabulary,
+        sequence_length=parsed.data.sequence_length,
+        image_shape=data.image_shape,
+        classes=data.classes,
+    )
+    model = build_model(spec, 1, DTYPES[plan.precision])
+    assert spec.layout is not None
+    assert spec.layout.blocks is not None
+    recompute(list(model.get_submodule(spec.layout.blocks).children()), plan)
+    batch = data.batch(range(plan.micro_batch))
+    known = {storage(tensor) for tensor in (*model.parameters(), *batch.inputs, batch.targets)}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if storage(tensor) not in known:
+            kept[storage(tensor)] = tensor  # held, so that no storage's identity is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        classification_loss(model(*batch.inputs, **batch.keywords), batch)
+    return size(kept.values())
+
+
+def local(tensor: Tensor) -> Tensor:
+    from wanma.parallel.materialize import local_part
+
+    return local_part(tensor)
+
+
+def storage(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage()._cdata
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the local parts; each storage once."""
+    return sum({storage(tensor): local(tensor).untyped_storage().size() for tensor in tensors}.values())
