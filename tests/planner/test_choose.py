@@ -1,0 +1,249 @@
+"""From a job and the machines to a plan: what is chosen, and what is refused with the keys to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanma.data.ramp import global_batch
+from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.errors import JobError
+from wanma.job.forecast import Layer, Workload
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.planner.choose import MEMORY_SHARE, Planned, complete, device_of, layout
+
+GIB = 1 << 30
+GPU = Device("cuda", "H100", 80 * GIB, {"bf16": 989e12})
+LAPTOP = Cluster((Node("laptop", 8, 16 * GIB, ()),))
+BOX = Cluster((Node("box", 64, 512 * GIB, (GPU,) * 8),))
+TWO = Cluster((Node("a", 16, 64 * GIB, ()), Node("b", 16, 64 * GIB, ())))
+
+SMALL = Workload(
+    (
+        Layer("embedding", 1, 100_000, 0.0, 0.0),
+        Layer("layers", 4, 200_000, 1e6, 50_000.0),
+        Layer("head", 1, 100_000, 1e5, 100_000.0),
+    ),
+    tokens_per_sample=256,
+)
+
+
+def job(model: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None, **sections: Any) -> Job:
+    return Job.model_validate({"model": model or {"preset": "gpt-1m"}, "cluster": cluster or {}, **sections})
+
+
+def planned(on: Cluster = LAPTOP, workload: Workload | None = SMALL, **sections: Any) -> Planned:
+    asked = job(**sections)
+    return complete(asked, layout(asked, on), on, workload)
+
+
+# ------------------------------------------------------------------ devices and axes
+
+
+def test_a_gpu_is_taken_where_there_is_one_and_the_cpu_where_the_job_says_so() -> None:
+    assert device_of(job(), BOX) == "cuda"
+    assert device_of(job(), LAPTOP) == "cpu"
+    assert device_of(job(cluster={"device": "cpu"}), BOX) == "cpu"
+
+
+def test_auto_on_cpus_is_one_process_with_all_cores_and_says_why() -> None:
+    result = planned(parallel="auto")
+    assert (result.plan.world_size, result.plan.threads_per_rank) == (1, 8)
+    assert result.forecast is not None
+    assert any("one process" in reason and "all its cores" in reason for reason in result.forecast.reasons)
+
+
+def test_auto_on_two_cpu_machines_is_one_process_on_each() -> None:
+    plan = layout(job(parallel="auto", cluster={"nodes": 2, "rendezvous": "a:29500"}), TWO)
+    assert (plan.world_size, plan.dp_shard, plan.threads_per_rank) == (2, 2, 16)
+
+
+def test_auto_on_gpus_shards_parameters_over_all_of_them() -> None:
+    plan = layout(job(parallel="auto"), BOX)
+    assert (plan.dp_shard, plan.shard, plan.device) == (8, "parameters", "cuda")
+
+
+def test_ranks_of_a_machine_share_its_cores() -> None:
+    assert layout(job(parallel={"dp_replicate": 4}), LAPTOP).threads_per_rank == 2
+    assert layout(job(parallel={"dp_replicate": 16}), LAPTOP).threads_per_rank == 1
+    asked = job(parallel={"dp_replicate": 4}, cluster={"threads_per_rank": 3})
+    assert layout(asked, LAPTOP).threads_per_rank == 3
+
+
+def test_dp_shard_shards_parameters_unless_the_job_says_less() -> None:
+    assert layout(job(parallel={"dp_shard": 2}), LAPTOP).shard == "parameters"
+    assert layout(job(parallel={"dp_shard": 2, "shard": "optimizer"}), LAPTOP).shard == "optimizer"
+    assert layout(job(parallel={"dp_replicate": 2}), LAPTOP).shard == "nothing"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Cluster, str]] = {
+    "a GPU that is not here": ({"cluster": {"device": "cuda"}}, LAPTOP, r"cluster\.device = 'cuda'"),
+    "more ranks than GPUs": ({"parallel": {"dp_shard": 16}}, BOX, r"needs 16 GPUs on box, which has 8"),
+    "ranks that nodes do not divide": (
+        {"parallel": {"dp_shard": 3}, "cluster": {"nodes": 2, "rendezvous": "a:29500"}},
+        TWO,
+        r"3 ranks, which cluster\.nodes = 2 does not divide",
+    ),
+    "context parallelism": ({"parallel": {"cp": 2}}, LAPTOP, r"parallel\.cp = 2"),
+    "expert parallelism": ({"parallel": {"ep": 2}}, LAPTOP, r"parallel\.ep = 2"),
+    "sharing with nobody": (
+        {"parallel": {"dp_replicate": 2, "shard": "optimizer"}},
+        LAPTOP,
+        r"parallel\.shard = 'optimizer' .*parallel\.dp_shard = 1",
+    ),
+    "shards of nothing": (
+        {"parallel": {"dp_shard": 2, "shard": "nothing"}},
+        LAPTOP,
+        r"parallel\.shard = 'nothing' with parallel\.dp_shard = 2",
+    ),
+    "fewer samples than ranks": (
+        {"parallel": {"dp_replicate": 4}, "train": {"global_batch": 3}},
+        LAPTOP,
+        r"train\.global_batch = 3 gives 4 data ranks",
+    ),
+    "a ramp that begins too small": (
+        {"parallel": {"dp_replicate": 4}, "train": {"global_batch": 2, "batch_ramp": [[10, 8]]}},
+        LAPTOP,
+        r"train\.global_batch = 2 gives 4 data ranks",
+    ),
+    "a pipeline with a loss of one's own": (
+        {"model": {"preset": "gpt-1m", "loss": "a:b"}, "parallel": {"pp": 2}},
+        LAPTOP,
+        r"model\.loss = 'a:b' with parallel\.pp = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    sections, cluster, message = REFUSED[name]
+    with pytest.raises(JobError, match=message) as refusal:
+        layout(job(**sections), cluster)
+    assert refusal.value.exit_code == 2
+
+
+def test_a_batch_size_that_no_step_has_is_no_reason_to_refuse() -> None:
+    train = {"global_batch": 1, "batch_ramp": [[0, 8], [500, 2]], "steps": 100}
+    assert layout(job(parallel={"dp_replicate": 4}, train=train), LAPTOP).data_ranks == 4
+
+
+# ------------------------------------------------------------------ the micro-batch
+
+
+def test_the_micro_batch_is_all_of_a_ranks_samples_where_they_fit() -> None:
+    assert planned(train={"global_batch": 12}, parallel={"dp_replicate": 2}).plan.micro_batch == 6
+
+
+def test_on_a_cpu_a_micro_batch_stays_near_the_caches() -> None:
+    assert planned(train={"global_batch": 64}).plan.micro_batch == 16  # × 256 tokens = 4096
+    assert planned(BOX, train={"global_batch": 64}).plan.micro_batch == 64
+
+
+def test_the_micro_batch_is_halved_until_it_fits() -> None:
+    tight = Cluster((Node("tight", 8, 440 << 20, ()),))
+    result = planned(tight, train={"global_batch": 16})
+    assert result.forecast is not None
+    assert 1 <= result.plan.micro_batch < 16
+    assert result.forecast.memory_bytes <= (440 << 20) * MEMORY_SHARE
+    assert f"micro_batch {result.plan.micro_batch}: the largest that fits" in result.forecast.reasons[1]
+
+
+def test_what_cannot_fit_is_refused_with_the_sizes() -> None:
+    tiny = Cluster((Node("tiny", 8, 300 << 20, ()),))
+    with pytest.raises(JobError, match=r"a rank needs about \d+ MiB of 255 MiB: .*parameters"):
+        planned(tiny)
+
+
+def test_the_jobs_own_micro_batch_is_kept() -> None:
+    assert planned(parallel={"micro_batch": 5}).plan.micro_batch == 5
+    assert planned(workload=None, parallel={"micro_batch": 5}).plan.micro_batch == 5
+
+
+def test_the_smallest_batch_of_a_ramp_bounds_the_micro_batch() -> None:
+    train = {"global_batch": 4, "batch_ramp": [[10, 8], [20, 16]]}
+    assert planned(train=train).plan.micro_batch == 4
+
+
+# ------------------------------------------------------------------ statistics over groups of samples
+
+
+def test_batch_normalisation_gets_whole_groups() -> None:
+    model = {"preset": "resnet-18", "statistics_group": 4}
+    plan = planned(BOX, model=model, train={"global_batch": 24}, parallel={"dp_replicate": 2}).plan
+    assert all(len(run) % 4 == 0 for rank in (0, 1) for run in plan.micro_batches(24, rank))
+    with pytest.raises(JobError, match=r"model\.statistics_group = 4") as refusal:
+        planned(BOX, model=model, train={"global_batch": 12}, parallel={"dp_replicate": 2})
+    assert "multiple of 8" in refusal.value.hint
+
+
+def test_a_factory_trains_a_ranks_samples_in_one_micro_batch_so_that_groups_stay_whole() -> None:
+    plan = planned(
+        workload=None,
+        model={"factory": "a:b", "statistics_group": 4},
+        train={"global_batch": 24},
+        parallel={"dp_replicate": 2},
+    ).plan
+    assert plan.micro_batch == 12
+    assert plan.accumulation(24) == 1
+
+
+# ------------------------------------------------------------------ pipelines
+
+
+def test_a_pipeline_gets_twice_as_many_micro_batches_as_stages_where_there_are_samples() -> None:
+    plan = planned(train={"global_batch": 32}, parallel={"pp": 2}).plan
+    assert plan.accumulation(32) == 4
+
+
+def test_a_batch_too_small_for_the_stages_is_refused() -> None:
+    with pytest.raises(JobError, match=r"parallel\.pp = 4 .*train\.global_batch = 6 .* 3 samples") as refusal:
+        planned(train={"global_batch": 6}, parallel={"pp": 4, "dp_replicate": 2})
+    assert "at least 7" in refusal.value.hint
+    assert planned(train={"global_batch": 7}, parallel={"pp": 4, "dp_replicate": 2}).plan.micro_batch == 1
+
+
+def test_a_step_of_a_ramp_too_small_for_the_stages_is_refused() -> None:
+    ramp = {"global_batch": 2, "batch_ramp": [[5, 32]]}
+    with pytest.raises(JobError, match=r"train\.global_batch = 2 gives"):
+        planned(train=ramp, parallel={"pp": 4})
+
+
+def test_a_micro_batch_too_large_for_the_stages_is_refused_with_the_largest_that_is_not() -> None:
+    with pytest.raises(JobError, match=r"parallel\.micro_batch = 4 .*parallel\.pp = 4") as refusal:
+        planned(train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 4})
+    assert "parallel.micro_batch = 2 or less" in refusal.value.hint
+    assert planned(train={"global_batch": 8}, parallel={"pp": 4, "micro_batch": 2}).plan.accumulation(8) == 4
+
+
+def test_gpipe_runs_with_fewer_micro_batches_than_stages() -> None:
+    parallel = {"pp": 4, "micro_batch": 4, "schedule": "gpipe"}
+    assert planned(train={"global_batch": 8}, parallel=parallel).plan.accumulation(8) == 2
+
+
+@given(
+    batch=st.integers(1, 64),
+    later=st.integers(1, 64),
+    ranks=st.integers(1, 4),
+    stages=st.integers(1, 4),
+    micro_batch=st.none() | st.integers(1, 16),
+    known=st.booleans(),
+)
+def test_every_accepted_pipeline_has_a_micro_batch_for_each_stage(
+    batch: int, later: int, ranks: int, stages: int, micro_batch: int | None, known: bool
+) -> None:
+    asked = job(
+        train={"global_batch": batch, "batch_ramp": [[5, later]]},
+        parallel={"pp": stages, "dp_replicate": ranks, "micro_batch": micro_batch},
+    )
+    possible = min(batch, later) > (stages - 1) * ranks and min(batch, later) >= ranks
+    try:
+        plan: Plan = complete(asked, layout(asked, LAPTOP), LAPTOP, SMALL if known else None).plan
+    except JobError:
+        assert not possible or micro_batch is not None
+        return
+    for step in (0, 5):
+        assert plan.accumulation(global_batch(asked.train, step)) >= stages
