@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +57,12 @@ def session(
             console = stack.enter_context(open_console(run, job.observe, job.train.steps))
             worker = Worker.alone(run.path.absolute(), Unsupervised(console.write))
         run = RunDirectory(worker.run_directory)
-        plan = replace(
-            planned.plan, threads_per_rank=max(cluster.nodes[0].cores // worker.local_world_size, 1)
-        )
+        plan = planned.plan
         set_numerics(job, plan)
         grid = stack.enter_context(process_grid(worker, plan, longest_silence(job)))
         if worker.rank == 0:
             run.create()
-            prepared = Prepared(cluster, replace(planned, plan=plan), None, None)
+            prepared = Prepared(cluster, planned, None, None)
             for note in changes(run, job):
                 worker.control.event({"kind": "message", "level": "info", "text": note})
             write_down(run, job, prepared, sys.argv)

@@ -34,7 +34,7 @@ def user_loss(function: UserLoss) -> LossFunction:
 
 
 def sum_losses(losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sum and number of the losses of `batch`'s real rows.
+    """Sum and number of the losses of `batch`'s real targets: no padding rows, and no class `IGNORED`.
 
     Raises:
         WanmaError: the loss was already averaged, which no layout could undo.
@@ -46,4 +46,6 @@ def sum_losses(losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             "return unreduced losses (reduction='none'); wanma divides once by the global batch's targets",
         )
     real = batch.real.reshape(-1, *[1] * (losses.ndim - 1)).expand_as(losses)
+    if batch.targets.dtype == torch.int64 and batch.targets.shape == losses.shape:
+        real = real & (batch.targets != IGNORED)
     return torch.where(real, losses, 0.0).sum(), real.sum()

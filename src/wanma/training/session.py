@@ -61,6 +61,11 @@ class Session:
 
         Every rank must have built it alike (same seed): seed torch with `job.train.seed`.
         """
+        if self._trainer is not None:
+            raise WanmaError(
+                "session.prepare was called twice: a session trains one model",
+                "put modules that train together into one, or open a second session after the first",
+            )
         parallel = parallelize(
             custom_spec(model, self.job.model.statistics_group), self.plan, self.grid, self.job.train.seed
         )

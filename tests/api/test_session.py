@@ -1,0 +1,180 @@
+"""wanma.session: the job's numbers inside one's own loop, alone and on several ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import wanma
+from support.compare import same_numbers, same_tensors
+from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
+from support.own_loop import loop, loop_in_rank
+from support.ranks import Outcome, run_job, run_ranks
+from wanma.job.plan import Plan
+
+
+def job(**sections: Any) -> dict[str, Any]:
+    train = {
+        "precision": "fp64",
+        "steps": 4,
+        "global_batch": 7,
+        "learning_rate": 1e-2,
+        "validation_samples": 4,
+        **sections.pop("train", {}),
+    }
+    return {
+        "model": {"factory": "support.own:Plain"},
+        "train": train,
+        "checkpoint": {"every_steps": 0},
+        "observe": {"console": "quiet"},
+        **sections,
+    }
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """A session sets this process's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The same job as `wanma.train` runs it in a rank."""
+    objects = {"model": seeded(Plain), "data": Numbers()}
+    plan = Plan(micro_batch=7, precision="fp64")
+    return run_job(tmp_path_factory.mktemp("trained"), job(), plan, objects=objects)
+
+
+def test_a_session_alone_gives_the_numbers_of_a_whole_job(trained: Outcome, tmp_path: Path) -> None:
+    seen = loop(job(), tmp_path / "run")
+    assert seen == list(range(28))
+    same_numbers(trained, Outcome(tmp_path / "run"), 1e-10)
+    for name in ("job.toml", "plan.json", "environment.json", "report.html"):
+        assert (tmp_path / "run" / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp_replicate": 2},
+        {"dp_shard": 2, "micro_batch": 1},
+        {"dp_shard": 2, "shard": "optimizer", "micro_batch": 2},
+    ],
+    ids=["2 replicas", "ZeRO 3, accumulating", "ZeRO 1, accumulating"],
+)
+def test_a_session_on_two_ranks_gives_the_same_numbers(
+    parallel: dict[str, Any], trained: Outcome, tmp_path: Path
+) -> None:
+    seen = run_ranks(loop_in_rank, 2, (job(parallel=parallel), tmp_path / "run"))
+    assert sorted(seen[0] + seen[1]) == list(range(28))
+    same_numbers(trained, Outcome(tmp_path / "run"), 1e-10)
+
+
+def test_a_session_carries_on_where_it_was_left(trained: Outcome, tmp_path: Path) -> None:
+    text = job(checkpoint={"every_steps": 2})
+    with wanma.session(text, run_directory=tmp_path) as session:
+        model = session.prepare(seeded(Plain))
+        for batch in session.batches(Numbers()):
+            if batch.samples[0] == 14:  # two steps are done and saved; the user's program ends here
+                break
+            session.step(per_sample(model, batch))
+    assert loop(text, tmp_path) == list(range(14, 28))
+    run = Outcome(tmp_path)
+    assert run.losses == pytest.approx(trained.losses, rel=1e-10)
+    same_tensors(trained.tensors(), run.tensors(), 1e-10)
+
+
+def per_sample(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(*batch.inputs), batch.targets, reduction="none")
+
+
+def test_targets_that_are_ignored_do_not_count_in_ones_own_losses(tmp_path: Path) -> None:
+    data, model = PartlyLabelled(size=8), seeded(Tagger).double()
+    expected = F.cross_entropy(model(data.inputs).flatten(0, 1), data.targets.flatten())
+    text = job(train={"steps": 1, "global_batch": 8}, data={"validation_fraction": 0.0})
+    with wanma.session(text, run_directory=tmp_path) as session:
+        prepared = session.prepare(model)
+        for batch in session.batches(data):
+            logits = prepared(*batch.inputs)
+            session.step(F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none"))
+    assert Outcome(tmp_path).losses == pytest.approx([expected.item()], rel=1e-12)
+
+
+# ------------------------------------------------------------------ misuse
+
+
+def test_a_second_step_for_one_batch_is_refused(tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        model = session.prepare(seeded(Plain))
+        batch = next(iter(session.batches(Numbers())))
+        session.step(per_sample(model, batch))
+        with pytest.raises(wanma.WanmaError, match="called twice for one batch"):
+            session.step(per_sample(model, batch))
+
+
+def test_a_batch_without_a_step_is_refused(tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        session.prepare(seeded(Plain))
+        batches = iter(session.batches(Numbers()))
+        next(batches)
+        with pytest.raises(wanma.WanmaError, match="a batch went by without"):
+            next(batches)
+
+
+def test_batches_before_prepare_are_refused(tmp_path: Path) -> None:
+    with (
+        wanma.session(job(), run_directory=tmp_path) as session,
+        pytest.raises(wanma.WanmaError, match=r"session\.prepare\(model\)"),
+    ):
+        next(iter(session.batches(Numbers())))
+
+
+def test_a_second_model_is_refused(tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        session.prepare(seeded(Plain))
+        with pytest.raises(wanma.WanmaError, match="one model"):
+            session.prepare(seeded(Plain))
+
+
+def test_a_mean_instead_of_losses_is_refused(tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        model = session.prepare(seeded(Plain))
+        batch = next(iter(session.batches(Numbers())))
+        with pytest.raises(wanma.WanmaError, match="reduction='none'"):
+            session.step(per_sample(model, batch).mean())
+
+
+def test_a_pipeline_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
+    text = job(parallel={"pp": 2}, train={"global_batch": 8})
+    with pytest.raises(AssertionError, match=r"JobError: parallel\.pp = 2"):
+        run_ranks(loop_in_rank, 2, (text, tmp_path / "run"))
+
+
+def test_another_number_of_ranks_than_the_job_says_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(wanma.WanmaError, match="the plan has 2 ranks, but 1 were started"):
+        loop(job(parallel={"dp_replicate": 2}), tmp_path)
+
+
+def test_an_error_in_the_loop_is_the_users_and_leaves_no_group_behind(tmp_path: Path) -> None:
+    def own() -> None:
+        with wanma.session(job(), run_directory=tmp_path) as session:
+            session.prepare(seeded(Plain))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        own()
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_jobs_threads_are_used(tmp_path: Path) -> None:
+    with wanma.session(job(cluster={"threads_per_rank": 1}), run_directory=tmp_path):
+        assert torch.get_num_threads() == 1
+    assert json.loads((tmp_path / "plan.json").read_text())["plan"]["threads_per_rank"] == 1
