@@ -90,8 +90,16 @@ def train(
         raise WanmaError(failures[0], exit_code=exit_code)
     result = Result(run, exit_code)
     if model is not None:
-        model.load_state_dict(result.weights())
+        _take_weights(model, result.weights())
     return result
+
+
+def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put the trained weights into the user's module; of tied ones only the first name was saved."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    saved = {id(tensor): weights[name] for name, tensor in named if name in weights}
+    state = model.state_dict(keep_vars=True)
+    model.load_state_dict({name: saved[id(value)] for name, value in state.items() if id(value) in saved})
 
 
 def with_model(job: Any, model: nn.Module | None) -> Any:
