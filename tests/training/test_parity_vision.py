@@ -185,3 +185,16 @@ def test_random_numbers_that_no_layout_can_repeat_are_refused_on_several_ranks(t
     assert len(one_process(tmp_path / "one", numbers_job(), 8, objects=objects).losses) == STEPS
     with pytest.raises(AssertionError, match="noise draws random numbers that depend on the rank"):
         spread_over(tmp_path / "run", numbers_job(), Plan(dp_replicate=2, micro_batch=4), objects=objects)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(tp=2, micro_batch=4), "tp = 2: ConvNet has no matrix"),
+        (Plan(pp=2, micro_batch=4), "pp = 2: ConvNet"),
+    ],
+    ids=["tp", "pp"],
+)
+def test_an_image_classifier_is_not_split_within(plan: Plan, message: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=message):
+        spread_over(tmp_path / "run", vision_job(tmp_path, {"preset": "cifar-convnet"}, 8), plan)

@@ -23,9 +23,15 @@ def split_tensors(model: nn.Module, layout: Layout, grid: Grid) -> None:
     """Split in place what `layout.tensor` names; activations between blocks stay whole on every rank.
 
     Raises:
-        JobError: a dim does not divide by the axis, or tied or per-head parameters would go wrong.
+        JobError: nothing may be split, a dim does not divide by the axis, or tied or per-head parameters
+            would go wrong.
     """
     size = grid.plan.tp
+    if not layout.tensor:
+        raise JobError(
+            f"parallel.tp = {size}: {type(model).__name__} has no matrix that may be split",
+            "set parallel.tp = 1 and use the ranks as dp_replicate or dp_shard",
+        )
     if layout.tied:
         raise JobError(
             f"parallel.tp = {size}: {' and '.join(layout.tied[0])} are one tensor, "
