@@ -1,0 +1,136 @@
+"""What goes wrong while a run goes on: one message, the right exit code, no process left, nothing lost."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+
+import pytest
+import torch
+
+from support.command import Desk, Training, assert_bitwise_equal, small_disk
+
+
+def faulty(what: str, **more: object) -> str:
+    """The override that makes the model of own.toml do `what`."""
+    pairs = ", ".join(f"{key}={value!r}" for key, value in {"what": what, **more}.items())
+    return f"model.arguments={{{pairs}}}"
+
+
+def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoint(desk: Desk) -> None:
+    training = desk.training("raised")
+    running = desk.start("train", "own.toml", "--run-dir", "raised", faulty("raise", seconds=0.1))
+    running.until(lambda: training.steps_begun() >= 1)
+    running.look()
+    ran = running.end()
+    assert (ran.code, running.left(1)) == (1, [])
+    assert ran.text.count("error: rank 1 (") == ran.text.count("error: ") == 1
+    assert ran.text.count("Traceback") == 1
+    assert "failed: ValueError: no such column: prize" in ran.text
+    assert "faulty.py" in ran.text
+    assert f"log: {training.path}/logs/rank-1.log" in ran.text
+    assert training.checkpoints() == ["step-00000002"], "the one that was being written is finished"
+
+    shown = desk.run("show", "raised")
+    assert shown.out.startswith("raised: Failed after 2 of 8 steps")
+    assert "ValueError: no such column: prize" in shown.out
+    page = (training.path / "report.html").read_text()
+    assert "ValueError: no such column: prize" in page
+
+    again = desk.run("train", "own.toml", "--run-dir", "raised")
+    assert again.code == 0, "the same command, the cause removed"
+    assert "carrying on from step 2" in again.out
+    assert [step["step"] for step in training.metrics] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("exit", "left with exit code 7 before the work was finished"), ("crash", "was killed by SIGSEGV")],
+)
+def test_a_rank_that_dies_without_a_word_is_named_with_its_log(desk: Desk, what: str, told: str) -> None:
+    ran = desk.run("train", "own.toml", "--run-dir", what, faulty(what))
+    assert ran.code == 1
+    assert f"error: rank 1 (node 0, {socket.gethostname()}) failed: its process {told}" in ran.told_once()
+    assert f"{what}/logs/rank-1.log" in ran.text
+
+
+def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
+    training = desk.training("hung")
+    began = time.monotonic()
+    running = desk.start("train", "own.toml", "--run-dir", "hung", faulty("sleep"), "cluster.hang_seconds=2")
+    running.until(lambda: training.steps_begun() >= 1)
+    running.look()
+    ran = running.end(60)
+    assert (ran.code, running.left()) == (1, [])
+    assert time.monotonic() - began < 40
+    lines = ran.told_once().splitlines()
+    assert any(
+        line.startswith("  rank 1 is in forward and backward of step 2")
+        and line.endswith("<- the odd one out")
+        for line in lines
+    ), ran.text
+    assert any(line.startswith("  rank 0 is ") and "waits in all_reduce" in line for line in lines)
+    assert "cluster.hang_seconds = 2" in ran.text
+    assert "faulty.py" in (training.path / "logs" / "hang-report.txt").read_text()
+
+
+def test_a_loss_that_is_no_number_stops_with_step_and_rank(desk: Desk) -> None:
+    ran = desk.run("train", "own.toml", "--run-dir", "nan", faulty("nan"))
+    assert ran.code == 1
+    assert "step 3: the loss is nan and the gradient norm nan; seen on rank 1\n" in ran.told_once()
+    assert "train.non_finite = 'skip'" in ran.text
+    assert desk.training("nan").checkpoints() == ["step-00000002"]
+
+
+def test_a_step_without_a_number_can_be_skipped_and_leaves_the_weights_alone(desk: Desk) -> None:
+    training = desk.training("skipped")
+    overrides = ("train.non_finite=skip", "train.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=9")
+    ran = desk.run("train", "own.toml", "--run-dir", "skipped", faulty("nan"), *overrides)
+    assert ran.code == 0
+    assert "warning: step 3: skipped" in ran.out
+    before, skipped, after = (training.state(step) for step in (2, 3, 4))
+    assert_bitwise_equal(before, skipped)
+    assert any(not torch.equal(after[name], skipped[name]) for name in after)
+    assert [step["loss"] is None for step in training.metrics] == [False, False, True, False]
+
+
+def test_an_error_that_explains_itself_comes_out_of_a_rank_without_traceback(desk: Desk) -> None:
+    ran = desk.run("train", "own.toml", "--run-dir", "row", "data.arguments={broken='yes'}")
+    assert ran.code == 1
+    assert "data: sample " in ran.told_once()
+    assert "of Numbers failed: OSError: row " in ran.text
+
+
+@pytest.mark.root
+def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
+    with small_disk(desk.folder / "small", "400k") as disk:
+        training = Training(disk / "run")
+        ran = desk.run("train", "text.toml", "--run-dir", "small/run", "train.steps=20", "checkpoint.keep=9")
+        assert ran.code == 1, "the last state is not saved, and that is no success"
+        assert "Traceback" not in ran.text
+        assert "the checkpoint of step 15 was not saved: rank " in ran.text
+        assert "No space left on device" in ran.text
+        assert "training goes on" in ran.text
+        assert "finished at step 20, but the checkpoint of step 20 was not saved" in ran.text
+        saved = training.checkpoints()[0]
+        assert saved == "step-00000005"
+        assert training.state(5)
+        # With some room, the same command carries on from it.
+        for name in ("report.html", "plan.json"):
+            (training.path / name).unlink(missing_ok=True)
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        again = desk.run("train", "text.toml", "--run-dir", "small/run", "train.steps=20")
+        assert again.code == 0, again.text
+        assert "carrying on from step " in again.out
+        assert [step["step"] for step in training.metrics] == list(range(1, 21))
+
+
+def test_a_second_training_in_the_same_place_is_refused_and_the_first_goes_on(desk: Desk) -> None:
+    first = desk.start("train", "own.toml", "--run-dir", "busy", faulty("", seconds=0.3))
+    assert first.until(lambda: desk.training("busy").steps_begun() >= 1)
+    second = desk.run("train", "own.toml", "--run-dir", "busy")
+    assert second.code == 2
+    assert second.told_once().startswith("error: another process is training in busy\n")
+    assert first.end().code == 0
+    assert [step["step"] for step in desk.training("busy").metrics] == list(range(1, 9))
