@@ -145,3 +145,17 @@ class TellsCompiled(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+
+class Shifted(Plain):
+    """Adds a buffer, which stays fp32 whatever the parameters are computed in."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.linspace(-1, 1, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(F.relu(self.first(x) + self.shift))
+        return logits

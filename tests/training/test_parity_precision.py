@@ -84,6 +84,19 @@ def test_a_layout_stays_within_twice_the_spread_of_one_process(
     assert other.norms == pytest.approx(reference.norms, rel=0, abs=2 * norms)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_ones_own_module_may_hold_buffers_in_full_precision(precision: str, tmp_path: Path) -> None:
+    def text(precision: str) -> dict[str, Any]:
+        own = {"model": {"factory": "support.own:Shifted"}, "data": {"factory": "support.own:Numbers"}}
+        return {**job(precision, tmp_path), **own}
+
+    plan = Plan(dp_shard=2, shard="parameters", micro_batch=2)
+    exact = one_process(tmp_path / "exact", text("fp32"), 8)
+    run = spread_over(tmp_path / "run", text(precision), plan)
+    assert run.losses == pytest.approx(exact.losses, rel=0.02)
+    assert run.tensors()["model.shift"].dtype == torch.float32
+
+
 HUGE = 2.0**40
 
 

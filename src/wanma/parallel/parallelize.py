@@ -13,11 +13,12 @@ from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import find_blocks
 from wanma.models.statistics import couples_samples
+from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.materialize import materialize
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline import Pipeline, keep_stage
 from wanma.parallel.recompute import recompute
-from wanma.parallel.shard import Sharded, shard_data
+from wanma.parallel.shard import DTYPES, Sharded, shard_data
 from wanma.parallel.tensor import split_tensors
 
 
@@ -60,6 +61,8 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     sharded = shard_data(module, blocks, plan, grid, full_precision_output=spec.kind == "custom")
     if spec.own_initialization:
         module.to(grid.device)
+        if plan.precision in ("bf16", "fp16"):
+            autocast_forward(module, DTYPES[plan.precision], grid.device)
     else:
         materialize(module, grid.device, seed)
     pipeline = Pipeline(module, plan, grid) if plan.pp > 1 else None
