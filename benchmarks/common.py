@@ -364,7 +364,7 @@ def ensure_peers(options: argparse.Namespace) -> None:
 
 def clean_environment(venv: Path) -> dict[str, str]:
     """The caller's environment without what would change a contender, with `venv` first on the path."""
-    dropped = ("OMP_", "MKL_", "KMP_", "MALLOC_", "LD_PRELOAD", "THP_", "PYTHON", "TORCH", "WANMA_")
+    dropped = ("OMP_", "MKL_", "KMP_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "THP_", "PYTHON", "TORCH", "WANMA_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return {
         **kept,

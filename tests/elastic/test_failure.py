@@ -92,9 +92,8 @@ def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
     plan = Plan(threads_per_rank=3)
     tuned = worker_environment(ClusterSection(), plan)
     assert tuned == {
-        "MALLOC_MMAP_THRESHOLD_": "8589934592",
-        "MALLOC_TRIM_THRESHOLD_": "17179869184",
-        "THP_MEM_ALLOC_ENABLE": "1",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
+        ":glibc.malloc.trim_threshold=17179869184",
         "OMP_NUM_THREADS": "3",
     }
     assert worker_environment(ClusterSection(allocator="system"), plan) == {"OMP_NUM_THREADS": "3"}
