@@ -93,7 +93,8 @@ def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name
 
     second = build_updater(other, train, Plan())
     start = {n: p.clone() for n, p in other.named_parameters()}
-    second.allocate_state()
+    second.allocate_state(first.state_tensors())
+    assert second.state_tensors().keys() == first.state_tensors().keys()
     assert all(torch.equal(p, start[n]) for n, p in other.named_parameters())
     other.load_state_dict(one.state_dict())
     for key, tensor in second.state_tensors().items():
@@ -103,3 +104,10 @@ def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name
         give_gradients(model)
         updater.step(0.05)
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_state_is_allocated_only_for_parameters_that_had_some() -> None:
+    updater = build_updater(Small(), TrainSection(), Plan())
+    name = next(iter(updater.parameters))
+    updater.allocate_state([f"{name}.exp_avg", f"{name}.exp_avg_sq"])
+    assert set(updater.state_tensors()) == {f"{name}.exp_avg", f"{name}.exp_avg_sq"}
