@@ -37,7 +37,6 @@ def shard_data(
 
     Args:
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
-
     """
     policy = MixedPrecisionPolicy()
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
@@ -53,15 +52,17 @@ def shard_data(
 
     stopwatch = Stopwatch()
     on_cpu, one_shard = grid.device.type == "cpu", plan.dp_shard == 1
+    # With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
+    # tensor and copies), its default division by the replicas one in place, and none without replicas.
+    # Not in fp16: a loss multiplied by the replicas would overflow where one process's does not.
+    divides = on_cpu and one_shard and plan.precision != "fp16"
     for unit in _units(model):
         unit.set_force_sum_reduction_for_comms(True)
         if on_cpu:
             _communicate_over_gloo(unit, stopwatch, one_shard)
-        if not (on_cpu and one_shard):
+        if not divides:
             unit.set_gradient_divide_factor(1.0)
-    # With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
-    # tensor and copies), its default division by the replicas one in place, and none without replicas.
-    return Sharded(stopwatch, plan.dp_replicate if on_cpu and one_shard else 1)
+    return Sharded(stopwatch, plan.dp_replicate if divides else 1)
 
 
 @dataclass(frozen=True)
