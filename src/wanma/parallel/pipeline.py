@@ -124,6 +124,7 @@ class Pipeline:
             *(batch.inputs if self._is_first else ()),
             target=batch.targets if self._is_last else None,
             losses=losses,
+            return_outputs=False,  # nobody wants the logits of all micro-batches at once
             **batch.keywords,
             **{_SAMPLES: batch.samples},
         )

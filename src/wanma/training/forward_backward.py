@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from wanma.parallel.parallelize import Parallel
 from wanma.parallel.shard import begin_micro_batch, reshard
 from wanma.training.cross_entropy import cross_entropy_sum
 from wanma.training.loss import LossFunction
+
+_EVALUATED_TOGETHER = 4
+"""Micro-batches per stage in one run of an evaluating pipeline: its bubble is a fifth of the time."""
 
 
 class ForwardBackward:
@@ -54,11 +58,16 @@ class ForwardBackward:
             (sum of losses, number of targets, number of right classes where targets are classes of
             whole samples), counted as above.
         """
-        if self._parallel.pipeline is not None:
-            sums = self._pipelined(list(batches), 1.0, backward=False)
-            reshard(self._parallel.module)
-            return *sums, self._zero()
         loss_sum, targets, right = self._zero(), self._zero(), self._zero()
+        if self._parallel.pipeline is not None:
+            remaining = iter(batches)
+            # A schedule keeps what all its micro-batches put out until its end: a few at a time.
+            while some := list(islice(remaining, _EVALUATED_TOGETHER * self._plan.pp)):
+                some_loss, some_targets = self._pipelined(some, 1.0, backward=False)
+                loss_sum += some_loss
+                targets += some_targets
+            reshard(self._parallel.module)
+            return loss_sum, targets, right
         with torch.no_grad():
             for batch in batches:
                 batch = batch.to(self._grid.device)
