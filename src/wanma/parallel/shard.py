@@ -9,6 +9,8 @@ what is kept between micro-batches (Rajbhandari et al. 2020):
     gradients   ZeRO 2   whole parameters within a step, gradients reduce-scattered per micro-batch
     parameters  ZeRO 3   parameters gathered around each block, forward and backward
 
+In a pipeline torch's schedules reduce once, at the end of the step: gradients are whole until then.
+
 Gradients are summed over the global batch; what FSDP2 divides by on the way (`Sharded.divisor`) is
 multiplied in beforehand, so that the loop divides once, by the global batch's target count.
 """

@@ -50,14 +50,16 @@ def forecast_memory(
 
     # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
     # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
+    # In a pipeline blocks stay gathered from their backward on, and gradients whole to the step's end.
     around = 1 if plan.device == "cpu" else 2
-    gathered = rest + around * block if plan.shard == "parameters" else held
+    by_block = plan.shard == "parameters" and plan.pp == 1
+    gathered = rest + around * block if by_block else held
     parameters = sharded * master + gathered * compute
 
     # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
     # micro-batch, whole gradients are accumulated in fp32 until the last.
     unit = max(rest, block)
-    whole = plan.shard in ("nothing", "optimizer") and micro_batches > 1
+    whole = micro_batches > 1 and (plan.pp > 1 or plan.shard in ("nothing", "optimizer"))
     gradients = held * master + unit * master if whole else sharded * master + unit * (compute + master)
 
     state = sharded * master * int(weight_average)
