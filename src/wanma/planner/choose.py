@@ -11,6 +11,7 @@ from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
+from wanma.observe.units import bytes_text
 from wanma.planner.memory import forecast_memory
 
 MEMORY_SHARE = 0.85
@@ -119,33 +120,34 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
     forecast = needs(micro_batch)
     if forecast.memory_bytes > limit:
         raise JobError(
-            f"the plan does not fit: a rank needs about {gib(forecast.memory_bytes)} of {gib(limit)}: "
-            f"{_largest_kind(forecast)}",
+            f"the plan does not fit: a rank needs about {bytes_text(forecast.memory_bytes)} of "
+            f"{bytes_text(limit)}: {_largest_kind(forecast)}",
             "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'full', "
             "or take a smaller model, micro-batch or sequence",
         )
     return Planned(plan, replace(forecast, reasons=tuple(reasons)))
 
 
-def gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
 def _automatic(job: Job, cluster: Cluster, device: str) -> ParallelSection:
-    """All GPUs as one sharded replica; on CPUs one process with all cores.
+    """All GPUs as one sharded replica; on CPUs one process with all cores. Sizes that the job gives stay.
 
     One process was the faster on the CPUs measured, for the same cores: two ranks pay for
     communication what threads share for nothing (docs/performance.md).
     """
-    devices = sum(len(node.devices) for node in cluster.nodes) if device == "cuda" else job.cluster.nodes
-    return job.parallel.model_copy(update={"dp_shard": devices})
+    parallel = job.parallel
+    if parallel.dp_shard > 1:
+        return parallel
+    # Machines that are not here are taken to be like those that are.
+    on_each = min(len(node.devices) for node in cluster.nodes) if device == "cuda" else 1
+    others = parallel.pp * parallel.dp_replicate * parallel.cp * parallel.tp
+    return parallel.model_copy(update={"dp_shard": max(on_each * job.cluster.nodes // others, 1)})
 
 
 def _layout_reason(job: Job, plan: Plan) -> str:
     if not job.parallel.auto:
         return f"{plan.world_size} ranks as the job says"
     if plan.device == "cuda":
-        return f"{plan.world_size} GPUs found: parameters sharded over all of them"
+        return f"{plan.world_size} GPUs found; {plan.shard} sharded over {plan.dp_shard} of them"
     return "one process per machine with all its cores: on CPUs threads beat ranks (docs/performance.md)"
 
 
@@ -281,4 +283,4 @@ def _largest_kind(forecast: Forecast) -> str:
         "Python and torch": forecast.runtime_bytes,
     }
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size)
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered if size)
