@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from wanma.checkpoint.shards import local_box, local_part
 from wanma.models.initialize import initial_value
 
 
@@ -20,22 +19,13 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = initial_value(model, name, parameter.shape, parameter.dtype, seed)
-            local_part(parameter).copy_(full[local_box(parameter)])
+            box = local_box(name, parameter)
+            assert box is not None  # parameters lie on this rank's own mesh
+            here = tuple(
+                slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True)
+            )
+            local_part(parameter).copy_(full[here])
     for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
             reset()
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that this rank holds, sharing storage with `tensor`."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Where `local_part(tensor)` lies in the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

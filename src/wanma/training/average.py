@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from wanma.parallel.materialize import local_part
+from wanma.checkpoint.shards import local_part
 
 
 class WeightAverage:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
+from wanma.checkpoint.shards import local_part
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import Plan
 from wanma.job.sections import TrainSection
-from wanma.parallel.materialize import local_part
 
 
 @dataclass(frozen=True)

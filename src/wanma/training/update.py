@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.checkpoint.shards import local_part
 from wanma.job.errors import WanmaError
 from wanma.job.sections import TrainSection
-from wanma.parallel.materialize import local_part
 from wanma.parallel.mesh import Grid
 from wanma.parallel.norm import squared_norm_share
 from wanma.training.optimizer import Updater
