@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from wanma.checkpoint.folder import read_manifest, set_aside
-from wanma.checkpoint.reader import load, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
-from wanma.data.ramp import samples_before
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
-from wanma.models.statistics import pending_statistics
 from wanma.observe.gpu import GpuSampler
 from wanma.observe.memory import peak_memory_bytes, reset_peak
 from wanma.observe.mfu import model_flops_utilization
@@ -33,11 +26,13 @@ from wanma.observe.recorder import Recorder
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.training.average import WeightAverage
+from wanma.training.batch_statistics import commit_statistics
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import LossScale
 from wanma.training.records import open_recorder
+from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
-from wanma.training.state import TrainingState, random_state, restore_random_state
+from wanma.training.state import TrainingState, random_state
 from wanma.training.update import Agreement, agree, apply_update
 
 LAST_SAVE_SECONDS = 60.0
@@ -90,10 +85,7 @@ class Trainer:
             keep_best=job.checkpoint.keep_best,
             replicas=self._stage_ranks(),
         )
-        messages: list[str] = []
-        self._resume(messages)
-        if not job.checkpoint.resume:
-            self._set_aside(messages)
+        messages = resume(self.state, job, plan, worker, data_fingerprint)
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
@@ -138,6 +130,10 @@ class Trainer:
         """Agree on the step's numbers and update the weights: once per step, after the last backward."""
         state, train, step = self.state, self.job.train, self.state.step
         rate = learning_rate(step, train)
+        if self.grid.device.type == "cuda":
+            # The next phase reads numbers, and would be charged with all the work queued before them.
+            with self.phases.phase("forward_backward"):
+                torch.cuda.current_stream().synchronize()
         with self.phases.phase("communication"):
             agreement = agree(
                 loss_sum,
@@ -150,7 +146,7 @@ class Trainer:
                 factor=self.factor(global_batch) / state.parallel.sharded.divisor,
                 scale=state.scale,
             )
-            self._commit_statistics(agreement.is_finite)
+            commit_statistics(state.parallel.module, self.plan, agreement.is_finite)
         with self.phases.phase("optimizer"):
             applied = apply_update(agreement, state.updater, train, rate, state.scale)
             if applied and state.average is not None:
@@ -258,109 +254,11 @@ class Trainer:
             self.message(f"no GPU utilisation or power in this run's records: {error}")
             return None
 
-    def _resume(self, messages: list[str]) -> None:
-        """Take up the run directory's newest whole checkpoint, or the weights the job starts from."""
-        choice = self.job.checkpoint
-        path = self._choose_checkpoint(messages)
-        if path is None and choice.start_from is None:
-            return
-        if path is None:
-            self._start_from(Path(str(choice.start_from)))
-            messages.append(f"weights from {choice.start_from}")
-            return
-        values = read_state(path)
-        self._check_position(values, path)
-        saved = read_manifest(path).tensors
-        self.state.updater.allocate_state(
-            name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
-        )
-        tensors = self.state.tensors()
-        _, rank_state = load(
-            path,
-            tensors,
-            elsewhere=self._names_elsewhere(tensors),
-            rank=self.worker.rank,
-            world_size=self.worker.world_size,
-        )
-        self.state.restore(values)
-        if rank_state is not None:
-            restore_random_state(rank_state["random"])
-        messages.append(f"carrying on from step {self.state.step} ({path.name})")
-
-    def _set_aside(self, messages: list[str]) -> None:
-        """A run that starts anew keeps no older run's checkpoints beside its own, to be taken for them."""
-        if self.worker.world_size > 1:
-            dist.barrier()  # others may still read the weights to start from
-        if self.worker.rank == 0 and (aside := set_aside(self.worker.run_directory / "checkpoints")):
-            messages.append(f"starting anew; the earlier run's checkpoints are kept in {aside}")
-
-    def _start_from(self, path: Path) -> None:
-        """Weights alone, of another run; each rank checks its share of the files."""
-        world = self.worker.world_size
-        everyones = [verify(path, self.worker.rank, world)] * world
-        if world > 1:
-            dist.all_gather_object(everyones, everyones[0])
-        if problems := [problem for problems in everyones for problem in problems]:
-            raise WanmaError(
-                f"checkpoint.start_from = '{path}' is not whole: {problems[0]}",
-                "name another checkpoint folder",
-            )
-        load(path, self.state.weights(), strict=False)
-        if self.state.average is not None:
-            self.state.average.restart()
-
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
         per_stage = self.plan.world_size // self.plan.pp
         first = self.grid.at("pp") * per_stage
         return list(range(first, first + per_stage))
-
-    def _names_elsewhere(self, mine: dict[str, Tensor]) -> list[str]:
-        """Names that only other pipeline stages hold."""
-        if self.plan.pp == 1:
-            return []
-        everyones: list[list[str]] = [[]] * self.plan.world_size
-        dist.all_gather_object(everyones, list(mine))
-        return [name for names in everyones for name in names if name not in mine]
-
-    def _choose_checkpoint(self, messages: list[str]) -> Path | None:
-        """Rank 0 looks and all ranks take the same one."""
-        found: list[Path | None] = [None]
-        if self.job.checkpoint.resume and self.worker.rank == 0:
-            found = [newest(self.worker.run_directory / "checkpoints", messages.append)]
-        if self.worker.world_size > 1:
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
-
-    def _check_position(self, values: dict[str, Any], path: Path) -> None:
-        """The position is one integer; a job that counts it differently, or on other data, is another job."""
-        expected = samples_before(self.job.train, values["step"])
-        if values["samples"] != expected:
-            raise WanmaError(
-                f"{path} was saved after {values['samples']} samples at step {values['step']}, but with "
-                f"train.global_batch = {self.job.train.global_batch} that step comes after {expected}",
-                "keep the batch size of the run, or start a new run with checkpoint.start_from",
-            )
-        if values["data_fingerprint"] != self._fingerprint:
-            raise WanmaError(
-                f"{path} was saved while training on other data than [data] now gives",
-                "put the data back as it was, or start a new run with checkpoint.start_from",
-            )
-
-    def _commit_statistics(self, applied: bool) -> None:
-        """Batch statistics of the step's sample groups, wherever they were computed, update once.
-
-        Those of a step that is not applied are forgotten: its activations may have been infinite.
-        """
-        for module in pending_statistics(self.state.parallel.module):
-            mean_sum, variance_sum, groups = module.take()
-            if not applied:
-                continue
-            packed = torch.cat([mean_sum.flatten(), variance_sum.flatten(), groups.reshape(1).to(mean_sum)])
-            if self.plan.data_ranks > 1:
-                dist.all_reduce(packed)
-            features = mean_sum.numel()
-            module.commit(packed[:features], packed[features : 2 * features], packed[-1])
 
     def _take_phases(self) -> dict[str, float]:
         """Seconds by phase; communication inside forward and backward is moved to its own name."""

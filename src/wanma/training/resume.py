@@ -1,0 +1,126 @@
+"""Where a run begins: at its newest whole checkpoint, at another run's weights, or from nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.checkpoint.folder import read_manifest, set_aside
+from wanma.checkpoint.reader import load, newest, read_state, verify
+from wanma.data.ramp import samples_before
+from wanma.job.errors import WanmaError
+from wanma.job.plan import Plan
+from wanma.job.sections import Job, TrainSection
+from wanma.job.worker import Worker
+from wanma.training.state import TrainingState, restore_random_state
+
+
+def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fingerprint: str) -> list[str]:
+    """Take up the run directory's newest whole checkpoint, or the weights that the job starts from.
+
+    Every rank calls it; all take the same checkpoint, each its own part.
+
+    Args:
+        state: filled in place.
+        data_fingerprint: of the data as it is now; a checkpoint of other data is refused.
+
+    Returns:
+        what to tell the user, on rank 0.
+
+    Raises:
+        WanmaError: the checkpoint is of another job, or the weights to start from are not whole.
+    """
+    folder, choice = worker.run_directory / "checkpoints", job.checkpoint
+    messages: list[str] = []
+    path = _newest(folder, worker, messages) if choice.resume else None
+    if path is not None:
+        _carry_on(state, path, job.train, plan, worker, data_fingerprint)
+        messages.append(f"carrying on from step {state.step} ({path.name})")
+    elif choice.start_from is not None:
+        _start_from(state, Path(choice.start_from), worker)
+        messages.append(f"weights from {choice.start_from}")
+    if not choice.resume:
+        _set_aside(folder, worker, messages)
+    return messages
+
+
+def _newest(folder: Path, worker: Worker, messages: list[str]) -> Path | None:
+    """Rank 0 looks and all ranks take the same one."""
+    found = [newest(folder, messages.append) if worker.rank == 0 else None]
+    if worker.world_size > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _carry_on(
+    state: TrainingState, path: Path, train: TrainSection, plan: Plan, worker: Worker, data_fingerprint: str
+) -> None:
+    values = read_state(path)
+    _check_position(values, path, train, data_fingerprint)
+    saved = read_manifest(path).tensors
+    state.updater.allocate_state(
+        name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
+    )
+    tensors = state.tensors()
+    _, rank_state = load(
+        path,
+        tensors,
+        elsewhere=_names_elsewhere(tensors, plan),
+        rank=worker.rank,
+        world_size=worker.world_size,
+    )
+    state.restore(values)
+    if rank_state is not None:
+        restore_random_state(rank_state["random"])
+
+
+def _check_position(values: dict[str, Any], path: Path, train: TrainSection, data_fingerprint: str) -> None:
+    """The position is one integer; a job that counts it differently, or on other data, is another job."""
+    expected = samples_before(train, values["step"])
+    if values["samples"] != expected:
+        raise WanmaError(
+            f"{path} was saved after {values['samples']} samples at step {values['step']}, but with "
+            f"train.global_batch = {train.global_batch} that step comes after {expected}",
+            "keep the batch size of the run, or start a new run with checkpoint.start_from",
+        )
+    if values["data_fingerprint"] != data_fingerprint:
+        raise WanmaError(
+            f"{path} was saved while training on other data than [data] now gives",
+            "put the data back as it was, or start a new run with checkpoint.start_from",
+        )
+
+
+def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
+    """Names that only other pipeline stages hold."""
+    if plan.pp == 1:
+        return []
+    everyones: list[list[str]] = [[]] * plan.world_size
+    dist.all_gather_object(everyones, list(mine))
+    return [name for names in everyones for name in names if name not in mine]
+
+
+def _start_from(state: TrainingState, path: Path, worker: Worker) -> None:
+    """Weights alone, of another run; each rank checks its share of the files."""
+    world = worker.world_size
+    everyones = [verify(path, worker.rank, world)] * world
+    if world > 1:
+        dist.all_gather_object(everyones, everyones[0])
+    if problems := [problem for problems in everyones for problem in problems]:
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}' is not whole: {problems[0]}",
+            "name another checkpoint folder",
+        )
+    load(path, state.weights(), strict=False)
+    if state.average is not None:
+        state.average.restart()
+
+
+def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:
+    """A run that starts anew keeps no older run's checkpoints beside its own, to be taken for them."""
+    if worker.world_size > 1:
+        dist.barrier()  # others may still read the weights to start from
+    if worker.rank == 0 and (aside := set_aside(folder)):
+        messages.append(f"starting anew; the earlier run's checkpoints are kept in {aside}")
