@@ -1,10 +1,11 @@
 """Entry of a worker process: from a request to a trained model.
 
-The supervisor calls `train_worker` in every rank; `train_here` is the same in the current process.
+The supervisor calls `train_worker` in every rank; `train` is the same with the request at hand.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
@@ -76,6 +77,9 @@ def set_numerics(job: Job, plan: Plan) -> None:
     torch.set_num_threads(plan.threads_per_rank)
     if job.train.deterministic:
         torch.use_deterministic_algorithms(True)
+        if plan.device == "cuda":
+            # Without it cuBLAS refuses to be deterministic; read when its first handle is made.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if plan.device == "cuda":
         torch.backends.cudnn.benchmark = not job.train.deterministic
 
