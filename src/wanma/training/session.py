@@ -94,11 +94,18 @@ class Session:
             threads=self.job.data.workers,
             pin_memory=self.plan.device == "cuda",
         )
+        progress = self.worker.control.progress
+        stopped = False
         with loader:
-            for step in loader:
+            steps = iter(loader)
+            while trainer.state.step < self.job.train.steps and not stopped:
+                progress(trainer.state.step, "waiting for data")
+                with trainer.phases.phase("data"):
+                    step = next(steps)
+                progress(trainer.state.step, "forward and backward")
                 yield from self._step_batches(step)
-                if self._finish(step):
-                    return
+                stopped = self._finish(step)
+        trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
 
     def step(self, losses: Tensor) -> None:
         """Backward of the current micro-batch; at the step's last one, update, record and save.
@@ -137,7 +144,7 @@ class Session:
         """End the optimizer step.
 
         Returns:
-            True when the run ends here.
+            True when an orderly stop was asked for.
         """
         trainer, current = self._require_trainer(), self._current
         assert current is not None
@@ -147,9 +154,7 @@ class Session:
         if last or (every > 0 and trainer.state.step % every == 0):
             trainer.save()
         trainer.record(agreement)
-        if last:
-            trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
-        return last
+        return agreement.stop
 
     def _require_trainer(self) -> Trainer:
         if self._trainer is None:
