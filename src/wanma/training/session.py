@@ -46,6 +46,8 @@ class Session:
         self._model: nn.Module | None = None
         self._trainer: Trainer | None = None
         self._current: _Current | None = None
+        self._stopped = False
+        """An orderly stop was asked for."""
 
     @property
     def device(self) -> torch.device:
@@ -95,16 +97,14 @@ class Session:
             pin_memory=self.plan.device == "cuda",
         )
         progress = self.worker.control.progress
-        stopped = False
         with loader:
             steps = iter(loader)
-            while trainer.state.step < self.job.train.steps and not stopped:
+            while trainer.state.step < self.job.train.steps and not self._stopped:
                 progress(trainer.state.step, "waiting for data")
                 with trainer.phases.phase("data"):
                     step = next(steps)
                 progress(trainer.state.step, "forward and backward")
                 yield from self._step_batches(step)
-                stopped = self._finish(step)
         trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
 
     def step(self, losses: Tensor) -> None:
@@ -112,6 +112,10 @@ class Session:
 
         Args:
             losses: one loss per sample or target, leading dimension the batch's rows.
+
+        Raises:
+            WanmaError: a second call for one batch, losses that were averaged already, or the step's
+                numbers are not finite and train.non_finite is "stop".
         """
         current, trainer = self._current, self._require_trainer()
         if current is None or current.done:
@@ -123,15 +127,18 @@ class Session:
         current.loss_sum += loss_sum.detach().double()
         current.targets += targets
         current.done = True
+        if current.is_last:
+            self._finish(current)
 
     def _step_batches(self, step: Step) -> Iterator[Batch]:
         assert self._model is not None
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         loss_sum, targets = zero.clone(), zero.clone()
         for index, batch in enumerate(step.micro_batches):
-            begin_micro_batch(self._model, self.plan, last=index == len(step.micro_batches) - 1)
+            is_last = index == len(step.micro_batches) - 1
+            begin_micro_batch(self._model, self.plan, is_last)
             batch = batch.to(self.device)
-            self._current = _Current(step, batch, loss_sum, targets)
+            self._current = _Current(step, batch, is_last, loss_sum, targets)
             with keyed_samples(self._model, self.job.train.seed, batch.samples):
                 yield batch
             if not self._current.done:
@@ -140,21 +147,16 @@ class Session:
                     "call it exactly once for every batch that session.batches gives",
                 )
 
-    def _finish(self, step: Step) -> bool:
-        """End the optimizer step.
-
-        Returns:
-            True when an orderly stop was asked for.
-        """
-        trainer, current = self._require_trainer(), self._current
-        assert current is not None
-        agreement = trainer.finish_step(current.loss_sum, current.targets, step.global_batch)
+    def _finish(self, current: _Current) -> None:
+        """End the optimizer step."""
+        trainer = self._require_trainer()
+        agreement = trainer.finish_step(current.loss_sum, current.targets, current.step.global_batch)
         every = self.job.checkpoint.every_steps
         last = agreement.stop or trainer.state.step == self.job.train.steps
         if last or (every > 0 and trainer.state.step % every == 0):
             trainer.save()
         trainer.record(agreement)
-        return agreement.stop
+        self._stopped = agreement.stop
 
     def _require_trainer(self) -> Trainer:
         if self._trainer is None:
@@ -169,6 +171,7 @@ class Session:
 class _Current:
     """The micro-batch that the user is at."""
 
-    def __init__(self, step: Step, batch: Batch, loss_sum: Tensor, targets: Tensor) -> None:
-        self.step, self.batch, self.loss_sum, self.targets = step, batch, loss_sum, targets
+    def __init__(self, step: Step, batch: Batch, is_last: bool, loss_sum: Tensor, targets: Tensor) -> None:
+        self.step, self.batch, self.is_last = step, batch, is_last
+        self.loss_sum, self.targets = loss_sum, targets
         self.done = False
