@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.metadata
+import json
 import os
 import pickle
 import platform
@@ -21,6 +23,7 @@ from wanma.elastic.node import Node
 from wanma.engines.local import run as run_local
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
 from wanma.job.load import load_job
+from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.sections import Job
 from wanma.job.worker import Event
@@ -62,7 +65,7 @@ def train_job(
     Raises:
         WanmaError: before anything was started.
     """
-    run = RunDirectory(run_directory or Path(job.observe.runs) / (job.observe.name or "run"))
+    run = run_directory_of(job, run_directory)
     cluster, start = first_layout(job)
     node = Node.start(PRELOAD, worker_environment(job.cluster, start))
     try:
@@ -102,6 +105,11 @@ def train_job(
         node.close()
 
 
+def run_directory_of(job: Job, given: Path | str | None) -> RunDirectory:
+    """Where the files of a run of `job` go: `given`, or what `[observe]` says."""
+    return RunDirectory(Path(given or Path(job.observe.runs) / (job.observe.name or "run")))
+
+
 def dry_run(job: Job) -> RenderableType:
     """What `train_job` would run: the job as validated, the plan, memory and sizes. Starts nothing."""
     from wanma.api.show import describe
@@ -135,7 +143,7 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         environment=worker_environment(job.cluster, plan),
         start_seconds=job.cluster.start_seconds,
         hang_seconds=job.cluster.hang_seconds,
-        job_hash=job_hash(_without_place(job)),
+        job_hash=_agreed(job, plan),
     )
 
 
@@ -160,9 +168,16 @@ def to_bytes(request: Request) -> bytes:
     return bytes(cloudpickle.dumps(request))
 
 
-def _without_place(job: Job) -> Job:
-    """The job without what may differ between machines of one run."""
-    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"node_rank": None})})
+def _agreed(job: Job, plan: Plan) -> str:
+    """What the machines of one run must have in common; equal exactly if they have.
+
+    Each plans for itself. Machines with unequal memory may arrive at other micro-batches, and their ranks
+    would wait for each other in collectives that the others never enter.
+    """
+    placeless = job.model_copy(update={"cluster": job.cluster.model_copy(update={"node_rank": None})})
+    together = {**plan.to_json(), "threads_per_rank": 0, "compile": False}  # each machine's own affair
+    plans = hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{job_hash(placeless)}-{plans}"
 
 
 def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> None:
@@ -237,6 +252,14 @@ def _end(run: RunDirectory, outcome: Outcome, console: Console) -> None:
     try:
         if outcome.failure is not None:
             append_event(run, "finish", outcome="failed", text=outcome.message)
+    except (OSError, WanmaError) as error:
+        console.write({"kind": "message", "level": "warning", "text": f"the end was not recorded: {error}"})
+    report_or_say(run, console.write)
+
+
+def report_or_say(run: RunDirectory, write: Callable[[Event], None]) -> None:
+    """Write the report; a run is no failure because that could not be done, so it is only told."""
+    try:
         write_report(run)
     except (OSError, WanmaError) as error:
-        console.write({"kind": "message", "level": "warning", "text": f"no report was written: {error}"})
+        write({"kind": "message", "level": "warning", "text": f"no report was written: {error}"})

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.planning import Prepared, first_layout
-from wanma.api.run import changes, write_down
+from wanma.api.run import changes, report_or_say, run_directory_of, write_down
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
 from wanma.job.worker import Unsupervised, Worker, current_worker
 from wanma.observe.console import open_console
 from wanma.planner.choose import complete
-from wanma.report.html import write_report
 
 if TYPE_CHECKING:
     from wanma.training.session import Session
@@ -53,7 +52,7 @@ def session(
     worker = current_worker.get()
     with ExitStack() as stack:
         if worker is None:
-            run = RunDirectory(Path(run_directory or Path(job.observe.runs) / (job.observe.name or "run")))
+            run = run_directory_of(job, run_directory)
             console = stack.enter_context(open_console(run, job.observe, job.train.steps))
             worker = Worker.alone(run.path.absolute(), Unsupervised(console.write))
         run = RunDirectory(worker.run_directory)
@@ -74,4 +73,4 @@ def session(
         finally:
             made.close(failed)
             if worker.rank == 0:
-                write_report(run)
+                report_or_say(run, worker.control.event)

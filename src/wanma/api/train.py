@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.run import train_job
+from wanma.api.run import run_directory_of, train_job
 from wanma.job.errors import WanmaError
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory
@@ -75,8 +75,8 @@ def train(
     Raises:
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
     """
-    job = job_from(with_model(job, model), overrides)
-    run = RunDirectory(Path(run_directory or Path(job.observe.runs) / (job.observe.name or "run")))
+    job = job_from(_with_model(job, model), overrides)
+    run = run_directory_of(job, run_directory)
     objects = {"model": model, "data": data, "loss": loss}
     failures: list[str] = []
     exit_code = train_job(
@@ -102,7 +102,7 @@ def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     model.load_state_dict({name: saved[id(value)] for name, value in state.items() if id(value) in saved})
 
 
-def with_model(job: Any, model: nn.Module | None) -> Any:
+def _with_model(job: Any, model: nn.Module | None) -> Any:
     """Let a job that leaves `[model]` to a Python object name that object's class there."""
     if model is None or not isinstance(job, Mapping) or "model" in job:
         return job

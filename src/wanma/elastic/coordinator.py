@@ -140,8 +140,9 @@ class Coordinator:
             )
         if join.job_hash != self._job_hash:
             return Refused(
-                f"the run at {self._place} is of another job than this machine's",
-                "give the same job file and overrides on every machine",
+                f"the run at {self._place} is of another job than this machine's, or planned otherwise there",
+                "give the same job file and overrides on every machine; where machines are unequal, also "
+                "cluster.device and parallel.micro_batch",
             )
         if join.node_rank is not None:
             if join.node_rank >= self._nodes:
