@@ -57,7 +57,7 @@ def shard_data(
     # With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
     # tensor and copies), its default division by the replicas one in place, and none without replicas.
     # Not in fp16: a loss multiplied by the replicas would overflow where one process's does not.
-    divides = on_cpu and one_shard and plan.precision != "fp16"
+    divides = one_shard and plan.precision != "fp16"
     for unit in _units(model):
         unit.set_force_sum_reduction_for_comms(True)
         if on_cpu:
