@@ -67,6 +67,18 @@ def test_auto_on_gpus_shards_parameters_over_all_of_them() -> None:
     assert (plan.dp_shard, plan.shard, plan.device) == (8, "parameters", "cuda")
 
 
+def test_auto_counts_the_gpus_of_machines_that_are_not_here() -> None:
+    plan = layout(job(parallel="auto", cluster={"nodes": 2, "rendezvous": "a:29500"}), BOX)
+    assert (plan.dp_shard, plan.world_size) == (16, 16)
+
+
+def test_auto_keeps_the_sizes_that_the_job_gives() -> None:
+    plan = layout(job(parallel={"auto": True, "tp": 2}), BOX)
+    assert (plan.tp, plan.dp_shard, plan.world_size) == (2, 4, 8)
+    plan = layout(job(parallel={"auto": True, "dp_shard": 2}), BOX)
+    assert (plan.dp_shard, plan.world_size) == (2, 2)
+
+
 def test_ranks_of_a_machine_share_its_cores() -> None:
     assert layout(job(parallel={"dp_replicate": 4}), LAPTOP).threads_per_rank == 2
     assert layout(job(parallel={"dp_replicate": 16}), LAPTOP).threads_per_rank == 1

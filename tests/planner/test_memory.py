@@ -14,7 +14,7 @@ from support.measure import kept_activations, measure_rank
 from support.ranks import run_ranks
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
-from wanma.job.sections import ModelSection, Precision
+from wanma.job.sections import ModelSection, Precision, Shard
 from wanma.models.workload import section_workload
 from wanma.planner.memory import forecast_memory
 
@@ -136,6 +136,14 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
     assert activations("1f1b", 16) == 4 * a_stage
     assert activations("gpipe", 16) == 16 * a_stage
     assert activations("gpipe", 2) == activations("1f1b", 2) == 2 * a_stage
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_a_pipeline_holds_whole_gradients_and_blocks_whatever_is_sharded(shard: Shard) -> None:
+    plan = Plan(pp=4, dp_shard=8, shard=shard)
+    forecast = forecast_memory(BILLION, plan, "adamw", micro_batches=8)
+    of_optimizer = forecast_memory(BILLION, replace(plan, shard="optimizer"), "adamw", micro_batches=8)
+    assert forecast == of_optimizer
 
 
 @given(shards=st.sampled_from([2, 4, 8, 64]), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]))
