@@ -108,6 +108,33 @@ def test_targets_that_are_ignored_do_not_count_in_ones_own_losses(tmp_path: Path
     assert Outcome(tmp_path).losses == pytest.approx([expected.item()], rel=1e-12)
 
 
+# ------------------------------------------------------------------ ends
+
+
+def last_event(run: Path) -> dict[str, Any]:
+    event: dict[str, Any] = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    return event
+
+
+def test_leaving_the_loop_early_is_an_orderly_stop_with_a_checkpoint(tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        model = session.prepare(seeded(Plain))
+        for batch in session.batches(Numbers()):
+            session.step(per_sample(model, batch))
+            break
+    event = last_event(tmp_path)
+    assert (event["kind"], event["outcome"], event["step"]) == ("finish", "interrupted", 1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert loop(job(), tmp_path) == list(range(7, 28))
+
+
+def test_a_finished_run_has_no_more_batches_and_stays_finished(tmp_path: Path) -> None:
+    loop(job(), tmp_path)
+    assert loop(job(), tmp_path) == []
+    event = last_event(tmp_path)
+    assert (event["kind"], event["outcome"], event["step"]) == ("finish", "finished", 4)
+
+
 # ------------------------------------------------------------------ misuse
 
 

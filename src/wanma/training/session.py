@@ -48,6 +48,8 @@ class Session:
         self._current: _Current | None = None
         self._stopped = False
         """An orderly stop was asked for."""
+        self._saved_at = 0
+        self._ended = False
 
     @property
     def device(self) -> torch.device:
@@ -73,6 +75,7 @@ class Session:
         )
         self._model = parallel.module
         self._trainer = Trainer(self.job, self.plan, self.worker, self.grid, parallel, targets_per_sample=1)
+        self._saved_at = self._trainer.state.step
         return parallel.module
 
     def batches(self, dataset: Any = None) -> Iterator[Batch]:
@@ -105,7 +108,7 @@ class Session:
                     step = next(steps)
                 progress(trainer.state.step, "forward and backward")
                 yield from self._step_batches(step)
-        trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
+        self._end(trainer)
 
     def step(self, losses: Tensor) -> None:
         """Backward of the current micro-batch; at the step's last one, update, record and save.
@@ -155,6 +158,7 @@ class Session:
         last = agreement.stop or trainer.state.step == self.job.train.steps
         if last or (every > 0 and trainer.state.step % every == 0):
             trainer.save()
+            self._saved_at = trainer.state.step
         trainer.record(agreement)
         self._stopped = agreement.stop
 
@@ -163,9 +167,30 @@ class Session:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
         return self._trainer
 
+    def _end(self, trainer: Trainer) -> None:
+        self._ended = True
+        trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
+
     def close(self, failed: bool) -> None:
-        if self._trainer is not None:
-            self._trainer.close(failed)
+        """Let go of everything; a loop that the user left early is an orderly stop, with a checkpoint.
+
+        Raises:
+            WanmaError: that checkpoint could not be saved.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if failed or self._ended:
+            trainer.close(failed)
+            return
+        left_in_order = False
+        try:
+            if trainer.state.step > self._saved_at:
+                trainer.save()
+            self._end(trainer)
+            left_in_order = True
+        finally:
+            trainer.close(not left_in_order)
 
 
 class _Current:
