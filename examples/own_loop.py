@@ -1,7 +1,7 @@
 """wanma inside one's own loop: the forward pass and the loss are yours, the rest is the job's.
 
-    python examples/own_loop.py                        # one process
-    wanma launch examples/own_loop.py --ranks 2        # two
+python examples/own_loop.py                        # one process
+wanma launch examples/own_loop.py --ranks 2        # two
 """
 
 import os

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wanma.data.open import prepare
 from wanma.data.tokenizer import load_tokenizer
+from wanma.hardware.compiler import NO_COMPILER, cpp_compiler
 from wanma.hardware.cpu_peak import stored_cpu_peak
 from wanma.hardware.discover import discover
 from wanma.job.cluster import Cluster
@@ -49,9 +50,23 @@ class Prepared:
 
 
 def first_layout(job: Job) -> tuple[Cluster, Plan]:
-    """The machines, and the part of the plan that is known without the model."""
+    """The machines, and the part of the plan that is known without the model.
+
+    A CPU without a C++ compiler cannot compile: the plan then says so, and `notes` tells the user.
+    """
     cluster = discover()
-    return cluster, layout(job, cluster)
+    plan = layout(job, cluster)
+    if plan.compile and plan.device == "cpu" and cpp_compiler() is None:
+        plan = replace(plan, compile=False)
+    return cluster, plan
+
+
+def notes(job: Job, planned: Planned) -> list[str]:
+    """What a user should know of the plan unasked: what was left out, and why an automatic choice."""
+    told = [NO_COMPILER] if job.parallel.compile and not planned.plan.compile else []
+    if job.parallel.auto and planned.forecast is not None:
+        told += planned.forecast.reasons
+    return told
 
 
 def prepare_job(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.planning import Prepared, first_layout, prepare_job
+from wanma.api.planning import Prepared, first_layout, notes, prepare_job
 from wanma.data.tokenizer import load_tokenizer
 from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch, Outcome
@@ -75,14 +75,12 @@ def train_job(
         run.create()
         with _only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, objects or {})
-            notes = changes(run, job)
-            if job.parallel.auto and prepared.planned.forecast is not None:
-                notes += prepared.planned.forecast.reasons
+            told = [*changes(run, job), *notes(job, prepared.planned)]
             is_new = not run.job.exists()
             if is_new:
                 write_down(run, job, prepared, command_line or [])
             with open_console(run, job.observe, job.train.steps) as console:
-                for note in notes:
+                for note in told:
                     console.write({"kind": "message", "level": "info", "text": note})
 
                 def on_event(event: Event) -> None:

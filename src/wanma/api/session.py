@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.planning import Prepared, first_layout
+from wanma.api.planning import Prepared, first_layout, notes
 from wanma.api.run import changes, report_or_say, run_directory_of, write_down
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory
@@ -62,7 +62,7 @@ def session(
         if worker.rank == 0:
             run.create()
             prepared = Prepared(cluster, planned, None, None)
-            for note in changes(run, job):
+            for note in [*changes(run, job), *notes(job, planned)]:
                 worker.control.event({"kind": "message", "level": "info", "text": note})
             write_down(run, job, prepared, sys.argv)
         made = Session(job, plan, worker, grid)

@@ -7,7 +7,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from wanma.api.planning import Prepared
+from wanma.api.planning import Prepared, notes
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
@@ -27,11 +27,13 @@ def describe(job: Job, prepared: Prepared) -> RenderableType:
     ]
     forecast, workload = prepared.planned.forecast, prepared.workload
     if workload is None or forecast is None:
+        parts += [Text(f"· {note}", style="dim") for note in notes(job, prepared.planned)]
         parts.append(Text("The sizes of a module of one's own are known only once it runs.", style="dim"))
         return Group(*parts)
     parts += [_head("Memory of a rank, forecast"), _memory_table(forecast)]
     parts += [_head("Model"), _size_table(workload)]
-    parts += [Text(f"· {reason}", style="dim") for reason in forecast.reasons]
+    told = dict.fromkeys([*forecast.reasons, *notes(job, prepared.planned)])
+    parts += [Text(f"· {note}", style="dim") for note in told]
     return Group(*parts)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from wanma.hardware.compiler import cpp_compiler
 from wanma.hardware.cpu_peak import measure_cpu_peak, peak_file
 from wanma.hardware.discover import discover, list_gpus
 from wanma.hardware.limits import cpu_model, usable_cores, usable_memory_bytes
@@ -177,8 +178,7 @@ def _memory() -> Finding:
 
 
 def _compiler() -> Finding:
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    found = cpp_compiler()
     if found is None:
         advice = "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU"
         return Finding("C++ compiler", "missing", "none found", advice)

@@ -128,7 +128,7 @@ class TrainSection(Section):
     final_learning_rate_share: float = Field(
         0.1, ge=0, le=1, description="rate at the end, share of the peak"
     )
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay; norms and biases are exempt")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled (sgd: coupled); not of norms and biases")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
     epsilon: float = Field(1e-8, gt=0, description="AdamW denominator")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD and Muon momentum")
