@@ -185,6 +185,11 @@ class Checkpointer:
             results, self._results = self._results, []
         return results
 
+    @property
+    def is_saving(self) -> bool:
+        """A save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self, seconds: float | None = None) -> list[SaveResult]:
         """Wait until no save is under way, or for `seconds`, then `poll`."""
         if seconds is None:

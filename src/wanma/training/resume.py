@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.checkpoint.folder import read_manifest, set_aside
-from wanma.checkpoint.reader import load, newest, read_state, verify
+from wanma.checkpoint.folder import committed, read_manifest, set_aside
+from wanma.checkpoint.reader import load, read_state, verify
 from wanma.data.ramp import samples_before
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
@@ -48,11 +48,31 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
 
 
 def _newest(folder: Path, worker: Worker, messages: list[str]) -> Path | None:
-    """Rank 0 looks and all ranks take the same one."""
-    found = [newest(folder, messages.append) if worker.rank == 0 else None]
+    """All ranks look, each checks its share of the files, and so they agree.
+
+    What rank 0 sees in the folder counts: other machines may see a shared one a moment later.
+    """
+    seen = [[path for _, path in committed(folder)] if worker.rank == 0 else []]
     if worker.world_size > 1:
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+        dist.broadcast_object_list(seen, src=0)
+
+    for path in seen[0]:
+        problems = _problems(path, worker)
+        if not problems:
+            if path != seen[0][0]:
+                messages.append(f"going back to checkpoint {path.name}")
+            return path
+        messages.append(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
+    return None
+
+
+def _problems(path: Path, worker: Worker) -> list[str]:
+    """What is wrong with a checkpoint, each rank having read a part of it; the same on all ranks."""
+    worker.control.progress(0, "verifying a checkpoint")
+    everyones = [verify(path, worker.rank, worker.world_size)] * worker.world_size
+    if worker.world_size > 1:
+        dist.all_gather_object(everyones, everyones[0])
+    return list(dict.fromkeys(problem for problems in everyones for problem in problems))
 
 
 def _carry_on(
@@ -104,11 +124,7 @@ def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
 
 def _start_from(state: TrainingState, path: Path, worker: Worker) -> None:
     """Weights alone, of another run; each rank checks its share of the files."""
-    world = worker.world_size
-    everyones = [verify(path, worker.rank, world)] * world
-    if world > 1:
-        dist.all_gather_object(everyones, everyones[0])
-    if problems := [problem for problems in everyones for problem in problems]:
+    if problems := _problems(path, worker):
         raise WanmaError(
             f"checkpoint.start_from = '{path}' is not whole: {problems[0]}",
             "name another checkpoint folder",

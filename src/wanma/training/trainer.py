@@ -35,6 +35,8 @@ from wanma.training.schedule import learning_rate
 from wanma.training.state import TrainingState, random_state
 from wanma.training.update import Agreement, agree, apply_update
 
+WAIT_SECONDS = 5.0
+"""Between two signs of life while a checkpoint is being written."""
 LAST_SAVE_SECONDS = 60.0
 """How long a failed run may take to finish the checkpoint that it was writing."""
 
@@ -207,7 +209,7 @@ class Trainer:
         with self.phases.phase("checkpoint"):
             # One save at a time; what became of the one before is told here, so that it cannot stop this one.
             began = time.perf_counter()
-            self._report_saves(self._checkpointer.wait())
+            self._report_saves(self._wait_for_saves())
             self._waited_seconds = time.perf_counter() - began
             self._checkpointer.save(
                 self.state.step,
@@ -228,7 +230,7 @@ class Trainer:
         Raises:
             WanmaError: the last state could not be saved.
         """
-        results = self._checkpointer.wait()
+        results = self._wait_for_saves()
         for result in results:
             if result.error is not None and result.path is None and result.step == self.state.step:
                 raise WanmaError(
@@ -242,6 +244,14 @@ class Trainer:
             )
 
     # ---------------------------------------------------------------- inside
+
+    def _wait_for_saves(self) -> list[SaveResult]:
+        """A slow disk is no hang: the supervisor is told that it is waited for."""
+        results: list[SaveResult] = []
+        while self._checkpointer.is_saving:
+            self.worker.control.progress(self.state.step, "waiting for a checkpoint to be written")
+            results += self._checkpointer.wait(WAIT_SECONDS)
+        return results + self._checkpointer.wait()
 
     def _watch_gpu(self) -> GpuSampler | None:
         """Rank 0's GPU, where there is one and NVIDIA's Python package to ask it."""
