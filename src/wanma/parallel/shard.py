@@ -48,6 +48,11 @@ def shard_data(
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
     reshard = plan.shard == "parameters"
+    if grid.device.type == "cpu" and plan.shard in ("nothing", "optimizer"):
+        # Gloo hides nothing behind compute: with one unit the ranks wait for each other once per step,
+        # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole
+        # gradients to the end of the step anyway; the price is a second copy while they are reduced.
+        blocks = []
     for block in blocks:
         fully_shard(block, mesh=grid.data_mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=grid.data_mesh, mp_policy=root_policy, reshard_after_forward=False)

@@ -58,9 +58,17 @@ def forecast_memory(
 
     # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
     # micro-batch, whole gradients are accumulated in fp32 until the last.
-    unit = max(rest, block)
+    # On a CPU they are one unit where they are whole anyway (`parallel.shard`), and with one shard the
+    # buffer becomes the gradient.
+    one_unit = plan.device == "cpu" and plan.shard in ("nothing", "optimizer")
+    unit = held if one_unit else max(rest, block)
     whole = micro_batches > 1 and (plan.pp > 1 or plan.shard in ("nothing", "optimizer"))
-    gradients = held * master + unit * master if whole else sharded * master + unit * (compute + master)
+    if whole:
+        gradients = held * master + unit * master
+    elif one_unit and plan.dp_shard == 1:
+        gradients = held * (compute + master)
+    else:
+        gradients = sharded * master + unit * (compute + master)
 
     state = sharded * master * int(weight_average)
     state += master * _state_elements(optimizer, blocks, others) * sharded / max(workload.parameters, 1)
