@@ -142,7 +142,7 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
 def test_a_pipeline_holds_whole_gradients_and_blocks_whatever_is_sharded(shard: Shard) -> None:
-    plan = Plan(pp=4, dp_shard=8, shard=shard)
+    plan = Plan(pp=4, dp_shard=8, shard=shard, device="cuda")
     forecast = forecast_memory(BILLION, plan, "adamw", micro_batches=8)
     of_optimizer = forecast_memory(BILLION, replace(plan, shard="optimizer"), "adamw", micro_batches=8)
     assert forecast == of_optimizer
