@@ -49,9 +49,10 @@ def make_run(
     total = total or steps
     run.job.write_text(job.format(steps=total))
     plan = Plan(dp_replicate=2, micro_batch=8, precision="bf16")
-    forecast = Forecast(40 << 20, 40 << 20, 80 << 20, 320 << 20, 64 << 20, reasons=("logits in fp32",))
+    reasons = ("logits in fp32", "two replicas: as the job says")
+    forecast = Forecast(40 << 20, 40 << 20, 80 << 20, 320 << 20, 64 << 20, reasons=reasons)
     planned = {"plan": plan.to_json(), "forecast": forecast.to_json(), "parameters": 10_236_000}
-    write_json(run.plan, {**planned, "reasons": ["two replicas: as the job says"]})
+    write_json(run.plan, planned)
     write_json(run.environment, {"torch": "2.13.0", "python": "3.11.7", "devices": [{"name": "cpu"}]})
     run.log(0).write_text("hello\n")
     recorder = Recorder(run, [JsonLinesSink()], first_step=1)

@@ -195,7 +195,7 @@ def _details(report: Report) -> str:
     links = "".join(f'<li><a href="logs/{escape(path.name)}">{escape(path.name)}</a></li>' for path in logs)
     parts = [
         ("Job", f"<pre>{escape(report.job_text)}</pre>" if report.job_text else ""),
-        ("Plan", _reasons(report.reasons) + _table(report.plan)),
+        ("Plan", _table(report.plan)),
         ("Environment", _table(report.environment)),
         ("Logs", f"<ul>{links}</ul>" if links else ""),
     ]

@@ -41,8 +41,6 @@ class Report:
     forecast: dict[str, Any]
     parameters: int | None
     """Of the whole model; None when the plan does not know."""
-    reasons: tuple[str, ...]
-    """Why the plan is as it is."""
     environment: dict[str, Any]
     steps: dict[str, list[float]]
     """Column by key of metrics.jsonl, phases as 'phases.NAME'; NaN where a step has no number.
@@ -151,7 +149,6 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         plan=planned.get("plan") or {},
         forecast=planned.get("forecast") or {},
         parameters=planned.get("parameters"),
-        reasons=tuple(planned.get("reasons") or ()),
         environment=environment,
         steps=steps,
         non_finite=non_finite,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 STEPS = (1, 2, 2.5, 5, 10)
 MOST_TICKS = 6
 MOST_LOG_TICKS = 8
+NARROWEST = 1e-6
+"""Range of a linear axis, relative to its values."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def span(values: list[float], from_zero: bool) -> tuple[float, float]:
     if from_zero:
         low = min(low, 0.0)
     air = (high - low) * 0.06
-    if air == 0:
+    # So narrow a range is drawn as one value: its ticks would differ only in digits that are rounded away.
+    if high - low <= NARROWEST * max(abs(low), abs(high)):
         air = abs(high) * 0.5 or 1.0
     return (low if from_zero and low == 0 else low - air), high + air
 
