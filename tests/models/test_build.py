@@ -1,3 +1,5 @@
+import shlex
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ def network(width, depth=1):
 
 def a_number():
     return 3
+
+def broken(rate):
+    return nn.Sequential(nn.Dropout(rate))
 
 not_callable = 7
 """
@@ -112,6 +117,17 @@ def test_what_cannot_be_made_is_refused_before_anything_runs(
 def test_a_factory_that_returns_no_module_is_told_so(models_here: Path) -> None:
     with pytest.raises(JobError, match=r"'users_models:a_number' returned int, not an nn\.Module"):
         build_model(spec(factory="users_models:a_number"), seed=1)
+
+
+def test_a_factory_that_fails_is_told_with_the_user_s_line_and_how_to_see_more(models_here: Path) -> None:
+    with pytest.raises(JobError) as raised:
+        build_model(spec(factory="users_models:broken", arguments={"rate": 2}), seed=1)
+    told = "failed: ValueError: dropout probability has to be between 0 and 1, but got 2"
+    line = f"{models_here}/users_models.py:12 in broken: return nn.Sequential(nn.Dropout(rate))"
+    assert raised.value.message == f"model.factory = 'users_models:broken' {told}\n    {line}"
+    _, *arguments = shlex.split(raised.value.hint.partition("see it whole with: ")[2])
+    again = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert 'users_models.py", line 12, in broken' in again.stderr
 
 
 def test_a_module_passed_in_python_is_used_as_it_is() -> None:

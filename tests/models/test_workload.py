@@ -139,7 +139,7 @@ def test_measuring_a_users_module_leaves_it_as_it_was() -> None:
     module_workload(model, (torch.zeros(4, 3, 16, 16),))
     assert not model.training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(int(module.take()[2]) == 0 for module in pending_statistics(model))
+    assert all(int(module.take()[2]) == 0 for module in pending_statistics(model.modules()))
     assert not model._forward_hooks
     assert not model.conv1._forward_hooks
 

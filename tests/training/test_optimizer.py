@@ -49,7 +49,7 @@ def test_frozen_parameters_get_no_gradient_and_no_update() -> None:
     model = Small()
     before = model.embedding.weight.clone()
     train = TrainSection(parameter_groups=[ParameterGroupSection(match="embedding.*", frozen=True)])
-    updater = build_updater(model, train, Plan())
+    updater = build_updater(dict(model.named_parameters()), train, Plan())
     give_gradients(model)
     updater.step(0.1)
     assert not model.embedding.weight.requires_grad
@@ -60,7 +60,7 @@ def test_frozen_parameters_get_no_gradient_and_no_update() -> None:
 def test_freezing_everything_is_refused() -> None:
     train = TrainSection(parameter_groups=[ParameterGroupSection(match="*", frozen=True)])
     with pytest.raises(JobError, match="freezes every parameter"):
-        build_updater(Small(), train, Plan())
+        build_updater(dict(Small().named_parameters()), train, Plan())
 
 
 def test_a_pattern_that_matches_nothing_is_a_typing_error() -> None:
@@ -72,7 +72,7 @@ def test_a_pattern_that_matches_nothing_is_a_typing_error() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
 def test_every_rule_steps_and_gives_its_state_by_parameter_name(name: str) -> None:
     model = Small()
-    updater = build_updater(model, TrainSection(optimizer=name), Plan())
+    updater = build_updater(dict(model.named_parameters()), TrainSection(optimizer=name), Plan())
     before = {n: p.clone() for n, p in model.named_parameters()}
     give_gradients(model)
     updater.step(0.1)
@@ -87,11 +87,11 @@ def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name
     torch.manual_seed(0)
     one, other = Small(), Small()
     other.load_state_dict(one.state_dict())
-    first = build_updater(one, train, Plan())
+    first = build_updater(dict(one.named_parameters()), train, Plan())
     give_gradients(one)
     first.step(0.1)
 
-    second = build_updater(other, train, Plan())
+    second = build_updater(dict(other.named_parameters()), train, Plan())
     start = {n: p.clone() for n, p in other.named_parameters()}
     second.allocate_state(first.state_tensors())
     assert second.state_tensors().keys() == first.state_tensors().keys()
@@ -107,7 +107,7 @@ def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name
 
 
 def test_state_is_allocated_only_for_parameters_that_had_some() -> None:
-    updater = build_updater(Small(), TrainSection(), Plan())
+    updater = build_updater(dict(Small().named_parameters()), TrainSection(), Plan())
     name = next(iter(updater.parameters))
     updater.allocate_state([f"{name}.exp_avg", f"{name}.exp_avg_sq"])
     assert set(updater.state_tensors()) == {f"{name}.exp_avg", f"{name}.exp_avg_sq"}

@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from wanma.job.sections import Precision, Shard
+from wanma.job.sections import ContextKind, Offload, Precision, Recompute, Schedule, Shard
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
@@ -28,14 +28,26 @@ class Plan:
     tp: int = 1
     ep: int = 1
     shard: Shard = "nothing"
+    sequence: bool = False
+    """Between the matrices that `tp` splits, each of its ranks holds a part of the sequence."""
+    context: ContextKind = "ring"
+    """How attention sees the whole sequence when `cp` splits it."""
     micro_batch: int = 1
     """Most samples in one forward pass of one data rank."""
-    schedule: str = "1f1b"
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    """Pipeline stages per rank."""
     stage_cuts: tuple[int, ...] = ()
-    """First block of every pipeline stage but the first."""
-    recompute: str = "none"
+    """First block of every pipeline stage but the first; `pp` × `virtual_stages` − 1 of them."""
+    recompute: Recompute = "none"
+    recompute_share: float = 1.0
+    """Share of the blocks that recompute, spread evenly over each stage."""
+    offload_parameters: Offload = "nothing"
+    offload_optimizer: Offload = "nothing"
+    offload_activations: Offload = "nothing"
     compile: bool = False
     precision: Precision = "fp32"
+    fp8: bool = False
     device: str = "cpu"
     threads_per_rank: int = 1
     approximate: tuple[str, ...] = ()
@@ -49,6 +61,58 @@ class Plan:
     def data_ranks(self) -> int:
         """Ranks that read different samples: the two data-parallel axes."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that share one copy of the state: those of `cp` take part in what `dp_shard` shards."""
+        return 1 if self.shard == "nothing" else self.dp_shard * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Copies of each stage's state."""
+        return self.dp_replicate * self.dp_shard * self.cp // self.shard_ranks
+
+    @property
+    def expert_ranks(self) -> tuple[int, int]:
+        """(replicate, shard) of the experts' own state: what `ep` leaves of `replicas` and `shard_ranks`.
+
+        `ep` takes the innermost data ranks.
+
+        Raises:
+            ValueError: it divides neither; `allowed_ep` names the sizes that do.
+        """
+        if self.ep not in self.allowed_ep():
+            raise ValueError(f"ep = {self.ep} does not divide the data ranks; possible: {self.allowed_ep()}")
+        if self.ep <= self.shard_ranks:
+            return self.replicas, self.shard_ranks // self.ep
+        return self.replicas * self.shard_ranks // self.ep, 1
+
+    def allowed_ep(self) -> list[int]:
+        """Sizes of `ep` that this plan's data axes can be cut into."""
+        inner, outer = self.shard_ranks, self.replicas
+        within = [size for size in range(1, inner + 1) if inner % size == 0]
+        beyond = [inner * size for size in range(2, outer + 1) if outer % size == 0]
+        return within + beyond
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether the stages go down the ranks and up again, so that the first rank holds the last one."""
+        return self.schedule in ("zbv", "dualpipev")
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Numbers of the pipeline stages that `pp_rank` holds, in the model's order."""
+        if self.is_v_shaped:
+            return pp_rank, 2 * self.pp - 1 - pp_rank
+        return tuple(range(pp_rank, self.stages, self.pp))
+
+    def holds_loss(self, rank: int) -> bool:
+        """Whether `rank` holds the last stage, where losses are computed."""
+        return self.stages - 1 in self.stages_of(self.coordinates(rank)["pp"])
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        return self.pp * self.virtual_stages
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` on every axis of `AXES`."""

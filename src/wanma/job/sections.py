@@ -13,6 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
+ContextKind = Literal["ring", "all_to_all"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["nothing", "host", "disk"]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """A list of text; one text alone is a list of one."""
 
@@ -23,13 +27,30 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al. 2021): the model's own weights stay frozen."""
+
+    rank: int = Field(8, gt=0, description="inner dimension of each adapter")
+    alpha: float = Field(16.0, gt=0, description="an adapter's output is scaled by alpha / rank")
+    targets: list[str] = Field(
+        default_factory=lambda: ["*.attention.*", "*.self_attn.*_proj", "*.attn.c_*"],
+        min_length=1,
+        description="shell patterns on the paths of the linear layers that get one",
+    )
+
+
 class ModelSection(Section):
-    """Which model: a preset, a family with dimensions, or one's own factory."""
+    """Which model: a preset, a family with dimensions, a Hugging Face config, or one's own factory."""
 
     preset: str | None = Field(None, description="a named model, e.g. 'gpt-10m', 'llama-3-8b', 'resnet-18'")
     family: Literal["decoder", "convnet", "resnet"] | None = Field(None, description="build from dimensions")
     factory: str | None = Field(None, description="'package.module:function' returning an nn.Module")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
+    huggingface: str | None = Field(
+        None, description="config.json of a transformers causal model, or the folder that holds it"
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the factory; or keys of the config to replace"
+    )
     loss: str | None = Field(
         None,
         description="'package.module:function' (output, targets) -> loss per target; default: cross-entropy",
@@ -45,6 +66,30 @@ class ModelSection(Section):
     rope_theta: float | None = Field(None, gt=0, description="decoder: base of the rotary frequencies")
     tie_embeddings: bool | None = Field(None, description="decoder: share input and output embeddings")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: residual dropout, keyed by sample")
+    experts: int | None = Field(None, gt=1, description="decoder: routed experts per block; default: dense")
+    experts_per_token: int | None = Field(None, gt=0, description="decoder: experts that a token is sent to")
+    shared_experts: int | None = Field(None, ge=0, description="decoder: experts that every token passes")
+    expert_feed_forward: int | None = Field(
+        None, gt=0, description="decoder: inner width of one expert; default: feed_forward"
+    )
+    dense_layers: int | None = Field(None, ge=0, description="decoder: first blocks without experts")
+    router: Literal["softmax", "sigmoid"] | None = Field(
+        None, description="decoder: how router scores become weights; default: softmax"
+    )
+    balance: Literal["none", "bias", "loss"] | None = Field(
+        None,
+        description="decoder: even use of experts by a bias that follows the load (no loss), or by a loss",
+    )
+    balance_rate: float | None = Field(
+        None, gt=0, description="decoder: step of the bias, or weight of the loss; default: 1e-3, 1e-2"
+    )
+    balance_group: int = Field(
+        1, gt=0, description="decoder: samples over which a balancing loss and capacity count"
+    )
+    capacity: float = Field(
+        0.0, ge=0, description="decoder: tokens an expert takes, times an even share; 0: no token dropped"
+    )
+    lora: LoraSection | None = Field(None, description="train low-rank adapters only")
     depth: Literal[18, 50] | None = Field(None, description="resnet: 18 or 50")
     classes: int | None = Field(None, gt=1, description="vision: number of classes; default: the data's")
     channels: int | None = Field(None, gt=0, description="vision: input channels; default: the data's")
@@ -55,10 +100,11 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
-        given = [k for k in ("preset", "family", "factory") if getattr(self, k) is not None]
+        sources = ("preset", "family", "factory", "huggingface")
+        given = [k for k in sources if getattr(self, k) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"give exactly one of preset, family, factory (given: {', '.join(given) or 'none'})"
+                f"give exactly one of {', '.join(sources)} (given: {', '.join(given) or 'none'})"
             )
         return self
 
@@ -121,6 +167,9 @@ class TrainSection(Section):
     precision: Precision = Field(
         "fp32", description="compute precision; master weights stay fp32 (fp64: proofs)"
     )
+    fp8: bool = Field(
+        False, description="the blocks' matrix products in fp8 (torchao; GPUs from compute capability 8.9 on)"
+    )
     optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="update rule")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after warm-up")
@@ -174,8 +223,24 @@ class ParallelSection(Section):
     micro_batch: int | None = Field(
         None, gt=0, description="samples per forward pass and rank; default: planned"
     )
-    schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="pipeline schedule")
-    recompute: Literal["none", "full"] = Field("none", description="recompute activations in backward")
+    sequence: bool = Field(
+        True, description="tp: ranks also share the sequence between the split matrices (sequence parallel)"
+    )
+    context: ContextKind = Field("ring", description="cp: how attention sees the whole sequence")
+    schedule: Schedule = Field("1f1b", description="pipeline schedule")
+    virtual_stages: int | None = Field(
+        None, gt=0, description="pipeline stages per rank; default: what the schedule needs (1 or 2)"
+    )
+    stage_cuts: list[int] = Field(
+        default_factory=list, description="first block of every stage but the first; default: by cost"
+    )
+    recompute: Literal["none", "selective", "full", "auto"] = Field(
+        "none", description="what backward computes again; auto: as little as fits in memory"
+    )
+    recompute_share: float = Field(1.0, gt=0, le=1, description="share of the blocks that recompute")
+    offload_parameters: Offload = Field("nothing", description="where parameters wait: device, host, disk")
+    offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
+    offload_activations: Offload = Field("nothing", description="where activations wait for backward")
     compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
 
 

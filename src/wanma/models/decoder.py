@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wanma.models.attention import AttentionMask, DotProductAttention
 from wanma.models.dropout import KeyedDropout
 from wanma.models.layout import Layout, tie_parameters
 from wanma.models.normalization import RMSNorm
@@ -33,6 +34,7 @@ class Decoder(nn.Module):
             raise ValueError("a decoder needs dimensions with a vocabulary")
         self.dimensions = dimensions
         self.layout = decoder_layout(dimensions)
+        self.mask = AttentionMask()
         self.embedding: nn.Embedding | None = nn.Embedding(dimensions.vocabulary, dimensions.hidden)
         self.layers = nn.ModuleDict(
             {str(number): Block(dimensions, f"layers.{number}") for number in range(dimensions.layers)}
@@ -51,7 +53,8 @@ class Decoder(nn.Module):
             documents: (rows, sequence), number of the document each token belongs to; attention stays
                 within a document. None: a row is one document.
             positions: (rows, sequence) or (sequence,), place of each token in its document, for the
-                rotary angles. None: 0, 1, ... along the row.
+                rotary angles. None: 0, 1, ... along the row. Hidden states may come as a part of the
+                sequence that the blocks' inputs are gathered from; positions are always of the whole.
 
         Returns:
             (rows, sequence, vocabulary); without a head, hidden states (rows, sequence, hidden).
@@ -64,7 +67,7 @@ class Decoder(nn.Module):
             self.dimensions.rope_theta,
             hidden.dtype,
         )
-        mask = None if documents is None else document_mask(documents)
+        mask = self.mask(documents)
         for block in self.layers.values():
             hidden = block(hidden, rotary, mask)
         if self.norm is not None:
@@ -136,6 +139,7 @@ class Attention(nn.Module):
         self.key = nn.Linear(hidden, dimensions.kv_heads * width, bias=bias)
         self.value = nn.Linear(hidden, dimensions.kv_heads * width, bias=bias)
         self.output = nn.Linear(dimensions.heads * width, hidden, bias=False)
+        self.core = DotProductAttention()
         self.query_norm = (
             RMSNorm(width, eps=dimensions.norm_epsilon) if dimensions.head_norm else nn.Identity()
         )
@@ -146,7 +150,7 @@ class Attention(nn.Module):
 
         Args:
             rotary: of `rotary_factors`.
-            mask: of `document_mask`, or None where every earlier token of the row is seen.
+            mask: of the model's `AttentionMask`.
         """
         # The number of heads is read off the projections: under tensor parallel a rank has its share.
         query, key, value = (
@@ -154,15 +158,7 @@ class Attention(nn.Module):
             for projection in (self.query, self.key, self.value)
         )
         query, key = rotate(self.query_norm(query), rotary), rotate(self.key_norm(key), rotary)
-        attended = F.scaled_dot_product_attention(
-            query.transpose(1, 2),  # (rows, heads, sequence, head_width)
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        joined: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        joined: Tensor = self.output(self.core(query, key, value, mask).flatten(2))
         return joined
 
 
@@ -227,19 +223,6 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Who sees whom: earlier tokens of the same document, and oneself.
-
-    Args:
-        documents: (rows, sequence).
-
-    Returns:
-        (rows, 1, sequence, sequence) bool, true where attention is allowed; one per forward, for all blocks.
-    """
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    return same.tril_().unsqueeze(1)
-
-
 def decoder_layout(dimensions: DecoderDimensions) -> Layout:
     """What a plan may split of a decoder."""
     return Layout(
@@ -248,11 +231,13 @@ def decoder_layout(dimensions: DecoderDimensions) -> Layout:
         last=("norm", "head"),
         tensor={
             "embedding": "vocabulary",
+            "layers.*.attention": "gathered",
             "layers.*.attention.query": "column",
-            "layers.*.attention.key": "column",
-            "layers.*.attention.value": "column",
+            "layers.*.attention.key": "key_value",
+            "layers.*.attention.value": "key_value",
             "layers.*.attention.output": "row",
             "layers.*.attention.*_norm": "head_norm",
+            "layers.*.feed_forward": "gathered",
             "layers.*.feed_forward.gate": "column",
             "layers.*.feed_forward.up": "column",
             "layers.*.feed_forward.down": "row",
@@ -260,6 +245,8 @@ def decoder_layout(dimensions: DecoderDimensions) -> Layout:
             "norm": "norm",
             "head": "head",
         },
+        mask="mask",
+        attention="layers.*.attention.core",
         tied=(("embedding.weight", "head.weight"),) if dimensions.tie_embeddings else (),
     )
 

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import nn
 
-TensorRole = Literal["column", "row", "vocabulary", "head", "norm", "head_norm"]
-"""What tensor parallel may do with a module (Shoeybi et al. 2019).
+TensorRole = Literal["column", "key_value", "row", "vocabulary", "head", "norm", "head_norm", "gathered"]
+"""What tensor parallel may do with a module (Shoeybi et al. 2019, Korthikanti et al. 2022).
 
+gathered    holds split matrices: its first input must be the whole sequence, which is gathered once
 column      a linear, split by outputs; its input is whole
+key_value   a column whose outputs are key or value heads; with fewer of them than ranks it stays whole,
+            and each rank takes the heads that its query heads look at
 row         a linear, split by inputs; its output is a sum over ranks
 vocabulary  an embedding, split by tokens; its output is a sum over ranks
 head        a linear to the vocabulary, split by outputs
-norm        whole on every rank; acts on the whole hidden dim
+norm        whole on every rank; acts on the whole hidden dim, and on a part of the sequence
 head_norm   whole on every rank, but acts on a rank's own heads: its gradient is a sum over ranks
 """
 
@@ -33,6 +36,12 @@ class Layout:
     """What only the last pipeline stage holds."""
     tensor: Mapping[str, TensorRole] = field(default_factory=dict)
     """By shell pattern on the module path; the first match counts, no match means whole on every rank."""
+    mask: str | None = None
+    """The `AttentionMask`; with `attention` what context parallelism replaces."""
+    attention: str | None = None
+    """Shell pattern of the attention cores, `DotProductAttention` or alike."""
+    experts: str | None = None
+    """Shell pattern of the modules whose parameters have the routed experts as dim 0."""
     tied: tuple[tuple[str, str], ...] = ()
     """Parameters that are one tensor under two names; the first is the one that is saved."""
 

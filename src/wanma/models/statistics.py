@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -129,9 +131,9 @@ class GroupedBatchNorm(nn.Module):
         self._groups += len(means)
 
 
-def pending_statistics(model: nn.Module) -> list[GroupedBatchNorm]:
-    """The modules whose statistics must be committed after each optimizer step, in the model's order."""
-    return [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
+def pending_statistics(modules: Iterable[nn.Module]) -> list[GroupedBatchNorm]:
+    """Those of `modules` whose statistics must be committed after each optimizer step, in their order."""
+    return [module for module in modules if isinstance(module, GroupedBatchNorm)]
 
 
 def couples_samples(model: nn.Module) -> list[str]:

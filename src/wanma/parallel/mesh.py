@@ -19,20 +19,40 @@ from wanma.job.worker import Worker
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's place in the mesh."""
+    """This rank's place in the mesh.
 
-    mesh: DeviceMesh
+    The world is seen in up to three ways, all of them meshes of one root, as FSDP2 wants it: by the
+    plan's axes; by who holds which part of the state, (stage, replicate, shard, state_tp); and the
+    same for experts, (expert_stage, expert_replicate, expert_shard, ep, expert_tp).
+    """
+
     plan: Plan
     rank: int
     device: torch.device
+    axes: DeviceMesh
+    state: DeviceMesh
+    experts: DeviceMesh | None
+    """None without expert parallelism."""
 
     @property
-    def data_mesh(self) -> DeviceMesh:
-        """(dp_replicate, dp_shard): the ranks that hold the same part of the model."""
-        return self.mesh["dp_replicate", "dp_shard"]
+    def state_mesh(self) -> DeviceMesh:
+        """(replicate, shard): the ranks that hold the same part of the model, over the data and `cp`."""
+        return self.state["replicate", "shard"]
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """(expert_replicate, expert_shard): the ranks that hold the same experts."""
+        assert self.experts is not None
+        return self.experts["expert_replicate", "expert_shard"]
 
     def axis(self, name: str) -> DeviceMesh:
-        return self.mesh[name]
+        """The one-dimensional mesh of a plan's axis that this rank lies on."""
+        if name == "tp":
+            return self.state["state_tp"]  # the one that FSDP2 finds in parameters split by `tp`
+        if name == "ep":
+            assert self.experts is not None
+            return self.experts["ep"]
+        return self.axes[name]
 
     def at(self, name: str) -> int:
         """This rank's coordinate on axis `name`."""
@@ -43,13 +63,12 @@ class Grid:
         return self.plan.data_rank(self.rank)
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.at("pp") == self.plan.pp - 1
-
-    @property
     def counts_loss(self) -> bool:
-        """One rank of those that compute the same loss: the last stage's first tensor and context rank."""
-        return self.is_last_stage and self.at("tp") == 0 and self.at("cp") == 0
+        """One rank of those that compute the same losses: the last stage's first tensor rank.
+
+        Context ranks compute the losses of different positions.
+        """
+        return self.plan.holds_loss(self.rank) and self.at("tp") == 0
 
 
 @contextmanager
@@ -86,11 +105,26 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
     )
     try:
-        sizes = tuple(getattr(plan, axis) for axis in AXES)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-        yield Grid(mesh, plan, worker.rank, device)
+        yield build_grid(plan, worker.rank, device)
     finally:
         dist.destroy_process_group()
+
+
+def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
+    """The meshes of a plan, in a process group that has been joined; every rank calls it."""
+    root = init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("world",))
+    axes = root._unflatten(0, tuple(getattr(plan, axis) for axis in AXES), AXES)
+    state = root._unflatten(
+        0, (plan.pp, plan.replicas, plan.shard_ranks, plan.tp), ("stage", "replicate", "shard", "state_tp")
+    )
+    experts = None
+    if plan.ep > 1:
+        experts = root._unflatten(
+            0,
+            (plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
+            ("expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
+        )
+    return Grid(plan, rank, device, axes, state, experts)
 
 
 def _device(worker: Worker, plan: Plan) -> torch.device:

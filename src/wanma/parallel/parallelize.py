@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from wanma.collectives.gloo import Stopwatch
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
-from wanma.models.layout import find_blocks
+from wanma.models.layout import Layout, find_blocks
 from wanma.models.statistics import couples_samples
 from wanma.parallel.autocast import autocast_forward
+from wanma.parallel.context import split_context
+from wanma.parallel.expert import split_experts
 from wanma.parallel.materialize import materialize
 from wanma.parallel.mesh import Grid
-from wanma.parallel.pipeline import Pipeline, keep_stage
+from wanma.parallel.pipeline import Pipeline
 from wanma.parallel.recompute import recompute
 from wanma.parallel.shard import DTYPES, Sharded, shard_data
+from wanma.parallel.stages import keep_stage
 from wanma.parallel.tensor import split_tensors
+from wanma.parallel.ties import Ties, tie_stages
 
 
 @dataclass(frozen=True)
 class Parallel:
     """This rank's part of a model, ready to train."""
 
-    module: nn.Module
+    parts: tuple[nn.Module, ...]
+    """The pipeline stages that this rank holds, in the model's order; the one module without a pipeline.
+    Their parameters have the names of the whole model, and no name comes twice."""
     pipeline: Pipeline | None
     sharded: Sharded
+    ties: Ties
+    """Tensors that two stages hold."""
     parameter_names: tuple[str, ...]
     """Of the whole model, whatever part of it is here."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, where no pipeline has cut it."""
+        (part,) = self.parts
+        return part
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for part in self.parts:
+            yield from part.named_buffers()
+
+    def modules(self) -> Iterator[nn.Module]:
+        for part in self.parts:
+            yield from part.modules()
 
 
 def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
@@ -42,31 +71,68 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     Raises:
         JobError: the plan asks for a split that this model does not declare.
     """
-    module = _build(spec, seed)
+    whole = _make(spec, plan, seed)
+    _refuse_what_depends_on_the_layout(whole, spec, plan)
+    names = tuple(name for name, _ in whole.named_parameters())
+    numbers = plan.stages_of(grid.at("pp"))
+    if plan.pp == 1:
+        parts = [whole]
+    else:
+        layout = spec.require_layout("parallel.pp")
+        parts = [keep_stage(_make(spec, plan, seed), layout, plan, number) for number in numbers]
+    stopwatch = Stopwatch()
+    sharded = [_apply(part, spec, plan, grid, seed, stopwatch) for part in parts]
+    ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
+    pipeline = Pipeline(parts, numbers, plan, grid) if plan.pp > 1 else None
+    return Parallel(tuple(parts), pipeline, sharded[0], ties, names)
+
+
+def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
+    if spec.own_initialization:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = spec.make()
+    else:
+        with torch.device("meta"):
+            module = spec.make()
     if plan.precision == "fp64":
         module.to(torch.float64)
     replace_dropout(module)
-    _refuse_what_depends_on_the_layout(module, spec, plan)
-    names = tuple(name for name, _ in module.named_parameters())
-    if plan.pp > 1:
-        keep_stage(module, spec.require_layout("parallel.pp"), plan, grid.at("pp"))
+    return module
+
+
+def _apply(
+    part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, seed: int, stopwatch: Stopwatch
+) -> Sharded:
+    """Split one stage, in the order in which the splits can see through each other."""
+    if plan.ep > 1:
+        split_experts(part, spec.require_layout("parallel.ep"), grid)
     if plan.tp > 1:
-        split_tensors(module, spec.require_layout("parallel.tp"), grid)
-    blocks = _blocks(module, spec)
+        split_tensors(part, spec.require_layout("parallel.tp"), grid)
+    if plan.cp > 1:
+        split_context(part, spec.require_layout("parallel.cp"), grid)
+    blocks = _blocks(part, spec.layout)
     recompute(blocks, plan)  # before compile, so that compile sees it
     if plan.compile:
-        for block in blocks or [module]:
+        for block in blocks or [part]:
             block.compile()
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
-    sharded = shard_data(module, blocks, plan, grid, full_precision_output=spec.kind == "custom")
+    sharded = shard_data(
+        part,
+        blocks,
+        _experts(part, spec.layout) if plan.ep > 1 else [],
+        plan,
+        grid,
+        stopwatch,
+        full_precision_output=spec.kind == "custom",
+    )
     if spec.own_initialization:
-        module.to(grid.device)
+        part.to(grid.device)
         if plan.precision in ("bf16", "fp16"):
-            autocast_forward(module, DTYPES[plan.precision], grid.device)
+            autocast_forward(part, DTYPES[plan.precision], grid.device)
     else:
-        materialize(module, grid.device, seed)
-    pipeline = Pipeline(module, plan, grid) if plan.pp > 1 else None
-    return Parallel(module, pipeline, sharded, names)
+        materialize(part, grid.device, seed)
+    return sharded
 
 
 def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
@@ -87,15 +153,14 @@ def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan:
         )
 
 
-def _build(spec: ModelSpec, seed: int) -> nn.Module:
-    if not spec.own_initialization:
-        with torch.device("meta"):
-            return spec.make()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return spec.make()
+def _blocks(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
+    """The repeated blocks that are here: declared, or found by structure."""
+    path = layout.blocks if layout is not None else find_blocks(module)
+    if path is None:
+        return []
+    return [block for block in module.get_submodule(path).children() if any(True for _ in block.parameters())]
 
 
-def _blocks(module: nn.Module, spec: ModelSpec) -> list[nn.Module]:
-    path = spec.layout.blocks if spec.layout is not None else find_blocks(module)
-    return [] if path is None else list(module.get_submodule(path).children())
+def _experts(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
+    pattern = layout.experts if layout is not None else None
+    return [m for name, m in module.named_modules() if pattern is not None and fnmatchcase(name, pattern)]

@@ -1,15 +1,18 @@
-"""Data parallel and ZeRO 0-3 as one mechanism: FSDP2 over the (dp_replicate, dp_shard) mesh.
+"""Data parallel and ZeRO 0-3 as one mechanism: FSDP2 over the (replicate, shard) mesh.
 
 Parameters, gradients and optimizer state are DTensors under the module's own names at every stage
 and every size, one process included, so that there is one state format. The stages differ only in
 what is kept between micro-batches (Rajbhandari et al. 2020):
 
-    nothing     ZeRO 0   dp_shard is 1; gradients all-reduced once per step
+    nothing     ZeRO 0   whole everywhere; gradients all-reduced once per step
     optimizer   ZeRO 1   whole parameters and gradients within a step, one reduce-scatter per step
     gradients   ZeRO 2   whole parameters within a step, gradients reduce-scattered per micro-batch
     parameters  ZeRO 3   parameters gathered around each block, forward and backward
 
 In a pipeline torch's schedules reduce once, at the end of the step: gradients are whole until then.
+
+Context ranks hold the same parameters and other tokens: to the state they are data ranks like others,
+and take part in its sharding. Experts are sharded over the ranks that hold the same ones.
 
 Gradients are summed over the global batch; what FSDP2 divides by on the way (`Sharded.divisor`) is
 multiplied in beforehand, so that the loop divides once, by the global batch's target count.
@@ -20,10 +23,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch, UnshardedReduce
 from wanma.job.plan import Plan
@@ -33,11 +38,19 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def shard_data(
-    model: nn.Module, blocks: list[nn.Module], plan: Plan, grid: Grid, *, full_precision_output: bool
+    model: nn.Module,
+    blocks: list[nn.Module],
+    experts: list[nn.Module],
+    plan: Plan,
+    grid: Grid,
+    stopwatch: Stopwatch,
+    *,
+    full_precision_output: bool,
 ) -> Sharded:
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
 
     Args:
+        experts: modules whose parameters are split over `ep`; units of their own, on their own mesh.
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
     """
     policy = MixedPrecisionPolicy()
@@ -53,23 +66,34 @@ def shard_data(
         # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole
         # gradients to the end of the step anyway; the price is a second copy while they are reduced.
         blocks = []
+    # Experts take what the block hands them, in its precision.
+    expert_policy = replace(policy, cast_forward_inputs=False)
+    for module in experts:
+        fully_shard(
+            module,
+            mesh=grid.expert_mesh,
+            mp_policy=expert_policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=partial(_expert_placement, shards=grid.expert_mesh.size(1)),
+        )
     for block in blocks:
-        fully_shard(block, mesh=grid.data_mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=grid.data_mesh, mp_policy=root_policy, reshard_after_forward=False)
+        fully_shard(block, mesh=grid.state_mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=grid.state_mesh, mp_policy=root_policy, reshard_after_forward=False)
 
-    stopwatch = Stopwatch()
-    on_cpu, one_shard = grid.device.type == "cpu", plan.dp_shard == 1
     # With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
     # tensor and copies), its default division by the replicas one in place, and none without replicas.
     # Not in fp16: a loss multiplied by the replicas would overflow where one process's does not.
-    divides = one_shard and plan.precision != "fp16"
+    divides = plan.shard_ranks == 1 and plan.precision != "fp16"
+    divisor = plan.replicas if divides else 1
     for unit in _units(model):
+        is_expert = any(unit is module for module in experts)
+        mesh = grid.expert_mesh if is_expert else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
-        if on_cpu:
-            _communicate_over_gloo(unit, stopwatch, one_shard)
-        if not divides:
-            unit.set_gradient_divide_factor(1.0)
-    return Sharded(stopwatch, plan.dp_replicate if divides else 1)
+        if grid.device.type == "cpu":
+            _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1)
+        if is_expert or not divides:
+            unit.set_gradient_divide_factor(float(divisor))
+    return Sharded(stopwatch, divisor)
 
 
 @dataclass(frozen=True)
@@ -81,6 +105,15 @@ class Sharded:
     with compute and is not separable by the host's clock)."""
     divisor: int
     """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
+
+
+def _expert_placement(parameter: nn.Parameter, shards: int) -> Shard:
+    """Along a dim that `ep` and `tp` leave whole, where one divides; dim 0, the experts', else."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    split = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    dims = (dim for dim in range(1, parameter.ndim) if dim not in split)
+    free = (dim for dim in dims if parameter.shape[dim] % shards == 0)
+    return Shard(next(free, 0))
 
 
 def begin_micro_batch(model: nn.Module, plan: Plan, last: bool) -> None:
@@ -100,7 +133,7 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, one_shard: bool) -> None:
+def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, *, one_shard: bool) -> None:
     unit.set_custom_all_gather(GlooAllGather(stopwatch))
     unit.set_custom_reduce_scatter(UnshardedReduce(stopwatch) if one_shard else GlooReduceScatter(stopwatch))
     # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the

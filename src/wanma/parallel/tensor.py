@@ -66,6 +66,7 @@ def _check_divides(name: str, module: nn.Module, role: str, size: int, model: nn
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "column": ColwiseParallel,
+    "key_value": ColwiseParallel,
     "row": RowwiseParallel,
     "vocabulary": lambda: RowwiseParallel(input_layouts=Replicate()),
     "head": lambda: ColwiseParallel(output_layouts=Replicate()),

@@ -16,6 +16,8 @@ from wanma.planner.memory import forecast_memory
 
 MEMORY_SHARE = 0.85
 """Of a device's memory, what a forecast may fill."""
+VIRTUAL_STAGES = {"interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+"""Stages per rank of schedules that need several, where the job does not say."""
 CPU_TOKENS = 4096
 """Targets per micro-batch on a CPU: larger ones leave the caches and gain nothing."""
 
@@ -62,10 +64,19 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         tp=parallel.tp,
         ep=parallel.ep,
         shard=shard,
+        sequence=parallel.sequence and parallel.tp > 1,
+        context=parallel.context,
         schedule=parallel.schedule,
-        recompute=parallel.recompute,
+        virtual_stages=parallel.virtual_stages or VIRTUAL_STAGES.get(parallel.schedule, 1),
+        stage_cuts=tuple(parallel.stage_cuts),
+        recompute="none" if parallel.recompute == "auto" else parallel.recompute,
+        recompute_share=parallel.recompute_share,
+        offload_parameters=parallel.offload_parameters,
+        offload_optimizer=parallel.offload_optimizer,
+        offload_activations=parallel.offload_activations,
         compile=parallel.compile,
         precision=job.train.precision,
+        fp8=job.train.fp8,
         device=device,
     )
     _check(job, plan, cluster)
@@ -170,13 +181,7 @@ def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
                 f"the plan needs {ranks_here} GPUs on {node.name}, which has {len(node.devices)}",
                 "lower the sizes in [parallel], add nodes, or set cluster.device = 'cpu'",
             )
-    for axis, what in (("cp", "context parallelism"), ("ep", "expert parallelism")):
-        if getattr(plan, axis) > 1:
-            raise JobError(
-                f"parallel.{axis} = {getattr(plan, axis)}: {what} is not available in this version",
-                f"set parallel.{axis} = 1; dp_replicate, dp_shard, tp and pp are available",
-            )
-    if plan.shard != "nothing" and plan.dp_shard == 1:
+    if plan.shard != "nothing" and plan.dp_shard * plan.cp == 1:
         raise JobError(
             f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
             f"set parallel.dp_shard to the number of ranks (now dp_replicate = {plan.dp_replicate})",

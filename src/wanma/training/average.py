@@ -14,9 +14,9 @@ from wanma.checkpoint.shards import local_part
 class WeightAverage:
     """average ← decay × average + (1 − decay) × weights, after every update (Polyak and Juditsky 1992)."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, weights: dict[str, nn.Parameter], decay: float) -> None:
         self._decay = decay
-        self._weights = dict(model.named_parameters())
+        self._weights = weights
         self.tensors: dict[str, Tensor] = {
             name: parameter.detach().clone() for name, parameter in self._weights.items()
         }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from wanma.job.plan import Plan
 from wanma.models.statistics import pending_statistics
+from wanma.parallel.parallelize import Parallel
 
 
-def commit_statistics(model: nn.Module, plan: Plan, applied: bool) -> None:
+def commit_statistics(model: Parallel, plan: Plan, applied: bool) -> None:
     """Add up what all ranks noted since the last step and move every running statistic by it.
 
     All of a model's travel in one all-reduce. It goes over the whole world, which models that can be cut
@@ -21,7 +21,7 @@ def commit_statistics(model: nn.Module, plan: Plan, applied: bool) -> None:
         applied: whether the step changes the weights. The statistics of one that does not are forgotten:
             its activations may have been infinite.
     """
-    modules = pending_statistics(model)
+    modules = pending_statistics(model.modules())
     taken = [module.take() for module in modules]
     if not modules or not applied:
         return

@@ -15,6 +15,7 @@ from wanma.job.sections import Job
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
+from wanma.parallel.sequence import residual_positions, split_sequence
 from wanma.parallel.shard import begin_micro_batch, reshard
 from wanma.training.cross_entropy import cross_entropy_sum
 from wanma.training.loss import LossFunction
@@ -44,8 +45,8 @@ class ForwardBackward:
         loss_sum, targets = self._zero(), self._zero()
         for index, batch in enumerate(batches):
             begin_micro_batch(self._parallel.module, self._plan, last=index == len(batches) - 1)
-            batch = batch.to(self._grid.device)
-            batch_loss, batch_targets = self._loss(self._forward(batch), batch)
+            part, output = self._forward(batch)
+            batch_loss, batch_targets = self._loss(output, part)
             (batch_loss * factor).backward()
             loss_sum += batch_loss.detach()
             targets += batch_targets
@@ -66,32 +67,46 @@ class ForwardBackward:
                 some_loss, some_targets = self._pipelined(some, 1.0, backward=False)
                 loss_sum += some_loss
                 targets += some_targets
-            reshard(self._parallel.module)
+            for module in self._parallel.parts:
+                reshard(module)
             return loss_sum, targets, right
         with torch.no_grad():
             for batch in batches:
-                batch = batch.to(self._grid.device)
-                output = self._forward(batch)
-                batch_loss, batch_targets = self._loss(output, batch)
+                part, output = self._forward(batch)
+                batch_loss, batch_targets = self._loss(output, part)
                 loss_sum += batch_loss
                 targets += batch_targets
-                if batch.targets.ndim == 1 and not batch.targets.is_floating_point():
-                    right += (output.argmax(dim=-1) == batch.targets).sum()
+                if part.targets.ndim == 1 and not part.targets.is_floating_point():
+                    right += (output.argmax(dim=-1) == part.targets).sum()
         reshard(self._parallel.module)
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
 
-    def _forward(self, batch: Batch) -> Any:
+    def _forward(self, batch: Batch) -> tuple[Batch, Any]:
+        """This rank's part of a micro-batch and what the model makes of it."""
+        positions = self._positions(batch)
+        part = split_sequence(batch.to(self._grid.device), self._grid)
         module: nn.Module = self._parallel.module
-        with keyed_samples(module, self._seed, batch.samples):
-            return module(*batch.inputs, **batch.keywords)
+        with keyed_samples(module, self._seed, part.samples, positions):
+            return part, module(*part.inputs, **part.keywords)
+
+    def _positions(self, batch: Batch) -> Tensor | None:
+        """Where in the sequence the activations lie that this rank holds."""
+        positions = residual_positions(batch.inputs[0].shape[-1], self._plan, self._grid.rank)
+        return None if positions is None else positions.to(self._grid.device)
 
     def _pipelined(self, batches: list[Batch], factor: float, backward: bool) -> tuple[Tensor, Tensor]:
         pipeline = self._parallel.pipeline
         assert pipeline is not None
         # A schedule wants equal micro-batches; padding rows have no targets and so no gradient.
-        whole = stack_rows(batches, self._plan.micro_batch).to(self._grid.device)
+        stacked = stack_rows(batches, self._plan.micro_batch)
+        positions = self._positions(stacked)
+        whole = split_sequence(stacked.to(self._grid.device), self._grid)
         run = pipeline.run if backward else pipeline.evaluate
-        scaled = run(whole, len(batches), self._seed, lambda out, to: cross_entropy_sum(out, to) * factor)
+        scaled = run(
+            whole, positions, len(batches), self._seed, lambda out, to: cross_entropy_sum(out, to) * factor
+        )
+        if backward:
+            self._parallel.ties.sum_gradients()
         return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())
 
     def _zero(self) -> Tensor:

@@ -72,13 +72,15 @@ def validate(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     count = min(trainer.job.train.validation_samples, data.validation_samples)
     if count == 0:
         return None
-    module = trainer.state.parallel.module
-    module.eval()
+    parts = trainer.state.parallel.parts
+    for part in parts:
+        part.eval()
     rows = trainer.plan.micro_batches(count, trainer.grid.data_rank)
     average = trainer.state.average
     with trainer.phases.phase("validation"), average.in_place() if average else nullcontext():
         numbers = torch.stack(forward_backward.evaluate(_batches(trainer, data, rows)))
-    module.train()
+    for part in parts:
+        part.train()
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
     loss_sum, targets, right = numbers.tolist()

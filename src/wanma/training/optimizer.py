@@ -127,13 +127,12 @@ class Updater:
                     yield names[id(parameter)], key, value
 
 
-def build_updater(model: nn.Module, train: TrainSection, plan: Plan) -> Updater:
-    """The update rule of `train` over `model`'s parameters; frozen ones stop requiring gradients.
+def build_updater(parameters: dict[str, nn.Parameter], train: TrainSection, plan: Plan) -> Updater:
+    """The update rule of `train` over a model's parameters; frozen ones stop requiring gradients.
 
     Raises:
         JobError: a pattern of train.parameter_groups matches nothing, or nothing is left to train.
     """
-    parameters = dict(model.named_parameters())
     frozen = {name for name in parameters if _is_frozen(name, train)}
     for name in frozen:
         parameters[name].requires_grad_(False)

@@ -33,11 +33,12 @@ class TrainingState:
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers as 'model.NAME'."""
-        module = self.parallel.module
-        reshard(module)  # a user's own evaluation may have left it whole
-        tensors: dict[str, Tensor] = {f"model.{n}": p.detach() for n, p in module.named_parameters()}
-        persistent = module.state_dict().keys()
-        tensors |= {f"model.{n}": b for n, b in module.named_buffers() if n in persistent}
+        tensors: dict[str, Tensor] = {}
+        for part in self.parallel.parts:
+            reshard(part)  # a user's own evaluation may have left it whole
+            persistent = part.state_dict().keys()
+            tensors |= {f"model.{n}": p.detach() for n, p in part.named_parameters()}
+            tensors |= {f"model.{n}": b for n, b in part.named_buffers() if n in persistent}
         return tensors
 
     def tensors(self) -> dict[str, Tensor]:

@@ -73,9 +73,11 @@ class Trainer:
         check_patterns(parallel.parameter_names, train)
         self.state = TrainingState(
             parallel,
-            build_updater(parallel.module, train, plan),
+            build_updater(dict(parallel.named_parameters()), train, plan),
             LossScale.start(train),
-            WeightAverage(parallel.module, train.weight_average) if train.weight_average > 0 else None,
+            WeightAverage(dict(parallel.named_parameters()), train.weight_average)
+            if train.weight_average > 0
+            else None,
         )
         run = worker.run_directory
         self._checkpointer = Checkpointer(
@@ -148,7 +150,7 @@ class Trainer:
                 factor=self.factor(global_batch) / state.parallel.sharded.divisor,
                 scale=state.scale,
             )
-            commit_statistics(state.parallel.module, self.plan, agreement.is_finite)
+            commit_statistics(state.parallel, self.plan, agreement.is_finite)
         with self.phases.phase("optimizer"):
             applied = apply_update(agreement, state.updater, train, rate, state.scale)
             if applied and state.average is not None:
