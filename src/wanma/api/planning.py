@@ -16,7 +16,7 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.presets import model_kind
+from wanma.models.presets import decoder_dimensions, model_kind
 from wanma.models.workload import section_workload
 from wanma.planner.choose import Planned, complete, layout
 
@@ -94,7 +94,10 @@ def prepare_job(
             error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
             raise
     workload = None if "model" in objects else _workload(job, objects)
-    planned = complete(job, start, cluster, workload)
+    dimensions = None
+    if workload is not None and model_kind(job.model) == "tokens":
+        dimensions = decoder_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
+    planned = complete(job, start, cluster, workload, dimensions)
     return Prepared(cluster, planned, workload, _peak(planned.plan, cluster))
 
 

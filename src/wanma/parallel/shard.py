@@ -85,8 +85,9 @@ def shard_data(
     # Not in fp16: a loss multiplied by the replicas would overflow where one process's does not.
     divides = plan.shard_ranks == 1 and plan.precision != "fp16"
     divisor = plan.replicas if divides else 1
+    expert_ids = {id(module) for module in experts}
     for unit in _units(model):
-        is_expert = any(unit is module for module in experts)
+        is_expert = id(unit) in expert_ids
         mesh = grid.expert_mesh if is_expert else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if grid.device.type == "cpu":

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from wanma.data.ramp import global_batch
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
+from wanma.models.presets import DecoderDimensions
 from wanma.observe.units import bytes_text
 from wanma.planner.memory import forecast_memory
+from wanma.planner.rules import check_axes, check_dimensions, check_micro_batches, global_batches
 
 MEMORY_SHARE = 0.85
 """Of a device's memory, what a forecast may fill."""
@@ -79,24 +80,35 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         fp8=job.train.fp8,
         device=device,
     )
-    _check(job, plan, cluster)
+    check_axes(job, plan, cluster)
     node = cluster.nodes[0]
     ranks_here = plan.world_size // job.cluster.nodes
     threads = job.cluster.threads_per_rank or max(node.cores // ranks_here, 1)
     return replace(plan, threads_per_rank=threads)
 
 
-def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) -> Planned:
+def complete(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    workload: Workload | None,
+    dimensions: DecoderDimensions | None = None,
+) -> Planned:
     """Choose the micro-batch and forecast memory.
 
+    Args:
+        dimensions: of a decoder, where the model is one.
+
     Raises:
-        JobError: not even one sample per micro-batch fits; says by how much.
+        JobError: the plan splits what this model cannot, or not even one sample per micro-batch fits.
     """
-    rows = math.ceil(min(_batches(job)) / plan.data_ranks)
+    rows = math.ceil(min(global_batches(job)) / plan.data_ranks)
     reasons = [_layout_reason(job, plan)]
+    if dimensions is not None:
+        check_dimensions(job, plan, dimensions)
     if workload is None:
         plan = replace(plan, micro_batch=job.parallel.micro_batch or max(rows // plan.pp, 1))
-        _check_pipeline(job, plan)
+        check_micro_batches(job, plan)
         return Planned(plan, None)
 
     limit = _memory_per_rank(plan, cluster, job) * MEMORY_SHARE
@@ -107,7 +119,7 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
             workload,
             sized,
             job.train.optimizer,
-            micro_batches=sized.accumulation(max(_batches(job))),
+            micro_batches=sized.accumulation(max(global_batches(job))),
             weight_average=job.train.weight_average > 0,
         )
 
@@ -127,7 +139,7 @@ def complete(job: Job, plan: Plan, cluster: Cluster, workload: Workload | None) 
             f"({rows} samples per rank and step)"
         )
     plan = replace(plan, micro_batch=micro_batch)
-    _check_pipeline(job, plan)
+    check_micro_batches(job, plan)
     forecast = needs(micro_batch)
     if forecast.memory_bytes > limit:
         raise JobError(
@@ -162,48 +174,6 @@ def _layout_reason(job: Job, plan: Plan) -> str:
     return "one process per machine with all its cores: on CPUs threads beat ranks (docs/performance.md)"
 
 
-def _check(job: Job, plan: Plan, cluster: Cluster) -> None:
-    world, nodes = plan.world_size, job.cluster.nodes
-    if world % nodes:
-        raise JobError(
-            f"the plan has {world} ranks, which cluster.nodes = {nodes} does not divide",
-            "choose sizes of pp, dp_replicate, dp_shard, cp, tp whose product is a multiple of the nodes",
-        )
-    if nodes > 1 and job.cluster.rendezvous is None:
-        raise JobError(
-            f"cluster.nodes = {nodes}: the machines need a place to meet",
-            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of them",
-        )
-    ranks_here = world // nodes
-    for node in cluster.nodes:
-        if plan.device == "cuda" and ranks_here > len(node.devices):
-            raise JobError(
-                f"the plan needs {ranks_here} GPUs on {node.name}, which has {len(node.devices)}",
-                "lower the sizes in [parallel], add nodes, or set cluster.device = 'cpu'",
-            )
-    if plan.shard != "nothing" and plan.dp_shard * plan.cp == 1:
-        raise JobError(
-            f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
-            f"set parallel.dp_shard to the number of ranks (now dp_replicate = {plan.dp_replicate})",
-        )
-    if plan.shard == "nothing" and plan.dp_shard > 1:
-        raise JobError(
-            f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
-            f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
-        )
-    if plan.pp > 1 and job.model.loss is not None:
-        raise JobError(
-            f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines compute cross entropy",
-            "set parallel.pp = 1, or leave model.loss out",
-        )
-    if min(_batches(job)) < plan.data_ranks:
-        raise JobError(
-            f"train.global_batch = {min(_batches(job))} gives {plan.data_ranks} data ranks "
-            f"(dp_replicate × dp_shard) less than one sample each",
-            f"raise train.global_batch to at least {plan.data_ranks}, or use fewer ranks",
-        )
-
-
 def _micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
     """Sizes to try, from the largest on.
 
@@ -228,46 +198,19 @@ def _whole_groups(job: Job, plan: Plan) -> bool:
     """Whether every micro-batch of every rank is a multiple of the group that shares one statistic."""
     return not _has_groups(job) or all(
         len(run) > 0 and len(run) % job.model.statistics_group == 0
-        for batch in _batches(job)
+        for batch in global_batches(job)
         for rank in (0, plan.data_ranks - 1)  # sizes differ by one at most, the larger ones first
         for run in plan.micro_batches(batch, rank)
     )
 
 
 def _split_groups(job: Job, plan: Plan) -> JobError:
-    group, batches = job.model.statistics_group, ", ".join(map(str, _batches(job)))
+    group, batches = job.model.statistics_group, ", ".join(map(str, global_batches(job)))
     return JobError(
         f"train.global_batch = {batches} over {plan.data_ranks} data ranks does not divide into "
         f"micro-batches of whole groups: model.statistics_group = {group} samples share one statistic",
         f"make train.global_batch a multiple of {group * plan.data_ranks} and parallel.micro_batch one of "
         f"{group}, or change model.statistics_group",
-    )
-
-
-def _batches(job: Job) -> list[int]:
-    """The global batches of the steps that the job has."""
-    starts = {0, *(step for step, _ in job.train.batch_ramp if step < job.train.steps)}
-    return [global_batch(job.train, step) for step in sorted(starts)]
-
-
-def _check_pipeline(job: Job, plan: Plan) -> None:
-    """1F1B keeps every stage busy with a micro-batch of its own, and torch's refuses fewer."""
-    smallest = min(_batches(job))
-    count = plan.accumulation(smallest)
-    if plan.pp == 1 or plan.schedule != "1f1b" or count >= plan.pp:
-        return
-    rows = math.ceil(smallest / plan.data_ranks)
-    if rows < plan.pp:
-        raise JobError(
-            f"parallel.pp = {plan.pp} stages need as many micro-batches in every step, but "
-            f"train.global_batch = {smallest} gives each of {plan.data_ranks} data ranks {rows} samples",
-            f"raise train.global_batch to at least {(plan.pp - 1) * plan.data_ranks + 1} (in every step of "
-            "train.batch_ramp), lower parallel.pp, or set parallel.schedule = 'gpipe'",
-        )
-    raise JobError(
-        f"parallel.micro_batch = {plan.micro_batch} cuts a data rank's {rows} samples of a step into {count} "
-        f"micro-batches, fewer than parallel.pp = {plan.pp} stages",
-        f"use parallel.micro_batch = {(rows - 1) // (plan.pp - 1)} or less, or parallel.schedule = 'gpipe'",
     )
 
 
