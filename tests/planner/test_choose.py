@@ -100,8 +100,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Cluster, str]] = {
         TWO,
         r"3 ranks, which cluster\.nodes = 2 does not divide",
     ),
-    "context parallelism": ({"parallel": {"cp": 2}}, LAPTOP, r"parallel\.cp = 2"),
-    "expert parallelism": ({"parallel": {"ep": 2}}, LAPTOP, r"parallel\.ep = 2"),
     "sharing with nobody": (
         {"parallel": {"dp_replicate": 2, "shard": "optimizer"}},
         LAPTOP,
