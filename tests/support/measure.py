@@ -45,6 +45,7 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
             classes=data.classes,
         )
         parallel = parallelize(spec, plan, grid, 1)
+        parallel.initialize()
         module = parallel.module
         updater = build_updater(dict(module.named_parameters()), parsed.train, plan)
         run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)

@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         return hidden
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the full value of parameter `name` in place.
+        """Fill a tile of parameter `name` in place.
 
         Normal with deviation 0.02, and 0.02 / sqrt(2 · layers) for the two projections of each block
         that add to the residual stream (Radford et al. 2019, section 2.3); norms one, biases zero.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,14 @@ class _Classifier(nn.Module):
     """Initialisation that both families share."""
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the full value of parameter `name` in place (He et al. 2015 for what a ReLU follows)."""
+        """Fill a tile of parameter `name` in place (He et al. 2015 for what a ReLU follows)."""
+        shape = self.get_parameter(name).shape
         if name == "classifier.weight":
-            nn.init.normal_(tensor, std=0.01, generator=generator)
-        elif tensor.ndim > 1:
+            tensor.normal_(0.0, 0.01, generator=generator)
+        elif len(shape) > 1:
             # By outputs for convolutions, as torch's own residual networks; by inputs for linears.
-            mode: Literal["fan_in", "fan_out"] = "fan_out" if tensor.ndim == 4 else "fan_in"
-            nn.init.kaiming_normal_(tensor, mode=mode, nonlinearity="relu", generator=generator)
+            fan = shape[0] * shape[2:].numel() if len(shape) == 4 else shape[1]
+            tensor.normal_(0.0, math.sqrt(2.0 / fan), generator=generator)
         else:
             tensor.fill_(1.0 if name.endswith("weight") else 0.0)
 

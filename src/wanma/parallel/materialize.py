@@ -1,4 +1,4 @@
-"""Give every parameter its initial value, each rank only its own part, the same for any layout."""
+"""Give every parameter memory and its initial value, each rank only its own part, alike for any layout."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import torch
 from torch import nn
 
 from wanma.checkpoint.shards import local_box, local_part
-from wanma.models.initialize import initial_value
+from wanma.models.initialize import initial_part
 
 
-def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Allocate a model that was built on the meta device and draw its values.
-
-    A value is a function of (seed, parameter name) alone; a rank draws the full tensor, one at a
-    time, and keeps its box of it.
-    """
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a model that was built on the meta device memory; its parameters hold nothing yet."""
     model.to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            full = initial_value(model, name, parameter.shape, parameter.dtype, seed)
-            box = local_box(name, parameter)
-            assert box is not None  # parameters lie on this rank's own mesh
-            here = tuple(
-                slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True)
-            )
-            local_part(parameter).copy_(full[here])
     for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
             reset()
+
+
+@torch.no_grad()
+def draw(model: nn.Module, seed: int) -> None:
+    """Draw this rank's part of every parameter's initial value.
+
+    A value is a function of (seed, parameter name) alone; a rank draws the tiles that its box touches.
+    """
+    for name, parameter in model.named_parameters():
+        box = local_box(name, parameter)
+        assert box is not None  # parameters lie on this rank's own mesh
+        part = initial_part(model, name, parameter.shape, box.offset, box.shape, parameter.dtype, seed)
+        local_part(parameter).copy_(part)

@@ -19,7 +19,7 @@ from wanma.models.statistics import couples_samples
 from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
-from wanma.parallel.materialize import materialize
+from wanma.parallel.materialize import allocate, draw
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline import Pipeline
 from wanma.parallel.recompute import recompute
@@ -42,6 +42,14 @@ class Parallel:
     """Tensors that two stages hold."""
     parameter_names: tuple[str, ...]
     """Of the whole model, whatever part of it is here."""
+    seed: int | None
+    """From which the initial values are still to be drawn; None where the constructor has drawn them."""
+
+    def initialize(self) -> None:
+        """Give the parameters their initial values, where no checkpoint does."""
+        if self.seed is not None:
+            for part in self.parts:
+                draw(part, self.seed)
 
     @property
     def module(self) -> nn.Module:
@@ -65,8 +73,9 @@ class Parallel:
 def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     """Build the model of `spec` and apply `plan` to it.
 
-    Models of ours are built on the meta device and each rank allocates only its part; a user's
-    module is built whole on the CPU by its own constructor, seeded alike on every rank.
+    Models of ours are built on the meta device and each rank allocates only its part, whose values
+    `initialize` or a checkpoint then gives; a user's module is built whole on the CPU by its own
+    constructor, seeded alike on every rank.
 
     Raises:
         JobError: the plan asks for a split that this model does not declare.
@@ -81,10 +90,11 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
         layout = spec.require_layout("parallel.pp")
         parts = [keep_stage(_make(spec, plan, seed), layout, plan, number) for number in numbers]
     stopwatch = Stopwatch()
-    sharded = [_apply(part, spec, plan, grid, seed, stopwatch) for part in parts]
+    sharded = [_apply(part, spec, plan, grid, stopwatch) for part in parts]
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     pipeline = Pipeline(parts, numbers, plan, grid) if plan.pp > 1 else None
-    return Parallel(tuple(parts), pipeline, sharded[0], ties, names)
+    to_draw = None if spec.own_initialization else seed
+    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, to_draw)
 
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
@@ -101,9 +111,7 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
     return module
 
 
-def _apply(
-    part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, seed: int, stopwatch: Stopwatch
-) -> Sharded:
+def _apply(part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch) -> Sharded:
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.ep > 1:
         split_experts(part, spec.require_layout("parallel.ep"), grid)
@@ -131,7 +139,7 @@ def _apply(
         if plan.precision in ("bf16", "fp16"):
             autocast_forward(part, DTYPES[plan.precision], grid.device)
     else:
-        materialize(part, grid.device, seed)
+        allocate(part, grid.device)
     return sharded
 
 

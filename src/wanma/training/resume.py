@@ -36,9 +36,11 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     path = _newest(folder, worker, messages) if choice.resume else None
+    if path is None:
+        state.begin()
     if path is not None:
-        _carry_on(state, path, job.train, plan, worker, data_fingerprint)
-        messages.append(f"carrying on from step {state.step} ({path.name})")
+        notes = _carry_on(state, path, job.train, plan, worker, data_fingerprint)
+        messages += [f"carrying on from step {state.step} ({path.name})", *notes]
     elif choice.start_from is not None:
         _start_from(state, Path(choice.start_from), worker)
         messages.append(f"weights from {choice.start_from}")
@@ -77,7 +79,8 @@ def _problems(path: Path, worker: Worker) -> list[str]:
 
 def _carry_on(
     state: TrainingState, path: Path, train: TrainSection, plan: Plan, worker: Worker, data_fingerprint: str
-) -> None:
+) -> list[str]:
+    """Take up the checkpoint at `path`; returns what to tell beside that."""
     values = read_state(path)
     _check_position(values, path, train, data_fingerprint)
     saved = read_manifest(path).tensors
@@ -85,16 +88,28 @@ def _carry_on(
         name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
     )
     tensors = state.tensors()
+    elsewhere = _names_elsewhere(tensors, plan)
+    averages = [name for name in saved if name.startswith("average.")]
+    notes = []
+    if averages and state.average is None:
+        elsewhere += averages
+        notes.append(f"the averaged weights of {path.name} are left out: train.weight_average is 0")
+    if state.average is not None and not averages:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
+        notes.append(f"{path.name} was saved without averaged weights: the average begins at its weights")
     _, rank_state = load(
         path,
         tensors,
-        elsewhere=_names_elsewhere(tensors, plan),
+        elsewhere=elsewhere,
         rank=worker.rank,
         world_size=worker.world_size,
     )
     state.restore(values)
+    if state.average is not None and not averages:
+        state.average.restart()
     if rank_state is not None:
         restore_random_state(rank_state["random"])
+    return notes
 
 
 def _check_position(values: dict[str, Any], path: Path, train: TrainSection, data_fingerprint: str) -> None:

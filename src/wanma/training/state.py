@@ -31,6 +31,12 @@ class TrainingState:
     best_loss: float | None = None
     """Lowest validation loss so far."""
 
+    def begin(self) -> None:
+        """Initial weights: of a run that takes up no checkpoint."""
+        self.parallel.initialize()
+        if self.average is not None:
+            self.average.restart()
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers as 'model.NAME'."""
         tensors: dict[str, Tensor] = {}
