@@ -61,7 +61,7 @@ def shard_data(
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
     reshard = plan.shard == "parameters"
-    if grid.device.type == "cpu" and plan.shard in ("nothing", "optimizer"):
+    if plan.device == "cpu" and plan.shard in ("nothing", "optimizer"):
         # Gloo hides nothing behind compute: with one unit the ranks wait for each other once per step,
         # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole
         # gradients to the end of the step anyway; the price is a second copy while they are reduced.
@@ -90,7 +90,7 @@ def shard_data(
         is_expert = id(unit) in expert_ids
         mesh = grid.expert_mesh if is_expert else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
-        if grid.device.type == "cpu":
+        if plan.device == "cpu":
             _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1)
         if is_expert or not divides:
             unit.set_gradient_divide_factor(float(divisor))
