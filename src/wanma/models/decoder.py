@@ -245,6 +245,8 @@ def decoder_layout(dimensions: DecoderDimensions) -> Layout:
             "norm": "norm",
             "head": "head",
         },
+        heads=dimensions.heads,
+        kv_heads=dimensions.kv_heads,
         mask="mask",
         attention="layers.*.attention.core",
         tied=(("embedding.weight", "head.weight"),) if dimensions.tie_embeddings else (),

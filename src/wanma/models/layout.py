@@ -36,6 +36,10 @@ class Layout:
     """What only the last pipeline stage holds."""
     tensor: Mapping[str, TensorRole] = field(default_factory=dict)
     """By shell pattern on the module path; the first match counts, no match means whole on every rank."""
+    heads: int = 0
+    """Query heads, of which a rank takes whole ones; 0: no attention is split."""
+    kv_heads: int = 0
+    """Key and value heads."""
     mask: str | None = None
     """The `AttentionMask`; with `attention` what context parallelism replaces."""
     attention: str | None = None

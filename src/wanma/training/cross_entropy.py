@@ -4,6 +4,10 @@ Logits stay in the precision the model computed them in; each block of rows is b
 it is in the cache, in forward for the loss and once more in backward for the gradient. Against
 `F.cross_entropy(logits.float())` this saves two tensors of the size of the fp32 logits and about
 five passes over memory (the idea of Liger's kernel, Hsu et al. 2024, in plain torch operators).
+
+Logits that tensor parallelism split over the vocabulary stay split: each rank finds the log-sum-exp of
+its own classes and, where it holds it, the target's logit; two all-reduces of a number or two per row
+make the loss of them, and backward needs none (the idea of Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from wanma.data.batch import IGNORED
 
@@ -24,41 +30,72 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum over targets of the cross entropy, in at least fp32.
 
     Args:
-        logits: (..., classes).
-        targets: (...), int64; `IGNORED` ones count nothing.
+        logits: (..., classes); or a DTensor of them whose last dim is split evenly over a mesh of one axis.
+        targets: (...), int64; `IGNORED` ones count nothing. Whole on every rank.
+
+    Returns:
+        the same on every rank that holds a part of the logits.
     """
+    group, local = None, logits
+    if isinstance(logits, DTensor):
+        if logits.placements != (Shard(logits.ndim - 1),):
+            raise ValueError(f"logits are split by {logits.placements}, not over their last dim")
+        group, local = logits.device_mesh.get_group(), logits.to_local()
     result: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]  # torch's own
-        logits.flatten(0, -2), targets.flatten()
+        local.flatten(0, -2), targets.flatten(), group
     )
     return result
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         precise = torch.promote_types(logits.dtype, torch.float32)
+        column, is_here = _columns(targets, logits.shape[1], group)
         normalizers = torch.empty(len(targets), dtype=precise, device=logits.device)
-        total = torch.zeros((), dtype=precise, device=logits.device)
+        chosen = torch.empty_like(normalizers)
         for rows in _blocks(logits):
-            block, target = logits[rows].to(precise), targets[rows]
+            block = logits[rows].to(precise)
             torch.logsumexp(block, dim=-1, out=normalizers[rows])
-            chosen = block.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
-            total += torch.where(target == IGNORED, 0.0, normalizers[rows] - chosen).sum()
-        ctx.save_for_backward(logits, targets, normalizers)
-        return total
+            torch.gather(block, 1, column[rows].unsqueeze(1), out=chosen[rows].unsqueeze(1))
+        if group is not None:
+            normalizers, chosen = _over_the_vocabulary(normalizers, torch.where(is_here, chosen, 0.0), group)
+        ctx.save_for_backward(logits, targets, column, is_here, normalizers)
+        return torch.where(targets == IGNORED, 0.0, normalizers - chosen).sum()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         # d loss / d logit = softmax − 1 at the target; nothing where the target is ignored.
-        logits, targets, normalizers = ctx.saved_tensors
+        logits, targets, column, is_here, normalizers = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         for rows in _blocks(logits):
-            target = targets[rows].unsqueeze(1)
-            weight = torch.where(target == IGNORED, 0.0, factor)
+            weight = torch.where(targets[rows] == IGNORED, 0.0, factor).unsqueeze(1)
             block = (logits[rows].to(normalizers.dtype) - normalizers[rows].unsqueeze(1)).exp_()
-            block.scatter_add_(1, target.clamp(min=0), torch.full_like(weight, -1.0, dtype=block.dtype))
+            block.scatter_add_(1, column[rows].unsqueeze(1), -is_here[rows].unsqueeze(1).to(block.dtype))
             gradient[rows] = block.mul_(weight)
-        return gradient, None
+        return gradient, None, None
+
+
+def _columns(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Column of each row's target among a rank's `classes`, and whether it is there at all.
+
+    A class beyond the vocabulary keeps a column beyond the last rank's, which gather refuses.
+    """
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    mine = targets - rank * classes
+    column = mine.clamp(min=0, max=None if rank == ranks - 1 else classes - 1)
+    return column, mine == column
+
+
+def _over_the_vocabulary(
+    normalizers: Tensor, chosen: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """From each rank's log-sum-exp and chosen logit to those of the whole vocabulary."""
+    largest = normalizers.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([(normalizers - largest).exp_(), chosen])
+    dist.all_reduce(sums, group=group)
+    return largest.add_(sums[0].log_()), sums[1]
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from wanma.data.batch import IGNORED, Batch
 from wanma.job.errors import WanmaError
@@ -28,9 +29,14 @@ def user_loss(function: UserLoss) -> LossFunction:
     """Wrap a user's per-target loss, so that padding rows count nothing."""
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        return sum_losses(function(output, batch.targets), batch)
+        return sum_losses(function(whole_output(output), batch.targets), batch)
 
     return loss
+
+
+def whole_output(output: Any) -> Any:
+    """A model's output for code that knows no ranks: logits that are split over the vocabulary, gathered."""
+    return output.full_tensor() if isinstance(output, DTensor) else output
 
 
 def sum_losses(losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
