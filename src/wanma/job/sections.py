@@ -27,18 +27,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class LoraSection(Section):
-    """Low-rank adapters (Hu et al. 2021): the model's own weights stay frozen."""
-
-    rank: int = Field(8, gt=0, description="inner dimension of each adapter")
-    alpha: float = Field(16.0, gt=0, description="an adapter's output is scaled by alpha / rank")
-    targets: list[str] = Field(
-        default_factory=lambda: ["*.attention.*", "*.self_attn.*_proj", "*.attn.c_*"],
-        min_length=1,
-        description="shell patterns on the paths of the linear layers that get one",
-    )
-
-
 class ModelSection(Section):
     """Which model: a preset, a family with dimensions, a Hugging Face config, or one's own factory."""
 
@@ -89,7 +77,17 @@ class ModelSection(Section):
     capacity: float = Field(
         0.0, ge=0, description="decoder: tokens an expert takes, times an even share; 0: no token dropped"
     )
-    lora: LoraSection | None = Field(None, description="train low-rank adapters only")
+    lora_rank: int = Field(
+        0, ge=0, description="train low-rank adapters of this inner dimension only (LoRA); 0: everything"
+    )
+    lora_alpha: float = Field(
+        16.0, gt=0, description="an adapter's output is scaled by lora_alpha / lora_rank"
+    )
+    lora_targets: list[str] = Field(
+        default_factory=lambda: ["*.attention.*", "*.self_attn.*_proj", "*.attn.c_*"],
+        min_length=1,
+        description="shell patterns on the paths of the linear layers that get an adapter",
+    )
     depth: Literal[18, 50] | None = Field(None, description="resnet: 18 or 50")
     classes: int | None = Field(None, gt=1, description="vision: number of classes; default: the data's")
     channels: int | None = Field(None, gt=0, description="vision: input channels; default: the data's")
