@@ -46,7 +46,7 @@ def forecast_memory(
     rest = max(ends, default=0) / plan.tp
     block = max((layer.parameters for layer in blocks), default=0) / plan.tp
     held = _parameters(blocks) / (plan.pp * plan.tp) + rest
-    sharded = held / plan.dp_shard
+    sharded = held / plan.shard_ranks
 
     # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
     # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
@@ -65,7 +65,7 @@ def forecast_memory(
     whole = micro_batches > 1 and (plan.pp > 1 or plan.shard in ("nothing", "optimizer"))
     if whole:
         gradients = held * master + unit * master
-    elif one_unit and plan.dp_shard == 1:
+    elif one_unit and plan.shard_ranks == 1:
         gradients = held * (compute + master)
     else:
         gradients = sharded * master + unit * (compute + master)
@@ -93,9 +93,10 @@ def _activations(workload: Workload, plan: Plan, micro_batches: int) -> tuple[fl
     if plan.recompute == "full":
         deepest = max((layer.activation_elements_per_sample for layer in blocks), default=0.0)
         kept = kept * INPUT_SHARE + deepest
-    kept *= WHOLE_SHARE + (1 - WHOLE_SHARE) / plan.tp
-    # Logits once as the loss keeps them and once as their gradient.
-    logits = 2 * sum(layer.activation_elements_per_sample for layer in others)
+    whole = WHOLE_SHARE / plan.tp if plan.sequence else WHOLE_SHARE
+    kept *= (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp
+    # Logits once as the loss keeps them and once as their gradient, split over the vocabulary.
+    logits = 2 * sum(layer.activation_elements_per_sample for layer in others) / (plan.tp * plan.cp)
     return kept * plan.micro_batch * _in_flight(plan, micro_batches), logits * plan.micro_batch
 
 
