@@ -144,3 +144,29 @@ def test_another_batch_size_is_refused_because_the_position_would_be_lost(tmp_pa
     run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
     with pytest.raises(AssertionError, match=r"train\.global_batch"):
         run_job(tmp_path / "run", job(tmp_path, global_batch=3), plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(dp_shard=2, shard="parameters", micro_batch=3), Plan(pp=2, micro_batch=2)],
+    ids=str,
+)
+def test_an_average_of_the_weights_may_begin_and_end_on_the_way(plan: Plan, tmp_path: Path) -> None:
+    """Begun after step 2 with decay 0.5, it is halfway between the weights of steps 2 and 3 after step 3."""
+    run, folder = tmp_path / "run", tmp_path
+    run_job(run, job(folder, steps=2, weight_average=0.0), plan)
+    averaged = run_job(run, job(folder, steps=3, weight_average=0.5), plan)
+    said = (run / "events.jsonl").read_text()
+    assert "step-00000002 was saved without averaged weights: the average begins at its weights" in said
+    before, after = averaged.tensors(2), averaged.tensors(3)
+    names = [name.removeprefix("average.") for name in after if name.startswith("average.")]
+    assert set(names) == {name.removeprefix("model.") for name in before if name.startswith("model.")}
+    for name in names:
+        expected = torch.lerp(before[f"model.{name}"], after[f"model.{name}"], 0.5)
+        assert torch.equal(after[f"average.{name}"], expected), name
+
+    left = run_job(run, job(folder, steps=4, weight_average=0.0), plan)
+    said = (run / "events.jsonl").read_text()
+    assert "the averaged weights of step-00000003 are left out: train.weight_average is 0" in said
+    assert not [name for name in left.tensors(4) if name.startswith("average.")]
+    assert [step["step"] for step in left.steps] == [1, 2, 3, 4]
