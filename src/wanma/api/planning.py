@@ -93,15 +93,21 @@ def prepare_job(
         except WanmaError as error:
             error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
             raise
-    workload = None if "model" in objects else _workload(job, objects)
+    workload = None if "model" in objects else job_workload(job, objects)
     dimensions = None
     if workload is not None and model_kind(job.model) == "tokens":
         dimensions = decoder_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
     planned = complete(job, start, cluster, workload, dimensions)
-    return Prepared(cluster, planned, workload, _peak(planned.plan, cluster))
+    return Prepared(cluster, planned, workload, peak_flops_per_second(planned.plan, cluster))
 
 
-def _workload(job: Job, objects: dict[str, Any]) -> Workload | None:
+def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | None:
+    """What a job's model is to the planner; None for a module of one's own.
+
+    Args:
+        objects: what the user passed in Python.
+    """
+    objects = objects or {}
     kind = model_kind(job.model)
     length = job.data.sequence_length
     if kind == "tokens" and "data" not in objects:
@@ -123,7 +129,8 @@ def _workload(job: Job, objects: dict[str, Any]) -> Workload | None:
     )
 
 
-def _peak(plan: Plan, cluster: Cluster) -> float | None:
+def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:
+    """Of one rank's device in the plan's precision; None when nobody has measured or published it."""
     if plan.device == "cuda":
         return cluster.nodes[0].devices[0].peak_flops_per_second.get(plan.precision)
     return stored_cpu_peak(plan.threads_per_rank).get(plan.precision)

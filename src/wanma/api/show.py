@@ -19,12 +19,16 @@ _MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "run
 
 def describe(job: Job, prepared: Prepared) -> RenderableType:
     """The validated job, the plan, the memory of the fullest rank and the model's sizes."""
-    parts: list[RenderableType] = [
+    return Group(
         _head("Job"),
         Syntax(to_toml(job).rstrip(), "toml", background_color="default"),
-        _head("Plan"),
-        _plan_table(job, prepared.plan),
-    ]
+        describe_plan(job, prepared),
+    )
+
+
+def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
+    """`describe` without the job."""
+    parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared.plan)]
     forecast, workload = prepared.planned.forecast, prepared.workload
     if workload is None or forecast is None:
         parts += [Text(f"· {note}", style="dim") for note in notes(job, prepared.planned)]
