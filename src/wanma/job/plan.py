@@ -95,6 +95,13 @@ class Plan:
         return within + beyond
 
     @property
+    def sequence_unit(self) -> int:
+        """What sequences must be a multiple of: each context rank of a ring holds two pieces, and under
+        sequence parallelism `tp` cuts its part evenly."""
+        pieces = 2 if self.cp > 1 and self.context == "ring" else 1
+        return self.cp * math.lcm(pieces, self.tp if self.sequence else 1)
+
+    @property
     def is_v_shaped(self) -> bool:
         """Whether the stages go down the ranks and up again, so that the first rank holds the last one."""
         return self.schedule in ("zbv", "dualpipev")

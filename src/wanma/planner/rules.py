@@ -12,7 +12,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.presets import DecoderDimensions
+from wanma.models.presets import DecoderDimensions, model_kind
 
 
 def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
@@ -54,6 +54,8 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines compute cross entropy",
             "set parallel.pp = 1, or leave model.loss out",
         )
+    if plan.cp > 1:
+        _check_context(job, plan)
     if min(global_batches(job)) < plan.data_ranks:
         raise JobError(
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
@@ -68,6 +70,7 @@ def check_dimensions(job: Job, plan: Plan, dimensions: DecoderDimensions) -> Non
     Raises:
         JobError: names the keys.
     """
+    _check_context_heads(plan, dimensions)
 
 
 def check_micro_batches(job: Job, plan: Plan) -> None:
@@ -95,3 +98,40 @@ def global_batches(job: Job) -> list[int]:
     """The global batches of the steps that the job has."""
     starts = {0, *(step for step, _ in job.train.batch_ramp if step < job.train.steps)}
     return [global_batch(job.train, step) for step in sorted(starts)]
+
+
+def _check_context(job: Job, plan: Plan) -> None:
+    """Sequences that the ranks of `cp` can share."""
+    key = f"parallel.cp = {plan.cp}"
+    named = job.model.huggingface is None and job.model.factory is None
+    if job.data.images is not None or (named and model_kind(job.model) == "images"):
+        raise JobError(
+            f"{key} cuts sequences, and images have none",
+            "set parallel.cp = 1 and use the ranks as dp_replicate or dp_shard",
+        )
+    if job.model.factory is not None:
+        raise JobError(
+            f"{key}: {job.model.factory} does not declare its attention, which must see what other ranks "
+            "hold of a sequence",
+            "set parallel.cp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+        )
+    length, unit = job.data.sequence_length, plan.sequence_unit
+    if (job.data.text or job.data.sources) and length % unit:
+        pieces = "twice as many pieces as ranks" if plan.context == "ring" else "as many pieces as ranks"
+        shared = f", each shared by parallel.tp = {plan.tp}" if plan.sequence else ""
+        raise JobError(
+            f"data.sequence_length = {length} cannot be cut evenly: {key} with parallel.context = "
+            f"'{plan.context}' needs {pieces}{shared}",
+            f"use a multiple of {unit} for data.sequence_length, or a smaller parallel.cp",
+        )
+
+
+def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
+    """All-to-all gives each context rank an equal share of the heads that `tp` leaves."""
+    if plan.cp > 1 and plan.context == "all_to_all" and dimensions.heads % (plan.tp * plan.cp):
+        raise JobError(
+            f"parallel.cp = {plan.cp} with parallel.context = 'all_to_all' cannot share model.heads = "
+            f"{dimensions.heads}" + (f" after parallel.tp = {plan.tp}" if plan.tp > 1 else ""),
+            "set parallel.context = 'ring', which takes any number of heads, or use a cp × tp that divides "
+            "the heads",
+        )

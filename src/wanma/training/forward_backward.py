@@ -91,7 +91,7 @@ class ForwardBackward:
 
     def _positions(self, batch: Batch) -> Tensor | None:
         """Where in the sequence the activations lie that this rank holds."""
-        positions = residual_positions(batch.inputs[0].shape[-1], self._plan, self._grid.rank)
+        positions = residual_positions(batch, self._plan, self._grid.rank)
         return None if positions is None else positions.to(self._grid.device)
 
     def _pipelined(self, batches: list[Batch], factor: float, backward: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,330 @@
+"""Attention of a block of queries over a block of keys, together with what merges blocks: the log-sum-exp.
+
+Backward is given the output and the log-sum-exp over all blocks, and computes this block's share of the
+gradients: exp(scores − log-sum-exp) is then the block's part of the whole softmax (Dao et al. 2022, appendix
+B.2; Liu et al. 2023, "Ring Attention"). torch's flash operators do it where they can, plain torch elsewhere.
+What needs scores or a mask goes by tiles of queries, so that neither is ever as large as the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 24
+"""Of scores or mask that exist at once: 64 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Who sees whom in one block."""
+
+    causal: bool = False
+    """Query i sees keys 0 to i; else all."""
+    documents: tuple[Tensor, Tensor] | None = None
+    """Of the queries and of the keys, (rows, length) each: equal ones see each other. None: all do."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over these keys alone.
+
+    Args:
+        query: (rows, heads, queries, head_width); of this and the others the last dim is contiguous.
+        key: (rows, key/value heads, keys, head_width), and so is value, perhaps of another width.
+        scale: of the scores; None: 1 / sqrt(head_width).
+
+    Returns:
+        output (rows, heads, queries, value's width), and the log-sum-exp of the scores (rows, heads,
+        queries) in at least fp32; 0 and −infinity where a query sees none of the keys.
+    """
+    kernel = _kernel(query, value, sight)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    outputs, log_sums = [], []
+    for tile in _tiles(query, key, sight, kernel):
+        output, log_sum = kernel.forward(
+            query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys], tile, scale
+        )
+        outputs.append(output)
+        log_sums.append(log_sum)
+    return _join(outputs), _join(log_sums)
+
+
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    sight: Sight,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of query, key and value.
+
+    Args:
+        gradient: of `output`.
+        output: over all blocks, in the dtype of the query.
+        log_sum: over all blocks.
+    """
+    kernel = _kernel(query, value, sight)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    of_query: list[Tensor] = []
+    of_key = of_value = None
+    for tile in _tiles(query, key, sight, kernel):
+        share = kernel.backward(
+            gradient[:, :, tile.queries],
+            query[:, :, tile.queries],
+            key[:, :, tile.keys],
+            value[:, :, tile.keys],
+            output[:, :, tile.queries],
+            log_sum[:, :, tile.queries],
+            tile,
+            scale,
+        )
+        of_query.append(share[0])
+        if tile.is_whole:
+            return share
+        if of_key is None or of_value is None:
+            precise = torch.promote_types(query.dtype, torch.float32)
+            of_key = torch.zeros_like(key, dtype=precise)
+            of_value = torch.zeros_like(value, dtype=precise)
+        of_key[:, :, tile.keys] += share[1]
+        of_value[:, :, tile.keys] += share[2]
+    assert of_key is not None
+    assert of_value is not None
+    return _join(of_query), of_key, of_value
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Some queries and the keys that they can see."""
+
+    queries: slice
+    keys: slice
+    is_whole: bool
+    causal: bool
+    """Without a mask: query i sees keys 0 to i."""
+    mask: Tensor | None
+    """(rows or 1, 1, queries, keys) bool, true where they see."""
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    forward: Callable[[Tensor, Tensor, Tensor, _Tile, float], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, _Tile, float], tuple[Tensor, Tensor, Tensor]
+    ]
+    keeps_scores: bool
+    """Needs memory for queries × keys of every head."""
+
+
+def _kernel(query: Tensor, value: Tensor, sight: Sight) -> _Kernel:
+    """The fastest that can do it."""
+    width = query.shape[-1]
+    if value.shape[-1] != width:
+        return _PLAIN
+    if query.device.type == "cpu":
+        return _FLASH_ON_CPU
+    if (
+        query.device.type == "cuda"
+        and sight.documents is None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and width % 8 == 0
+        and width <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    ):
+        return _FLASH_ON_CUDA
+    return _PLAIN
+
+
+def _tiles(query: Tensor, key: Tensor, sight: Sight, kernel: _Kernel) -> Iterator[_Tile]:
+    rows, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    if sight.documents is None and not kernel.keeps_scores:
+        yield _Tile(slice(0, queries), slice(0, keys), True, sight.causal, None)
+        return
+    of_one_query = rows * keys * (heads if kernel.keeps_scores else 1)
+    size = min(max(TILE_ELEMENTS // of_one_query, 1), queries)
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        seen = min(stop, keys) if sight.causal else keys
+        mask = _mask(sight, start, stop, seen, query.device)
+        yield _Tile(slice(start, stop), slice(0, seen), size == queries, False, mask)
+
+
+def _mask(sight: Sight, start: int, stop: int, seen: int, device: torch.device) -> Tensor | None:
+    mask = None
+    if sight.causal:
+        places = torch.arange(stop, device=device)
+        mask = (places[start:, None] >= places[:seen]).view(1, 1, stop - start, seen)
+    if sight.documents is not None:
+        of_queries, of_keys = sight.documents
+        same = (of_queries[:, start:stop, None] == of_keys[:, None, :seen]).unsqueeze(1)
+        mask = same if mask is None else same.logical_and_(mask)
+    return mask
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+# ---------------------------------------------------------------- torch's flash operator on CPU
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, tile: _Tile, scale: float
+) -> tuple[Tensor, Tensor]:
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, tile.causal, attn_mask=_additive(tile.mask, query.dtype), scale=scale
+    )
+    if tile.mask is not None:
+        # Its output is zero where a query sees no key, but its log-sum-exp is zero there too.
+        log_sum = log_sum.masked_fill(~tile.mask.any(dim=-1), -torch.inf)
+    return output, log_sum
+
+
+def _cpu_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    tile: _Tile,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor]
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient,
+        query,
+        key,
+        value,
+        output,
+        log_sum,
+        0.0,
+        tile.causal,
+        attn_mask=_additive(tile.mask, query.dtype),
+        scale=scale,
+    )
+    return gradients
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+_FLASH_ON_CPU = _Kernel(_cpu_forward, _cpu_backward, keeps_scores=False)
+
+# ---------------------------------------------------------------- torch's flash operator on CUDA
+
+
+def _cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, tile: _Tile, scale: float
+) -> tuple[Tensor, Tensor]:
+    output, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, tile.causal, False, scale=scale
+    )
+    return output, log_sum
+
+
+def _cuda_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    tile: _Tile,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    undrawn = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of a dropout that is off
+    gradients: tuple[Tensor, Tensor, Tensor]
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradient,
+        query,
+        key,
+        value,
+        output,
+        log_sum.contiguous(),  # it reads no strides
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        tile.causal,
+        undrawn,
+        undrawn[0],
+        scale=scale,
+    )
+    return gradients
+
+
+_FLASH_ON_CUDA = _Kernel(_cuda_forward, _cuda_backward, keeps_scores=False)
+
+# ---------------------------------------------------------------- plain torch, in at least fp32
+
+
+def _plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, tile: _Tile, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(query, key, tile, scale)
+    log_sum = scores.logsumexp(dim=-1, keepdim=True)
+    # −infinity less −infinity is no number; any finite sum gives the zeros that an empty row should have.
+    weights = scores.sub_(log_sum.masked_fill(log_sum == -torch.inf, 0.0)).exp_()
+    output = weights @ value.to(weights.dtype)
+    return _unfold(output, query).to(query.dtype), _unfold(log_sum, query).squeeze(-1)
+
+
+def _plain_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    tile: _Tile,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores = _scores(query, key, tile, scale)
+    precise, heads = scores.dtype, key.shape[1]
+    weights = scores.sub_(_fold(log_sum.unsqueeze(-1), heads)).exp_()
+    of_output = _fold(gradient.to(precise), heads)
+    of_value = weights.transpose(-1, -2) @ of_output
+    along = (of_output * _fold(output.to(precise), heads)).sum(dim=-1, keepdim=True)
+    of_scores = (of_output @ value.to(precise).transpose(-1, -2)).sub_(along).mul_(weights).mul_(scale)
+    of_query = of_scores @ key.to(precise)
+    of_key = of_scores.transpose(-1, -2) @ _fold(query.to(precise), heads)
+    return _unfold(of_query, query), of_key, of_value
+
+
+def _scores(query: Tensor, key: Tensor, tile: _Tile, scale: float) -> Tensor:
+    """(rows, key/value heads, heads of each × queries, keys)."""
+    heads, queries = key.shape[1], query.shape[2]
+    precise = torch.promote_types(query.dtype, torch.float32)
+    scores = (_fold(query.to(precise), heads) @ key.to(precise).transpose(-1, -2)).mul_(scale)
+    if tile.mask is not None:
+        by_head = scores.unflatten(2, (-1, queries))
+        by_head.masked_fill_(~tile.mask.unsqueeze(2), -torch.inf)
+    return scores
+
+
+def _fold(x: Tensor, heads: int) -> Tensor:
+    """(rows, all heads, queries, width) to (rows, heads, heads of each × queries, width)."""
+    folded: Tensor = x.unflatten(1, (heads, -1)).flatten(2, 3)
+    return folded
+
+
+def _unfold(x: Tensor, query: Tensor) -> Tensor:
+    """Back to the heads and queries of `query`."""
+    unfolded: Tensor = x.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+    return unfolded
+
+
+_PLAIN = _Kernel(_plain_forward, _plain_backward, keeps_scores=True)
