@@ -9,9 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group,  # type: ignore[attr-defined]  # torch's way from a group's name to the group
-)
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -86,7 +84,11 @@ def _ranks(leaves: list[Any]) -> tuple[int, ...]:
     for leaf in reversed(leaves):
         if isinstance(leaf, str):
             try:
-                return tuple(dist.get_process_group_ranks(_resolve_process_group(leaf)))
+                return tuple(dist.get_process_group_ranks(_by_name(leaf)))
             except (RuntimeError, ValueError):
                 continue  # another text argument, such as the reduction's name
     return ()
+
+
+_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+"""From a group's name, by which functional collectives know it; torch has no public way."""
