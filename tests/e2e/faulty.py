@@ -57,3 +57,17 @@ class Net(nn.Module):
 
 model = Net
 data = Numbers
+def with_width(width: int) -> Net:
+    """Fails inside torch for a width that is no number."""
+    net = Net()
+    net.layers[0] = nn.Linear(4, width)
+    return net
+
+
+def on_first_machine_only() -> Net:
+    """As where the second machine lacks a file."""
+    if dist.get_rank() == 1:
+        raise FileNotFoundError("weights.pt")
+    return Net()
+
+

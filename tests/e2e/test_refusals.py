@@ -97,6 +97,14 @@ REFUSED_BY_RANKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("own.toml", "model.factory=faulty:modell"),
         ("model.factory = 'faulty:modell': faulty has no 'modell'. Did you mean 'model'?",),
     ),
+    "factory that fails inside": (
+        ("own.toml", "model.factory=faulty:with_width", "model.arguments={width='eight'}"),
+        (
+            "model.factory = 'faulty:with_width' failed: TypeError: ",
+            " in with_width: net.layers[0] = nn.Linear(4, width)",
+            "see it whole with: python -c ",
+        ),
+    ),
     "data that cannot be asked by number": (
         ("own.toml", "data.factory=faulty:model"),
         ("data: Net is no map-style dataset",),

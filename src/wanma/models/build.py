@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
 from wanma.job.sections import ModelSection
+from wanma.job.user_code import users_line
 from wanma.models.decoder import Decoder, decoder_layout
 from wanma.models.initialize import initial_value
 from wanma.models.layout import Layout, tie_parameters
@@ -154,10 +156,26 @@ class _Factory:
     statistics_group: int
 
     def __call__(self) -> nn.Module:
-        made = self.function(**self.arguments)
+        try:
+            made = self.function(**self.arguments)
+        except WanmaError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            told = f"model.factory = '{self.path}' failed: {type(error).__name__}: {error}"
+            line = users_line(error)
+            raise JobError(
+                f"{told}\n    {line}" if line else told,
+                f"mend it there, or give it other model.arguments; see it whole with: {self._command()}",
+            ) from error
         if not isinstance(made, nn.Module):
             raise JobError(
                 f"model.factory = '{self.path}' returned {type(made).__name__}, not an nn.Module",
                 "return the module itself",
             )
         return convert_batch_norm(made, self.statistics_group)
+
+    def _command(self) -> str:
+        """The same call, for a shell."""
+        module, _, name = self.path.partition(":")
+        code = f"import {module}; {module}.{name}(**{self.arguments!r})"
+        return f"python -c {shlex.quote(code)}"

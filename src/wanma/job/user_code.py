@@ -1,0 +1,36 @@
+"""Which line of the user's own code an exception came from."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+_OURS = Path(__file__).parents[1]
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def users_line(error: BaseException) -> str:
+    """'FILE:LINE in FUNCTION: SOURCE' of the innermost frame that is neither wanma's nor a library's.
+
+    Where every frame is a library's (a factory may be an installed package's), it is the outermost of
+    those: what was called. Empty when there is no Python frame but wanma's.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    if not frames:
+        return ""
+    theirs = [frame for frame in frames if not _is_library(frame.filename)]
+    frame = theirs[-1] if theirs else frames[0]
+    source = f": {frame.line}" if frame.line else ""
+    return f"{frame.filename}:{frame.lineno} in {frame.name}{source}"
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(_OURS)
+
+
+def _is_library(file: str) -> bool:
+    """Python's own, an installed package's, or code without a file ('<frozen importlib>')."""
+    path = Path(file)
+    installed = any(name in path.parts for name in _INSTALLED)
+    return installed or file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib"))
