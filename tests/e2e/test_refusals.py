@@ -191,6 +191,7 @@ def finished(desk: Desk, whole: Training, request: pytest.FixtureRequest) -> Tra
 def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     desk: Desk, whole: Training, finished: Training
 ) -> None:
+    shown = desk.run("show", finished.path.name).out
     ran = desk.run("train", "text.toml", "--run-dir", finished.path.name, "model.hidden=32")
     assert ran.code == 1
     assert "changed since this run's last start: model.hidden = 16 → 32" in ran.told_once()
@@ -201,6 +202,14 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_run_stays_what_it_was(
     assert (finished.path / "job.toml").read_text() == (whole.path / "job.toml").read_text()
     sampled = desk.run("sample", finished.path.name, "--prompt", "def ", "--tokens", "2")
     assert sampled.code == 0, sampled.text
+    again = desk.run("show", finished.path.name).out
+    assert again.startswith(f"{finished.path.name}: Finished: 60 of 60 steps.")
+    assert again.startswith(shown.rstrip("\n")), "what it said before, and a note"
+    note = again.removeprefix(shown.rstrip("\n"))
+    assert "a later start failed before its first step, and left the run as it was:" in note
+    assert "is from another model" in note
+    listed = desk.run("runs", "--runs", ".").out
+    assert any(line.split()[:2] == [finished.path.name, "finished"] for line in listed.splitlines())
 
 
 def test_other_data_is_refused_and_the_way_out_works(desk: Desk, folder: Path, finished: Training) -> None:

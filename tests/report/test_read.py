@@ -83,6 +83,39 @@ def test_a_failed_run_says_why(new_run: NewRun) -> None:
     assert '<p class="problem">rank 1: out of memory</p>' in page(report)
 
 
+@pytest.mark.parametrize(("finish", "state"), [("finished", "finished"), ("interrupted", "interrupted")])
+def test_a_start_that_failed_before_it_began_leaves_the_run_as_it_was(
+    new_run: NewRun, finish: str, state: str
+) -> None:
+    run = new_run(5, finish=finish)
+    before = read_report(run)
+    late = {"kind": "start_failed", "time": time.time() + 9000, "text": "step-5 is\nfrom <another> model"}
+    with run.events.open("a") as file:
+        file.write(json.dumps(late) + "\n")
+    report = read_report(run)
+    assert (report.state, report.failure) == (state, "")
+    assert (report.seconds, report.last_sign) == (before.seconds, before.last_sign)
+    assert report.refusal == "step-5 is\nfrom <another> model"
+    note = [
+        "  a later start failed before its first step, and left the run as it was:",
+        "    step-5 is",
+        "    from <another> model",
+    ]
+    shown, shown_before = summary(report).splitlines(), summary(before).splitlines()
+    assert [line for line in shown if line not in shown_before] == note
+    assert "as it was: step-5 is\nfrom &lt;another&gt; model</p>" in page(report)
+
+    append_event(run, "start", step=5, steps=9)
+    assert read_report(run).refusal == ""
+
+
+def test_a_run_on_another_machine_is_no_livelier_for_a_start_that_failed(new_run: NewRun) -> None:
+    run = new_run(0, total=10, finish=None)
+    rewrite_start(run, host="elsewhere", time=time.time() - 1000)
+    append_event(run, "start_failed", text="other data")
+    assert read_report(run).state == "died"
+
+
 def test_what_a_resume_repeats_counts_once_and_lost_validations_are_gone(new_run: NewRun) -> None:
     run = new_run(12, total=12, finish=None)  # validations at 2, 4, ..., 12; checkpoints at 4, 8, 12
     sink = JsonLinesSink()

@@ -11,7 +11,7 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,10 @@ from wanma.job.worker import Event
 from wanma.job.write import differences, job_hash, mathematics_hash, to_toml
 from wanma.models.presets import model_kind
 from wanma.observe.console import Console, open_console
-from wanma.observe.jsonl import append_event
+from wanma.observe.jsonl import START_FAILED, append_event
 from wanma.observe.preparing import show_preparing
 from wanma.report.html import write_report
+from wanma.report.read import read_report
 from wanma.training.request import Request
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def train_job(
         run.create()
         with _only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, objects or {})
+            earlier = len(read_report(run, brief=True).events)
             told = [*changes(run, job), *notes(job, prepared.planned)]
             is_new = not run.job.exists()
             if is_new:
@@ -95,7 +97,7 @@ def train_job(
                 outcome = run_local(launch, on_event, node)
                 if outcome.failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": outcome.message})
-                _end(run, outcome, console)
+                _end(run, outcome, console, earlier)
             if outcome.failure is not None and on_failure is not None:
                 on_failure(outcome.message)
             return outcome.exit_code
@@ -245,14 +247,37 @@ def _only_one(run: RunDirectory) -> Iterator[None]:
         yield
 
 
-def _end(run: RunDirectory, outcome: Outcome, console: Console) -> None:
-    """Write down a failure that the ranks no longer could, and the report."""
+def _end(run: RunDirectory, outcome: Outcome, console: Console, earlier: int) -> None:
+    """Write down a failure that the ranks no longer could, and the report.
+
+    Args:
+        earlier: events that the run directory held before this start.
+    """
     try:
         if outcome.failure is not None:
-            append_event(run, "finish", outcome="failed", text=outcome.message)
+            _write_failure(run, outcome.message, earlier)
     except (OSError, WanmaError) as error:
         console.write({"kind": "message", "level": "warning", "text": f"the end was not recorded: {error}"})
     report_or_say(run, console.write)
+
+
+def _write_failure(run: RunDirectory, text: str, earlier: int) -> None:
+    """Record why this start failed; a run that had begun earlier stays what it was if this start never did.
+
+    Of several machines that share the run directory, the first to come writes it.
+    """
+    events = read_report(run, brief=True).events
+    before, since = events[:earlier], events[earlier:]
+    if any(event["kind"] == START_FAILED or event.get("outcome") == "failed" for event in since):
+        return
+    if _has_start(before) and not _has_start(since):
+        append_event(run, START_FAILED, text=text)
+    else:
+        append_event(run, "finish", outcome="failed", text=text)
+
+
+def _has_start(events: Sequence[Event]) -> bool:
+    return any(event["kind"] == "start" for event in events)
 
 
 def report_or_say(run: RunDirectory, write: Callable[[Event], None]) -> None:

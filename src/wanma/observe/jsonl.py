@@ -24,6 +24,8 @@ from wanma.job.worker import Event
 from wanma.observe.append import AppendFile
 
 BLOCK_BYTES = 1 << 16
+START_FAILED = "start_failed"
+"""Kind of the event that a start leaves which failed before it began: all else stays as it was."""
 
 
 class JsonLinesSink:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from wanma.job.worker import Event
+from wanma.observe.jsonl import START_FAILED
 from wanma.observe.progress import checkpoint_text, finish_text, validation_text
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
 from wanma.report.read import Report
@@ -19,6 +20,8 @@ FORECAST_PARTS = (
     ("runtime_bytes", "Python and torch"),
 )
 """Key of a forecast → its name."""
+
+REFUSED = "a later start failed before its first step, and left the run as it was"
 
 PHASE_COLOURS = dict(
     zip(
@@ -127,6 +130,6 @@ def event_text(event: Event) -> str:
     if kind == "start":
         done = event.get("step", 0)
         return f"carrying on after step {done:,}" if done else f"start, {event.get('plan', '')}".rstrip(", ")
-    if kind == "message":
+    if kind in ("message", START_FAILED):
         return str(event.get("text", ""))
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))

@@ -20,6 +20,7 @@ from wanma.report.chart import figure
 from wanma.report.charts import charts
 from wanma.report.facts import (
     FORECAST_PARTS,
+    REFUSED,
     event_text,
     key_numbers,
     phase_shares,
@@ -98,6 +99,7 @@ def _header(report: Report) -> str:
 def _problems(report: Report) -> str:
     """Errors and what could not be read, before anything else."""
     texts = [report.failure] if report.failure else []
+    texts += [f"{REFUSED}: {report.refusal}"] if report.refusal else []
     texts += [str(event.get("text", "")) for event in report.messages if event.get("level") == "error"]
     texts += [f"could not be read: {problem}" for problem in report.problems]
     return "".join(f'<p class="problem">{escape(text)}</p>' for text in texts)

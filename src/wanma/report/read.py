@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event
+from wanma.observe.jsonl import START_FAILED
 
 State = Literal["new", "running", "finished", "interrupted", "failed", "died"]
 """new: nothing was recorded yet; died: began, and neither goes on nor said how it ended."""
@@ -100,6 +102,12 @@ class Report:
         ends = [event for event in self.events if event["kind"] == "finish"]
         return str(ends[-1].get("text", "")) if self.state == "failed" else ""
 
+    @property
+    def refusal(self) -> str:
+        """Why the newest start failed before it began and left the run as it was; empty when it did not."""
+        newest = [event for event in self.events if event["kind"] in ("start", "finish", START_FAILED)][-1:]
+        return "".join(str(event.get("text", "")) for event in newest if event["kind"] == START_FAILED)
+
     @cached_property
     def best_validation(self) -> Event | None:
         """The validation with the lowest loss."""
@@ -109,14 +117,14 @@ class Report:
     @cached_property
     def last_sign(self) -> float | None:
         """When the run last wrote a step or an event."""
-        times = [event["time"] for event in self.events[-1:]] + self.steps.get("time", [])[-1:]
+        times = [event["time"] for event in _lived(self.events)[-1:]] + self.steps.get("time", [])[-1:]
         return max((stamp for stamp in times if math.isfinite(stamp)), default=None)
 
     @cached_property
     def seconds(self) -> float:
         """Wall-clock time of the run, summed over its starts; the pauses between them do not count."""
         stamps = sorted(
-            [event["time"] for event in self.events]
+            [event["time"] for event in _lived(self.events)]
             + [stamp for stamp in self.steps.get("time", []) if math.isfinite(stamp)]
         )
         begins = [event["time"] for event in self.starts]
@@ -157,9 +165,14 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         checkpoints=checkpoints,
         messages=tuple(event for event in events if event["kind"] == "message"),
         events=tuple(events),
-        state=_state(events, records, job),
+        state=_state(_lived(events), records, job),
         problems=tuple(problems),
     )
+
+
+def _lived(events: Sequence[Event]) -> list[Event]:
+    """Without the starts that failed before they began: they are no part of the run's life."""
+    return [event for event in events if event["kind"] != START_FAILED]
 
 
 def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> State:

@@ -11,6 +11,7 @@ from wanma.observe.progress import Curve, sparkline
 from wanma.observe.units import bytes_text, duration_text, number_text, share_text
 from wanma.report.facts import (
     FORECAST_PARTS,
+    REFUSED,
     event_text,
     key_numbers,
     phase_shares,
@@ -60,6 +61,8 @@ def summary(report: Report) -> str:
         ]
     if report.checkpoints:
         lines += ["", f"  last: {event_text(report.checkpoints[-1])}"]
+    if report.refusal:
+        lines += ["", f"  {REFUSED}:", *(f"    {line}" for line in report.refusal.splitlines())]
     told = [event for event in report.messages if event.get("level") in ("warning", "error")]
     if told:
         lines += ["", *(f"  {event['level']}: {event_text(event)}" for event in told[-LAST_MESSAGES:])]
