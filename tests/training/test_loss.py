@@ -47,6 +47,16 @@ def test_padding_rows_count_nothing_in_a_users_loss() -> None:
     assert count.item() == 2
 
 
+def test_a_loss_per_sample_is_refused_where_ranks_share_each_sample() -> None:
+    loss = user_loss(lambda output, targets: (output - targets).mean(dim=1), by_position=True)
+    with pytest.raises(WanmaError, match=r"shape \(2,\) for targets of \(2, 3\).*parallel.cp"):
+        loss(torch.ones(2, 3), batch(torch.zeros(2, 3)))
+    total, count = user_loss(lambda output, targets: output - targets, by_position=True)(
+        torch.ones(2, 3), batch(torch.zeros(2, 3))
+    )
+    assert (total.item(), count.item()) == (6.0, 6)
+
+
 def test_a_loss_that_is_already_averaged_is_refused_with_the_way_out() -> None:
     with pytest.raises(WanmaError, match="reduction='none'"):
         sum_losses(torch.tensor(1.0), batch(torch.zeros(2)))

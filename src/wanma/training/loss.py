@@ -25,11 +25,22 @@ def classification_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return cross_entropy_sum(logits, batch.targets), (batch.targets != IGNORED).sum()
 
 
-def user_loss(function: UserLoss) -> LossFunction:
-    """Wrap a user's per-target loss, so that padding rows count nothing."""
+def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
+    """Wrap a user's per-target loss, so that padding rows count nothing.
+
+    Args:
+        by_position: ranks share each sample's sequence, so losses must be those of single positions.
+    """
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        return sum_losses(function(whole_output(output), batch.targets), batch)
+        losses = function(whole_output(output), batch.targets)
+        if by_position and losses.shape[:2] != batch.targets.shape[:2]:
+            raise WanmaError(
+                f"the loss has shape {tuple(losses.shape)} for targets of {tuple(batch.targets.shape)}, but "
+                "under parallel.cp a rank sees a part of each sequence, and knows the losses of its positions",
+                "return one loss per position, or set parallel.cp = 1",
+            )
+        return sum_losses(losses, batch)
 
     return loss
 

@@ -110,4 +110,4 @@ def choose_loss(request: Request) -> LossFunction:
             f"parallel.pp = {request.plan.pp}: pipelines compute cross entropy, not a loss of one's own",
             "set parallel.pp = 1, or leave the loss out",
         )
-    return user_loss(function)
+    return user_loss(function, by_position=request.plan.cp > 1)
