@@ -37,7 +37,7 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
         if by_position and losses.shape[:2] != batch.targets.shape[:2]:
             raise WanmaError(
                 f"the loss has shape {tuple(losses.shape)} for targets of {tuple(batch.targets.shape)}, but "
-                "under parallel.cp a rank sees a part of each sequence, and knows the losses of its positions",
+                "under parallel.cp a rank sees a part of each sequence and knows the losses of its positions",
                 "return one loss per position, or set parallel.cp = 1",
             )
         return sum_losses(losses, batch)
