@@ -24,7 +24,7 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline import Pipeline
 from wanma.parallel.recompute import recompute
 from wanma.parallel.shard import DTYPES, Sharded, shard_data
-from wanma.parallel.stages import keep_stage
+from wanma.parallel.stages import keep_stage, stage_layout
 from wanma.parallel.tensor import split_tensors
 from wanma.parallel.ties import Ties, tie_stages
 
@@ -42,6 +42,8 @@ class Parallel:
     """Tensors that two stages hold."""
     parameter_names: tuple[str, ...]
     """Of the whole model, whatever part of it is here."""
+    trainable_names: tuple[str, ...]
+    """Those that the model itself does not freeze."""
     seed: int | None
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
 
@@ -50,6 +52,7 @@ class Parallel:
         if self.seed is not None:
             for part in self.parts:
                 draw(part, self.seed)
+        self.ties.copy_first(dict(self.named_parameters()))
 
     @property
     def module(self) -> nn.Module:
@@ -83,18 +86,18 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     whole = _make(spec, plan, seed)
     _refuse_what_depends_on_the_layout(whole, spec, plan)
     names = tuple(name for name, _ in whole.named_parameters())
+    trainable = tuple(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
     numbers = plan.stages_of(grid.at("pp"))
-    if plan.pp == 1:
-        parts = [whole]
-    else:
-        layout = spec.require_layout("parallel.pp")
-        parts = [keep_stage(_make(spec, plan, seed), layout, plan, number) for number in numbers]
+    parts = [whole]
+    if plan.pp > 1:
+        layout = stage_layout(whole, spec.layout, plan)
+        parts = [keep_stage(whole, layout, plan, number) for number in numbers]
     stopwatch = Stopwatch()
     sharded = [_apply(part, spec, plan, grid, stopwatch) for part in parts]
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     pipeline = Pipeline(parts, numbers, plan, grid) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
-    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, to_draw)
+    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, trainable, to_draw)
 
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:

@@ -1,47 +1,66 @@
-"""Pipeline parallel: each rank keeps a run of blocks; torch's schedules drive them."""
+"""Pipeline parallel: each rank keeps one run of blocks or several; torch's schedules drive them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from wanma.data.batch import Batch
+from wanma.job.errors import JobError
 from wanma.job.plan import Plan
+from wanma.job.sections import Schedule
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
+from wanma.parallel.shard import reshard
 
-SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
+SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(output, targets) of one micro-batch -> its summed loss."""
 
 
 class Pipeline:
-    """Runs micro-batches through this rank's stage; the schedule is made once per micro-batch count."""
+    """Runs micro-batches through this rank's stages.
+
+    Args:
+        parts: the stages' modules, and
+        numbers: which stages they are.
+    """
 
     def __init__(self, parts: list[nn.Module], numbers: tuple[int, ...], plan: Plan, grid: Grid) -> None:
-        (module,) = parts
+        self._parts = dict(zip(numbers, parts, strict=True))
         self._plan = plan
-        self._stage = PipelineStage(
-            module, numbers[0], plan.stages, grid.device, group=grid.axis("pp").get_group()
-        )
-        self._is_first = 0 in numbers
-        self._is_last = plan.stages - 1 in numbers
-        self._schedules: dict[tuple[str, int], PipelineScheduleSingle] = {}
+        self._grid = grid
+        self._group = grid.axis("pp").get_group()
+        self._boundaries: dict[tuple[int, ...], list[_Boundary]] = {}
+        self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
+        """The newest that trains and the newest that evaluates, each with the shape it was made for."""
         self._loss: Loss | None = None
-        self._seed = 0
-        self._positions: Tensor | None = None
-        self._samples = ExitStack()
-        # The schedule, and not we, calls the module: which samples a call computes comes with its arguments.
-        module.register_forward_pre_hook(self._announce, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._end, always_call=True)
+        self._announcers = [_Announcer(part) for part in parts]
 
     def run(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """Forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
@@ -52,32 +71,129 @@ class Pipeline:
 
         Returns:
             the sum of the micro-batches' losses on the last stage, zero elsewhere.
+
+        Raises:
+            JobError: a stage puts out something else than one tensor.
         """
-        schedule = self._prepare(self._plan.schedule, count, positions, seed, loss)
-        return self._drive(schedule.step, batch)
+        self._tell(positions, seed, loss)
+        return self._drive(self._schedule(batch, count, trains=True).step, batch)
 
     def evaluate(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
-        """`run` without backward."""
-        # Forward alone is the same in all schedules, and GPipe's wants no least number of micro-batches.
-        schedule = self._prepare("gpipe", count, positions, seed, loss)
+        """`run` without backward, and of any number of micro-batches."""
+        self._tell(positions, seed, loss)
         with torch.no_grad():
-            return self._drive(schedule.eval, batch)
+            return self._drive(self._schedule(batch, count, trains=False).eval, batch)
 
-    def _prepare(
-        self, name: str, count: int, positions: Tensor | None, seed: int, loss: Loss
-    ) -> PipelineScheduleSingle:
-        self._loss, self._seed, self._positions = loss, seed, positions
-        if (name, count) not in self._schedules:
-            self._schedules[name, count] = SCHEDULES[name](
-                self._stage, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False
+    def _tell(self, positions: Tensor | None, seed: int, loss: Loss) -> None:
+        self._loss = loss
+        for announcer in self._announcers:
+            announcer.positions, announcer.seed = positions, seed
+
+    def _schedule(self, batch: Batch, count: int, *, trains: bool) -> Any:
+        """torch's schedule for so many micro-batches of this shape, with stages and buffers of its own."""
+        shape = (count, batch.rows // count, *batch.inputs[0].shape[1:])
+        known, schedule = self._schedules.get(trains, (None, None))
+        if known == shape:
+            return schedule
+        if shape[1:] not in self._boundaries:
+            self._boundaries[shape[1:]] = self._find_boundaries(batch, batch.rows // count)
+        stages = [self._stage(number, self._boundaries[shape[1:]]) for number in self._parts]
+        schedule = self._training(stages, count) if trains else self._forward_only(stages, count)
+        self._schedules[trains] = shape, schedule
+        return schedule
+
+    def _training(
+        self, stages: list[PipelineStage], count: int
+    ) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        kind: Any = SCHEDULES[self._plan.schedule]
+        mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        schedule: PipelineScheduleSingle | PipelineScheduleMulti = kind(
+            mine, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False
+        )
+        return schedule
+
+    def _forward_only(self, stages: list[PipelineStage], count: int) -> PipelineScheduleMulti:
+        """A schedule that takes any number of micro-batches, without its backward.
+
+        torch's own `eval` skips only the computation of a backward: it still wants as many micro-batches as
+        training does, and fails for the schedules in which a rank holds neighbouring stages.
+        """
+        kind = ScheduleZBVZeroBubble if self._plan.is_v_shaped else ScheduleLoopedBFS
+        schedule = kind(stages, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
+        schedule.pipeline_order_with_comms = {
+            rank: [action for action in actions if action.computation_type.name in _FORWARD]
+            for rank, actions in schedule.pipeline_order_with_comms.items()
+        }
+        return schedule
+
+    def _stage(self, number: int, boundaries: list[_Boundary]) -> PipelineStage:
+        return PipelineStage(
+            self._parts[number],
+            number,
+            self._plan.stages,
+            self._grid.device,
+            input_args=boundaries[number].example(),
+            output_args=boundaries[number + 1].example(),
+            group=self._group,
+        )
+
+    @torch.no_grad()
+    def _find_boundaries(self, batch: Batch, rows: int) -> list[_Boundary]:
+        """What goes into the first stage and what each stage puts out, for micro-batches of `rows` samples.
+
+        Each stage is run once, on zeros but for the first, in evaluation mode: models that count in
+        training what they see have then seen nothing. torch finds the same out by runs in training, on
+        memory that nobody has written to.
+        """
+        keywords = {name: tensor[:rows] for name, tensor in batch.keywords.items()}
+        given = batch.inputs[0][:rows]
+        found = [_Boundary(tuple(given.shape), given.dtype, requires_grad=False)]
+        for number in range(self._plan.stages):
+            told: list[Any] = [None]
+            if number in self._parts:
+                if number > 0:
+                    given = torch.zeros(found[-1].shape, dtype=found[-1].dtype, device=self._grid.device)
+                told = [
+                    self._boundary_after(
+                        number, given, {**keywords, _SAMPLES: batch.samples[:rows]}, found[-1]
+                    )
+                ]
+            holder = next(rank for rank in range(self._plan.pp) if number in self._plan.stages_of(rank))
+            dist.broadcast_object_list(
+                told,
+                src=dist.get_global_rank(self._group, holder),
+                group=self._group,
+                device=torch.device("cpu"),
             )
-        return self._schedules[name, count]
+            found += told
+        return found
+
+    def _boundary_after(
+        self, number: int, given: Tensor, keywords: dict[str, Tensor], before: _Boundary
+    ) -> _Boundary:
+        part = self._parts[number]
+        were = {module: module.training for module in part.modules()}
+        try:
+            output = part.eval()(given, **keywords)
+        finally:
+            part.train(were[part])  # modules may do more there than note the mode
+            for module, training in were.items():
+                module.training = training
+        reshard(part)
+        if not isinstance(output, Tensor):
+            raise JobError(
+                f"parallel.pp = {self._plan.pp}: stage {number} of {type(part).__name__} puts out a "
+                f"{type(output).__name__}, and stages hand one tensor to each other",
+                "let every part of the model return one tensor, or use pp = 1",
+            )
+        trains = before.requires_grad or any(parameter.requires_grad for parameter in part.parameters())
+        return _Boundary(tuple(output.shape), output.dtype, trains)
 
     def _drive(self, step: Callable[..., Any], batch: Batch) -> Tensor:
         losses: list[Tensor] = []
         step(
-            *(batch.inputs if self._is_first else ()),
-            target=batch.targets if self._is_last else None,
+            *(batch.inputs if 0 in self._parts else ()),
+            target=batch.targets if self._plan.stages - 1 in self._parts else None,
             losses=losses,
             return_outputs=False,  # nobody wants the logits of all micro-batches at once
             **batch.keywords,
@@ -87,22 +203,51 @@ class Pipeline:
             return torch.zeros((), device=batch.samples.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _announce(
-        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        keywords = dict(keywords)
-        self._samples.enter_context(
-            keyed_samples(module, self._seed, keywords.pop(_SAMPLES), self._positions)
-        )
-        return arguments, keywords
-
-    def _end(self, *_: Any) -> None:
-        self._samples.close()
-
     def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
         return self._loss(output, target)
 
 
+@dataclass(frozen=True)
+class _Boundary:
+    """The tensor between two stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    """Something before it is trained."""
+
+    def example(self) -> Tensor:
+        """One without storage, from which torch makes its buffers."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+class _Announcer:
+    """Tells the dropout of one stage its samples: the schedule, and not we, calls the module.
+
+    Which samples a call computes comes with its arguments.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self.seed = 0
+        self.positions: Tensor | None = None
+        self._announced = ExitStack()
+        part.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        part.register_forward_hook(self._end, always_call=True)
+
+    def _begin(
+        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        keywords = dict(keywords)
+        samples = keywords.pop(_SAMPLES)
+        self._announced.enter_context(keyed_samples(module, self.seed, samples, self.positions))
+        return arguments, keywords
+
+    def _end(self, *_: Any) -> None:
+        self._announced.close()
+
+
 _SAMPLES = "wanma_samples"
 """Name under which a micro-batch's samples travel beside the model's own keyword arguments."""
+_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""Names of the actions of torch's schedules that belong to a forward."""

@@ -9,7 +9,8 @@ what is kept between micro-batches (Rajbhandari et al. 2020):
     gradients   ZeRO 2   whole parameters within a step, gradients reduce-scattered per micro-batch
     parameters  ZeRO 3   parameters gathered around each block, forward and backward
 
-In a pipeline torch's schedules reduce once, at the end of the step: gradients are whole until then.
+In a pipeline torch's schedules reduce once, at the end of the step: gradients are whole until then, and so
+are parameters from their first use on.
 
 Context ranks hold the same parameters and other tokens: to the state they are data ranks like others,
 and take part in its sharding. Experts are sharded over the ranks that hold the same ones.
@@ -60,7 +61,8 @@ def shard_data(
         low = DTYPES[plan.precision]
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
-    reshard = plan.shard == "parameters"
+    # A pipeline's schedule says itself when a stage's parameters are gathered and let go.
+    reshard = plan.shard == "parameters" and plan.pp == 1
     if plan.device == "cpu" and plan.shard in ("nothing", "optimizer"):
         # Gloo hides nothing behind compute: with one unit the ranks wait for each other once per step,
         # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole

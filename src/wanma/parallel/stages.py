@@ -2,44 +2,65 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import copy
 
 from torch import nn
 
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.layout import Layout
+from wanma.models.statistics import GroupedBatchNorm
+from wanma.planner.stages import balanced_cuts, wrong_cuts
+
+
+def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
+    """The layout by which a model is cut: its own, or that of a plain sequence of modules.
+
+    Raises:
+        JobError: it is neither declared nor seen how the model's parts follow each other.
+    """
+    name, key = type(model).__name__, f"parallel.pp = {plan.pp}"
+    if any(isinstance(module, GroupedBatchNorm) for module in model.modules()):
+        raise JobError(
+            f"{key}: {name} has batch normalisation, whose statistics a pipeline's schedule would disturb",
+            "use pp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+        )
+    if layout is not None and layout.blocks is not None:
+        return layout
+    if layout is None and type(model) is nn.Sequential:
+        return Layout(blocks="")
+    raise JobError(
+        f"{key}: {name} does not declare its blocks",
+        "use pp = 1, or make the whole model an nn.Sequential, which is cut between its children; "
+        "data-parallel axes (dp_replicate, dp_shard) work with any module",
+    )
 
 
 def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.Module:
-    """Remove from `model`, in place, what pipeline stage `stage` of `plan.stages` does not hold.
+    """A copy of `model` with what pipeline stage `stage` of `plan.stages` holds.
 
     Parameter names stay those of the whole model, so that every stage writes the same checkpoint.
 
-    Returns:
-        `model`.
-
     Raises:
-        JobError: there are fewer blocks than stages.
+        JobError: the plan's cuts do not fit the model's blocks, or there are too few of them.
     """
-    if layout.blocks is None:
-        raise JobError(
-            f"parallel.pp = {plan.pp}: {type(model).__name__} does not declare its blocks",
-            "use pp = 1, or declare a layout with the path of the repeated blocks",
-        )
+    assert layout.blocks is not None
+    model = copy.deepcopy(model)
     blocks = model.get_submodule(layout.blocks)
-    assert isinstance(blocks, nn.ModuleDict)
-    names = list(blocks)
-    cuts = (0, *(plan.stage_cuts or even_cuts(len(names), plan.stages)), len(names))
-    if len(cuts) != plan.stages + 1 or any(a >= b for a, b in pairwise(cuts)):
+    names = [name for name, _ in blocks.named_children()]
+    cuts = plan.stage_cuts or _cuts_by_parameters(blocks, layout, plan)
+    if reason := wrong_cuts(cuts, len(names), plan.stages, bool(layout.first), bool(layout.last)):
+        given = f", stage cuts {list(plan.stage_cuts)}" if plan.stage_cuts else ""
         raise JobError(
-            f"parallel.pp = {plan.pp}: {len(names)} blocks cannot be cut into {plan.stages} stages",
-            f"use at most {len(names)} stages (pp × virtual_stages)",
+            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
+            f"{type(model).__name__} has {len(names)} blocks; use fewer stages (pp × virtual_stages), or "
+            "leave parallel.stage_cuts out",
         )
-    kept = set(names[cuts[stage] : cuts[stage + 1]])
+    bounds = (0, *cuts, len(names))
+    kept = set(names[bounds[stage] : bounds[stage + 1]])
     for name in names:
         if name not in kept:
-            del blocks[name]
+            delattr(blocks, name)  # a sequence's own `del` would number the others anew
     absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
     for path in absent:
         parent, _, child = path.rpartition(".")
@@ -47,8 +68,10 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
     return model
 
 
-def even_cuts(blocks: int, stages: int) -> tuple[int, ...]:
-    """First block of each stage but the first; the last stages get fewer, for they hold the head."""
-    base, extra = divmod(blocks, stages)
-    sizes = [base + (stage < extra) for stage in range(stages)]
-    return tuple(sum(sizes[:stage]) for stage in range(1, stages))
+def _cuts_by_parameters(blocks: nn.Module, layout: Layout, plan: Plan) -> tuple[int, ...]:
+    """For models whose FLOPs the planner could not see; empty where there are too few blocks."""
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.children()]
+    first, last = 0.0 if layout.first else None, 0.0 if layout.last else None
+    if plan.stages > len(sizes) + (first is not None) + (last is not None):
+        return ()
+    return balanced_cuts(sizes, plan.stages, first, last)

@@ -13,12 +13,18 @@ from wanma.job.sections import Job, ParallelSection
 from wanma.models.presets import DecoderDimensions
 from wanma.observe.units import bytes_text
 from wanma.planner.memory import forecast_memory
-from wanma.planner.rules import check_axes, check_dimensions, check_micro_batches, global_batches
+from wanma.planner.rules import (
+    admitted_micro_batches,
+    check_axes,
+    check_dimensions,
+    check_micro_batches,
+    check_stage_cuts,
+    global_batches,
+)
+from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts
 
 MEMORY_SHARE = 0.85
 """Of a device's memory, what a forecast may fill."""
-VIRTUAL_STAGES = {"interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
-"""Stages per rank of schedules that need several, where the job does not say."""
 CPU_TOKENS = 4096
 """Targets per micro-batch on a CPU: larger ones leave the caches and gain nothing."""
 
@@ -68,7 +74,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         sequence=parallel.sequence and parallel.tp > 1,
         context=parallel.context,
         schedule=parallel.schedule,
-        virtual_stages=parallel.virtual_stages or VIRTUAL_STAGES.get(parallel.schedule, 1),
+        virtual_stages=parallel.virtual_stages or VIRTUAL_STAGES[parallel.schedule],
         stage_cuts=tuple(parallel.stage_cuts),
         recompute="none" if parallel.recompute == "auto" else parallel.recompute,
         recompute_share=parallel.recompute_share,
@@ -106,8 +112,11 @@ def complete(
     reasons = [_layout_reason(job, plan)]
     if dimensions is not None:
         check_dimensions(job, plan, dimensions)
+    if dimensions is not None and plan.pp > 1:
+        plan = _cut(job, plan, workload, dimensions.layers)
     if workload is None:
-        plan = replace(plan, micro_batch=job.parallel.micro_batch or max(rows // plan.pp, 1))
+        sizes = admitted_micro_batches(job, plan, max(rows // plan.pp, 1)) or [1]
+        plan = replace(plan, micro_batch=job.parallel.micro_batch or sizes[0])
         check_micro_batches(job, plan)
         return Planned(plan, None)
 
@@ -151,6 +160,18 @@ def complete(
     return Planned(plan, replace(forecast, reasons=tuple(reasons)))
 
 
+def _cut(job: Job, plan: Plan, workload: Workload | None, blocks: int) -> Plan:
+    """The plan with the stages that the job asks for, or with equally dear ones.
+
+    Raises:
+        JobError: the job's cuts, or the number of stages, do not fit the model.
+    """
+    if not plan.stage_cuts:
+        plan = replace(plan, stage_cuts=planned_cuts(workload, plan, blocks))
+    check_stage_cuts(job, plan, blocks)
+    return plan
+
+
 def _automatic(job: Job, cluster: Cluster, device: str) -> ParallelSection:
     """All GPUs as one sharded replica; on CPUs one process with all cores. Sizes that the job gives stay.
 
@@ -180,6 +201,8 @@ def _micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
     Raises:
         JobError: none gives every rank whole groups for batch normalisation.
     """
+    if plan.pp > 1:
+        return admitted_micro_batches(job, plan, largest) or [1]  # which is then refused with the reason
     if not _has_groups(job):
         return [largest >> halvings for halvings in range(largest.bit_length())]
     group = job.model.statistics_group

@@ -5,7 +5,9 @@ Nothing has started when these rules are asked; each names the keys, why, and th
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 from wanma.data.ramp import global_batch
 from wanma.job.cluster import Cluster
@@ -13,6 +15,13 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.presets import DecoderDimensions, model_kind
+from wanma.planner.stages import (
+    INTERLEAVED,
+    SPLIT_BACKWARD,
+    wrong_cuts,
+    wrong_micro_batches,
+    wrong_stages,
+)
 
 
 def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
@@ -54,8 +63,11 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines compute cross entropy",
             "set parallel.pp = 1, or leave model.loss out",
         )
+    if plan.pp > 1:
+        _check_pipeline(plan)
     if plan.cp > 1:
         _check_context(job, plan)
+    _check_sequence(job, plan)
     if min(global_batches(job)) < plan.data_ranks:
         raise JobError(
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
@@ -70,28 +82,74 @@ def check_dimensions(job: Job, plan: Plan, dimensions: DecoderDimensions) -> Non
     Raises:
         JobError: names the keys.
     """
+    _check_tensor(plan, dimensions)
     _check_context_heads(plan, dimensions)
 
 
-def check_micro_batches(job: Job, plan: Plan) -> None:
-    """1F1B keeps every stage busy with a micro-batch of its own, and torch's refuses fewer."""
-    smallest = min(global_batches(job))
-    count = plan.accumulation(smallest)
-    if plan.pp == 1 or plan.schedule != "1f1b" or count >= plan.pp:
+def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
+    """Cuts of a pipeline, the job's or chosen, against a model of `blocks` blocks between two ends.
+
+    Raises:
+        JobError: names the keys.
+    """
+    if plan.pp == 1:
         return
-    rows = math.ceil(smallest / plan.data_ranks)
-    if rows < plan.pp:
+    cuts = job.parallel.stage_cuts or plan.stage_cuts
+    if reason := wrong_cuts(cuts, blocks, plan.stages, first=True, last=True):
+        given = f", parallel.stage_cuts = {list(cuts)}" if job.parallel.stage_cuts else ""
         raise JobError(
-            f"parallel.pp = {plan.pp} stages need as many micro-batches in every step, but "
-            f"train.global_batch = {smallest} gives each of {plan.data_ranks} data ranks {rows} samples",
-            f"raise train.global_batch to at least {(plan.pp - 1) * plan.data_ranks + 1} (in every step of "
-            "train.batch_ramp), lower parallel.pp, or set parallel.schedule = 'gpipe'",
+            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
+            f"leave parallel.stage_cuts out, and use at most {blocks + 2} stages (pp × virtual_stages)",
         )
-    raise JobError(
-        f"parallel.micro_batch = {plan.micro_batch} cuts a data rank's {rows} samples of a step into {count} "
-        f"micro-batches, fewer than parallel.pp = {plan.pp} stages",
-        f"use parallel.micro_batch = {(rows - 1) // (plan.pp - 1)} or less, or parallel.schedule = 'gpipe'",
-    )
+
+
+def check_micro_batches(job: Job, plan: Plan) -> None:
+    """A pipeline's schedule must be able to run the micro-batches of every step.
+
+    Raises:
+        JobError: names the keys, and the nearest size of micro-batch that works.
+    """
+    if plan.pp == 1:
+        return
+    for batch in global_batches(job):
+        count = plan.accumulation(batch)
+        reason = wrong_micro_batches(plan.schedule, plan.pp, count)
+        if reason is None:
+            continue
+        rows = math.ceil(batch / plan.data_ranks)
+        sizes = admitted_micro_batches(job, plan, max(rows, plan.micro_batch))
+        if sizes:
+            nearest = min(sizes, key=lambda size: (abs(size - plan.micro_batch), size))
+            way_out = f"use parallel.micro_batch = {nearest}"
+        else:
+            enough = next(
+                more
+                for more in itertools.count(batch)
+                if not wrong_micro_batches(plan.schedule, plan.pp, math.ceil(more / plan.data_ranks))
+            )
+            way_out = (
+                f"raise train.global_batch to at least {enough} (in every step of train.batch_ramp), "
+                "lower parallel.pp"
+            )
+        raise JobError(
+            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives each of {plan.data_ranks} data "
+            f"ranks {rows} samples, and parallel.micro_batch = {plan.micro_batch} makes them {count} "
+            f"micro-batches: {reason}",
+            f"{way_out}, or parallel.schedule = 'gpipe', which runs any number",
+        )
+
+
+def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
+    """Sizes of micro-batch with which the schedule can run every step of the job, the largest first."""
+    return [
+        size
+        for size in range(largest, 0, -1)
+        if plan.pp == 1
+        or not any(
+            wrong_micro_batches(plan.schedule, plan.pp, replace(plan, micro_batch=size).accumulation(batch))
+            for batch in global_batches(job)
+        )
+    ]
 
 
 def global_batches(job: Job) -> list[int]:
@@ -134,4 +192,56 @@ def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
             f"{dimensions.heads}" + (f" after parallel.tp = {plan.tp}" if plan.tp > 1 else ""),
             "set parallel.context = 'ring', which takes any number of heads, or use a cp × tp that divides "
             "the heads",
+        )
+
+
+def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
+    """Each tensor rank has as many heads, as much of the inner width and as many tokens as the others.
+
+    Key and value heads need not divide: where they do not, each rank computes those it looks at.
+    """
+    sizes = {"heads": dimensions.heads, "feed_forward": dimensions.feed_forward}
+    if dimensions.vocabulary is not None:
+        sizes["vocabulary"] = dimensions.vocabulary
+    for key, size in sizes.items():
+        if size % plan.tp:
+            smaller = [str(tp) for tp in range(1, plan.tp) if all(n % tp == 0 for n in sizes.values())]
+            other = f"make model.{key} a multiple of {plan.tp}"
+            raise JobError(
+                f"parallel.tp = {plan.tp} does not divide model.{key} = {size}",
+                f"set parallel.tp to {' or '.join(smaller)}, or {other}",
+            )
+
+
+def _check_sequence(job: Job, plan: Plan) -> None:
+    """Between the split matrices each tensor rank holds as much of the sequence as the others."""
+    length = job.data.sequence_length
+    if plan.sequence and (job.data.text or job.data.sources) and length % plan.tp:
+        raise JobError(
+            f"data.sequence_length = {length} does not divide among parallel.tp = {plan.tp} ranks",
+            f"make it a multiple of {plan.tp}, or set parallel.sequence = false",
+        )
+
+
+def _check_pipeline(plan: Plan) -> None:
+    """What a pipeline's schedule wants of the rest of the plan."""
+    key = f"parallel.schedule = '{plan.schedule}'"
+    if reason := wrong_stages(plan.schedule, plan.virtual_stages):
+        raise JobError(
+            f"parallel.virtual_stages = {plan.virtual_stages}: {reason}",
+            f"leave parallel.virtual_stages out, or use a schedule of {' or '.join(INTERLEAVED)}",
+        )
+    if plan.schedule not in SPLIT_BACKWARD:
+        return
+    if plan.compile:
+        raise JobError(
+            f"{key} with parallel.compile: a compiled block computes the gradients of its inputs and of its "
+            "weights in one piece, which this schedule takes apart",
+            "set parallel.compile = false, or parallel.schedule = 'interleaved_1f1b'",
+        )
+    if plan.recompute != "none":
+        raise JobError(
+            f"{key} with parallel.recompute = '{plan.recompute}': the gradients of inputs and of weights are "
+            "computed apart, and each part would run the block again",
+            "set parallel.recompute = 'none', or parallel.schedule = 'interleaved_1f1b'",
         )

@@ -13,12 +13,14 @@ from wanma.data.batch import IGNORED, Batch, stack_rows
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dropout import keyed_samples
+from wanma.models.routing import set_loss_factor
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
+from wanma.parallel.pipeline import Loss
 from wanma.parallel.sequence import residual_positions, split_sequence
 from wanma.parallel.shard import begin_micro_batch, reshard
 from wanma.training.cross_entropy import cross_entropy_sum
-from wanma.training.loss import LossFunction
+from wanma.training.loss import LossFunction, whole_output
 
 _EVALUATED_TOGETHER = 4
 """Micro-batches per stage in one run of an evaluating pipeline: its bubble is a fifth of the time."""
@@ -40,8 +42,11 @@ class ForwardBackward:
         Returns:
             (sum of losses, number of targets), both zero where another rank counts the same loss.
         """
+        set_loss_factor(self._parallel.modules(), factor)
         if self._parallel.pipeline is not None:
-            return self._pipelined(batches, factor, backward=True)
+            return self._pipelined(
+                batches, factor, lambda out, to: cross_entropy_sum(out, to) * factor, backward=True
+            )
         loss_sum, targets = self._zero(), self._zero()
         for index, batch in enumerate(batches):
             begin_micro_batch(self._parallel.module, self._plan, last=index == len(batches) - 1)
@@ -63,13 +68,19 @@ class ForwardBackward:
         if self._parallel.pipeline is not None:
             remaining = iter(batches)
             # A schedule keeps what all its micro-batches put out until its end: a few at a time.
+
+            def loss(output: Tensor, of_batch: Tensor) -> Tensor:
+                if of_batch.ndim == 1:
+                    right.add_((whole_output(output).argmax(dim=-1) == of_batch).sum())
+                return cross_entropy_sum(output, of_batch)
+
             while some := list(islice(remaining, _EVALUATED_TOGETHER * self._plan.pp)):
-                some_loss, some_targets = self._pipelined(some, 1.0, backward=False)
+                some_loss, some_targets = self._pipelined(some, 1.0, loss, backward=False)
                 loss_sum += some_loss
                 targets += some_targets
             for module in self._parallel.parts:
                 reshard(module)
-            return loss_sum, targets, right
+            return loss_sum, targets, right if self._grid.counts_loss else self._zero()
         with torch.no_grad():
             for batch in batches:
                 part, output = self._forward(batch)
@@ -77,7 +88,7 @@ class ForwardBackward:
                 loss_sum += batch_loss
                 targets += batch_targets
                 if part.targets.ndim == 1 and not part.targets.is_floating_point():
-                    right += (output.argmax(dim=-1) == part.targets).sum()
+                    right += (whole_output(output).argmax(dim=-1) == part.targets).sum()
         reshard(self._parallel.module)
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
 
@@ -94,7 +105,10 @@ class ForwardBackward:
         positions = residual_positions(batch, self._plan, self._grid.rank)
         return None if positions is None else positions.to(self._grid.device)
 
-    def _pipelined(self, batches: list[Batch], factor: float, backward: bool) -> tuple[Tensor, Tensor]:
+    def _pipelined(
+        self, batches: list[Batch], factor: float, loss: Loss, *, backward: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Sums as of `__call__`; `loss` gives `factor` times those of a micro-batch."""
         pipeline = self._parallel.pipeline
         assert pipeline is not None
         # A schedule wants equal micro-batches; padding rows have no targets and so no gradient.
@@ -102,9 +116,7 @@ class ForwardBackward:
         positions = self._positions(stacked)
         whole = split_sequence(stacked.to(self._grid.device), self._grid)
         run = pipeline.run if backward else pipeline.evaluate
-        scaled = run(
-            whole, positions, len(batches), self._seed, lambda out, to: cross_entropy_sum(out, to) * factor
-        )
+        scaled = run(whole, positions, len(batches), self._seed, loss)
         if backward:
             self._parallel.ties.sum_gradients()
         return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())

@@ -6,9 +6,10 @@ before each step; state is exposed by parameter name, so that checkpoints do not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,16 +35,26 @@ class Updater:
 
     Args:
         rules: trained parameters by name with their rule; frozen ones are left out.
+        copies: name here -> name of the tensor of another stage that a parameter is a copy of. That stage
+            counts and saves it.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], rules: dict[str, GroupRule], train: TrainSection):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        rules: dict[str, GroupRule],
+        train: TrainSection,
+        copies: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.parameters = {name: parameters[name] for name in rules}
+        self.copies = copies
+        self._updates = 0
         self._plain: dict[str, nn.Parameter] = {}
         """Stand-ins without placements, sharing storage, for rules that torch cannot run on DTensors."""
         if train.optimizer == "adafactor":
             self._plain = {name: nn.Parameter(local_part(p)) for name, p in self.parameters.items()}
         updated = self._plain or self.parameters
-        matrices, others = _split_for(train.optimizer, updated)
+        matrices, others = _split_for(train.optimizer, updated, copies)
         self._optimizers: list[Optimizer] = []
         if matrices:
             groups = _groups(matrices, updated, rules)
@@ -54,6 +65,11 @@ class Updater:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
+    def counted_gradients(self) -> list[Tensor]:
+        """Without those of copies: each tensor of the model is counted by one stage."""
+        own = (p for name, p in self.parameters.items() if name not in self.copies)
+        return [p.grad for p in own if p.grad is not None]
+
     def zero_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -63,6 +79,7 @@ class Updater:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
         self._run()
+        self._updates += 1
 
     def allocate_state(self, saved: Iterable[str]) -> None:
         """Make state tensors exist, without changing a parameter: what a checkpoint is loaded into.
@@ -72,7 +89,7 @@ class Updater:
         """
         owners = {name.rpartition(".")[0] for name in saved}
         for name, parameter in self.parameters.items():
-            if name in owners:
+            if self.copies.get(name, name) in owners:
                 parameter.grad = torch.zeros_like(parameter)
         before = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
         decays = [[group["weight_decay"] for group in o.param_groups] for o in self._optimizers]
@@ -93,16 +110,22 @@ class Updater:
             if isinstance(value, Tensor) and key != "step"
         }
 
+    def state_by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """The same by kind, 'exp_avg' and so on, and then by name of the parameter."""
+        kinds: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self.state_tensors().items():
+            of_parameter, _, kind = name.rpartition(".")
+            kinds.setdefault(kind, {})[of_parameter] = tensor
+        return kinds
+
     @property
     def updates(self) -> int:
-        """Optimizer steps that changed the weights."""
-        for _, key, value in self._entries():
-            if key == "step":
-                return int(value)
-        return 0
+        """Optimizer steps that changed the weights; the same on a rank that trains none of them."""
+        return self._updates
 
     @updates.setter
     def updates(self, count: int) -> None:
+        self._updates = count
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 if isinstance(state.get("step"), Tensor):
@@ -127,13 +150,29 @@ class Updater:
                     yield names[id(parameter)], key, value
 
 
-def build_updater(parameters: dict[str, nn.Parameter], train: TrainSection, plan: Plan) -> Updater:
+def build_updater(
+    parameters: dict[str, nn.Parameter],
+    train: TrainSection,
+    plan: Plan,
+    *,
+    trainable: Iterable[str] | None = None,
+    copies: Mapping[str, str] = MappingProxyType({}),
+) -> Updater:
     """The update rule of `train` over a model's parameters; frozen ones stop requiring gradients.
 
+    Args:
+        parameters: of this rank; of a pipeline's stage that is frozen altogether, none are trained.
+        trainable: names of the whole model's parameters that may be trained; None: `parameters` are all.
+        copies: as of `Updater`; a copy follows the rule of the tensor that it is a copy of.
+
     Raises:
-        JobError: a pattern of train.parameter_groups matches nothing, or nothing is left to train.
+        JobError: nothing is left to train.
     """
-    frozen = {name for name in parameters if _is_frozen(name, train)}
+    if trainable is None:
+        trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if all(_is_frozen(name, train) for name in trainable):
+        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
+    frozen = {name for name in parameters if _is_frozen(copies.get(name, name), train)}
     for name in frozen:
         parameters[name].requires_grad_(False)
     if train.optimizer == "adafactor" and (plan.dp_shard > 1 or plan.tp > 1):
@@ -142,12 +181,10 @@ def build_updater(parameters: dict[str, nn.Parameter], train: TrainSection, plan
             f"{plan.dp_shard} and parallel.tp = {plan.tp} split",
             "use dp_replicate, or train.optimizer = 'adamw'",
         )
-    rules = group_rules(
-        {n: p.ndim for n, p in parameters.items() if n not in frozen and p.requires_grad}, train
-    )
-    if not rules:
-        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
-    return Updater(parameters, rules, train)
+    trained = {n: p.ndim for n, p in parameters.items() if n not in frozen and p.requires_grad}
+    by_saved_name = group_rules({copies.get(name, name): ndim for name, ndim in trained.items()}, train)
+    rules = {name: by_saved_name[copies.get(name, name)] for name in trained}
+    return Updater(parameters, rules, train, copies)
 
 
 def check_patterns(names: Iterable[str], train: TrainSection) -> None:
@@ -185,7 +222,9 @@ def _is_frozen(name: str, train: TrainSection) -> bool:
     return group is not None and group.frozen
 
 
-def _split_for(optimizer: str, parameters: dict[str, nn.Parameter]) -> tuple[list[str], list[str]]:
+def _split_for(
+    optimizer: str, parameters: dict[str, nn.Parameter], copies: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """Muon takes hidden matrices; embeddings, heads, norms and biases go to AdamW (Jordan et al. 2024)."""
     if optimizer != "muon":
         return [], list(parameters)
@@ -193,7 +232,7 @@ def _split_for(optimizer: str, parameters: dict[str, nn.Parameter]) -> tuple[lis
     matrices = [
         name
         for name, parameter in parameters.items()
-        if parameter.ndim == 2 and not any(part in name.split(".") for part in outside)
+        if parameter.ndim == 2 and not any(part in copies.get(name, name).split(".") for part in outside)
     ]
     return matrices, [name for name in parameters if name not in set(matrices)]
 

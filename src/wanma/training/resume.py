@@ -104,6 +104,7 @@ def _carry_on(
         rank=worker.rank,
         world_size=worker.world_size,
     )
+    state.complete_ties()
     state.restore(values)
     if state.average is not None and not averages:
         state.average.restart()
@@ -145,6 +146,7 @@ def _start_from(state: TrainingState, path: Path, worker: Worker) -> None:
             "name another checkpoint folder",
         )
     load(path, state.weights(), strict=False)
+    state.complete_ties()
     if state.average is not None:
         state.average.restart()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,17 +44,35 @@ class TrainingState:
         for part in self.parallel.parts:
             reshard(part)  # a user's own evaluation may have left it whole
             persistent = part.state_dict().keys()
-            tensors |= {f"model.{n}": p.detach() for n, p in part.named_parameters()}
+            tensors |= {f"model.{n}": p.detach() for n, p in self._own(dict(part.named_parameters())).items()}
             tensors |= {f"model.{n}": b for n, b in part.named_buffers() if n in persistent}
         return tensors
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it; names are the same for every layout."""
         tensors = self.weights()
-        tensors |= {f"optimizer.{n}": t for n, t in self.updater.state_tensors().items()}
+        for key, of_parameters in self.updater.state_by_kind().items():
+            tensors |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
         if self.average is not None:
-            tensors |= {f"average.{n}": t for n, t in self.average.tensors.items()}
+            tensors |= {f"average.{n}": t for n, t in self._own(self.average.tensors).items()}
         return tensors
+
+    def complete_ties(self) -> None:
+        """After tensors were loaded: give copies that another stage saves what that stage has.
+
+        Every rank calls it.
+        """
+        ties = self.parallel.ties
+        ties.copy_first(dict(self.parallel.named_parameters()))
+        for _, of_parameters in sorted(self.updater.state_by_kind().items()):
+            ties.copy_first(of_parameters)
+        if self.average is not None:
+            ties.copy_first(self.average.tensors)
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Without the copies of what another stage holds."""
+        copies = self.parallel.ties.names
+        return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
     def values(self) -> dict[str, Any]:
         """What is not a tensor, the same on every rank."""

@@ -73,7 +73,13 @@ class Trainer:
         check_patterns(parallel.parameter_names, train)
         self.state = TrainingState(
             parallel,
-            build_updater(dict(parallel.named_parameters()), train, plan),
+            build_updater(
+                dict(parallel.named_parameters()),
+                train,
+                plan,
+                trainable=parallel.trainable_names,
+                copies=parallel.ties.names,
+            ),
             LossScale.start(train),
             WeightAverage(dict(parallel.named_parameters()), train.weight_average)
             if train.weight_average > 0
@@ -101,6 +107,7 @@ class Trainer:
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
+        self._noted: dict[str, Tensor] = {}
         self._step_started = time.perf_counter()
 
     def __enter__(self) -> Trainer:
@@ -150,7 +157,7 @@ class Trainer:
                 factor=self.factor(global_batch) / state.parallel.sharded.divisor,
                 scale=state.scale,
             )
-            commit_statistics(state.parallel, self.plan, agreement.is_finite)
+            self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite)
         with self.phases.phase("optimizer"):
             applied = apply_update(agreement, state.updater, train, rate, state.scale)
             if applied and state.average is not None:
@@ -188,6 +195,7 @@ class Trainer:
                 "learning_rate": self._rate,
                 "phases": phases,
                 "memory_bytes": peak_memory_bytes(self.grid.device.type),
+                **self._expert_numbers(agreement),
                 **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
                 if self._flops_per_sample is None
@@ -279,6 +287,13 @@ class Trainer:
         phases["communication"] += inside
         phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
         return phases
+
+    def _expert_numbers(self, agreement: Agreement) -> dict[str, float]:
+        """What the record says of experts: how uneven their load is, and the loss against it, per target."""
+        numbers = {name: float(number) for name, number in self._noted.items()}
+        if "balance_loss" in numbers:
+            numbers["balance_loss"] /= agreement.targets
+        return numbers
 
     def _report_saves(self, results: list[SaveResult], goes_on: str = "; training goes on") -> None:
         for result in results:

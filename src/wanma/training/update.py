@@ -63,7 +63,7 @@ def agree(
         WanmaError: nothing in the batch has a target, or a number is not finite and
             train.non_finite is "stop"; every rank raises the same message.
     """
-    share = squared_norm_share(updater.gradients(), grid.plan).to(grid.device)
+    share = squared_norm_share(updater.counted_gradients(), grid.plan).to(grid.device)
     numbers = torch.stack(
         [
             share,
@@ -109,8 +109,9 @@ def apply_update(
     factor = agreement.correction
     if train.gradient_clip > 0:
         factor *= min(1.0, train.gradient_clip / (agreement.gradient_norm + 1e-6))
-    if not math.isclose(factor, 1.0, rel_tol=1e-15):
-        torch._foreach_mul_([local_part(gradient) for gradient in updater.gradients()], factor)
+    gradients = [local_part(gradient) for gradient in updater.gradients()]
+    if gradients and not math.isclose(factor, 1.0, rel_tol=1e-15):
+        torch._foreach_mul_(gradients, factor)
     updater.step(rate)
     updater.zero_gradients()
     scale.succeeded()

@@ -1,0 +1,181 @@
+"""Pipelines before anything starts: where a model is cut, what its schedules admit, what their bubbles cost.
+
+Pure functions, without torch. Which schedule puts which stage on which rank is `Plan.stages_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from wanma.job.forecast import Workload
+from wanma.job.plan import Plan
+from wanma.job.sections import Schedule
+
+VIRTUAL_STAGES: dict[Schedule, int] = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+"""Stages per rank where the job does not say; all but the interleaved schedules allow no other number."""
+INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubble")
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""They compute the gradients of a stage's inputs first and those of its weights later, in the bubble."""
+
+_EVENNESS = 1 << 20
+"""Steps into which the largest stage's cost is divided when equally good cuts are told apart."""
+
+
+def planned_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[int, ...]:
+    """Cut a model of `blocks` blocks between two ends by the FLOPs of its layers.
+
+    Args:
+        workload: its first layer is what comes before the blocks, its last what comes after them. Where
+            it does not show as many blocks, or is not known, all are taken to cost the same.
+
+    Returns:
+        as `Plan.stage_cuts`; empty where there is not enough for every stage to hold something.
+    """
+    if plan.stages > blocks + 2:
+        return ()
+    costs, first_cost, last_cost = [1.0] * blocks, 0.0, 0.0
+    if workload is not None and sum(layer.count for layer in workload.layers) == blocks + 2:
+        first, *middle, last = workload.layers
+        # Backward is twice the forward; recompute runs a block's forward once more, and never the ends'.
+        again = plan.recompute_share if plan.recompute == "full" else 0.0
+        costs = [(3.0 + again) * layer.flops_per_sample for layer in middle for _ in range(layer.count)]
+        first_cost, last_cost = 3.0 * first.flops_per_sample, 3.0 * last.flops_per_sample
+    return balanced_cuts(costs, plan.stages, first_cost, last_cost)
+
+
+def balanced_cuts(
+    costs: Sequence[float], stages: int, first_cost: float | None, last_cost: float | None
+) -> tuple[int, ...]:
+    """Cut a row of blocks into stages so that the dearest stage is as cheap as can be: it sets the pace.
+
+    Among the best cuts the most even one is taken, by the sum of squares; among those, the one that gives
+    earlier stages fewer blocks, for they keep the activations of more micro-batches.
+
+    Args:
+        costs: of each block, not negative.
+        first_cost: of what the first stage holds beside its blocks. None: nothing, so it needs a block.
+        last_cost: likewise of the last stage.
+
+    Returns:
+        first block of each stage but the first.
+
+    Raises:
+        ValueError: there are more stages than blocks and ends to fill them.
+    """
+    blocks = len(costs)
+    if stages > blocks + (first_cost is not None) + (last_cost is not None) or stages < 1:
+        raise ValueError(f"{blocks} blocks cannot be cut into {stages} stages")
+    totals = [0.0, *accumulate(costs)]
+    ends: list[float | None] = [None] * stages
+    for stage, end in ((0, first_cost), (stages - 1, last_cost)):
+        if end is not None:
+            ends[stage] = (ends[stage] or 0.0) + end
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        """Infinite for a stage that would hold nothing."""
+        end = ends[stage]
+        if end is None:
+            return totals[stop] - totals[start] if start < stop else math.inf
+        return totals[stop] - totals[start] + end
+
+    # limits[start]: of the stages from `stage` on, which hold the blocks from `start` on, the dearest's cost.
+    limits = [cost(stages - 1, start, blocks) for start in range(blocks + 1)]
+    for stage in range(stages - 2, -1, -1):
+        limits = [
+            min(max(cost(stage, start, stop), limits[stop]) for stop in range(start, blocks + 1))
+            for start in range(blocks + 1)
+        ]
+    limit = limits[0]
+
+    def unevenness(stage: int, start: int, stop: int) -> float:
+        here = cost(stage, start, stop)
+        return round(here / (limit or 1.0) * _EVENNESS) ** 2 if here <= limit else math.inf
+
+    rest = [unevenness(stages - 1, start, blocks) for start in range(blocks + 1)]
+    choices: list[list[int]] = []
+    for stage in range(stages - 2, -1, -1):
+        sums = [
+            [unevenness(stage, start, stop) + rest[stop] for stop in range(start, blocks + 1)]
+            for start in range(blocks + 1)
+        ]
+        rest = [min(of_start) for of_start in sums]
+        choices.append([start + of_start.index(min(of_start)) for start, of_start in enumerate(sums)])
+    cuts: list[int] = []
+    for choice in reversed(choices):
+        cuts.append(choice[cuts[-1] if cuts else 0])
+    return tuple(cuts)
+
+
+def wrong_cuts(cuts: Sequence[int], blocks: int, stages: int, first: bool, last: bool) -> str | None:
+    """What is wrong with the cuts of a model of `blocks` blocks; None when they are right.
+
+    Args:
+        first: whether the first stage holds something beside blocks, and so needs none.
+        last: likewise the last stage.
+    """
+    if stages > blocks + first + last:
+        return f"{blocks} blocks cannot be cut into {stages} stages"
+    if len(cuts) != stages - 1:
+        return f"{stages} stages need {stages - 1} cuts, not {len(cuts)}"
+    bounds = (0, *cuts, blocks)
+    if any(not 0 <= cut <= blocks for cut in cuts):
+        return f"cuts lie between 0 and {blocks}, the number of blocks"
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        if start > stop:
+            return f"cuts rise: {stop} comes after {start}"
+        if start == stop and not (first and stage == 0) and not (last and stage == stages - 1):
+            return f"stage {stage} of {stages} would hold nothing"
+    return None
+
+
+def wrong_stages(schedule: Schedule, virtual_stages: int) -> str | None:
+    """Why `schedule` cannot have so many stages per rank; None when it can."""
+    needed = VIRTUAL_STAGES[schedule]
+    if schedule in INTERLEAVED or virtual_stages == needed:
+        return None
+    return f"schedule '{schedule}' has {needed} stage{'s' if needed > 1 else ''} on each rank"
+
+
+def wrong_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
+    """Why `schedule` cannot run so many micro-batches on `pp` ranks; None when it can.
+
+    The rules of torch's own classes, 2.11 to 2.13. Those that are not asked before a run raise in one
+    rank or another, or leave ranks waiting for each other.
+    """
+    if schedule == "1f1b" and micro_batches < pp:
+        return f"schedule '1f1b' needs at least as many as stages, {pp}"
+    if schedule == "dualpipev" and micro_batches < 2 * pp:
+        return f"schedule 'dualpipev' needs at least as many as stages, {2 * pp}"
+    if schedule in INTERLEAVED and micro_batches % (rounds := max(micro_batches // pp, 1)):
+        return (
+            f"schedule '{schedule}' runs them in rounds of {pp} or more, "
+            f"and {micro_batches} do not divide into {rounds} equal rounds"
+        )
+    return None
+
+
+def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:
+    """Share of a step's time in which a rank waits, between the first forward and the last backward.
+
+    For equal stages, free communication, and a backward that takes twice the forward, one half for the
+    inputs' and one for the weights' gradients. In units of one stage's forward, with p ranks, v stages
+    each and m micro-batches, a rank works 3·v·m and waits
+
+        gpipe, 1f1b               3 (p − 1)      Huang et al. 2019, Narayanan et al. 2021 (section 2.2.1)
+        interleaved_1f1b          3 (p − 1)      Narayanan et al. 2021 (section 2.2.2)
+        interleaved_zero_bubble     (p − 1)      Qi et al. 2023 (section 2.3, ZB-H1)
+        zbv                         (p − 1)      Qi et al. 2023 (section 6): nothing but the ranks' start one
+                                                 after the other, from m = 2p − 1 on
+        dualpipev                 2 (p − 1)      DeepSeek 2024 (table 2), without overlapped computation
+    """
+    waits = {"gpipe": 3, "1f1b": 3, "interleaved_1f1b": 3, "dualpipev": 2}.get(schedule, 1) * (pp - 1)
+    return waits / (3 * virtual_stages * micro_batches + waits)
