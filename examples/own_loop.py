@@ -1,14 +1,14 @@
 """wanma inside one's own loop: the forward pass and the loss are yours, the rest is the job's.
 
 python examples/own_loop.py                        # one process
-wanma launch examples/own_loop.py --ranks 2        # two
+wanma launch --ranks 2 examples/own_loop.py        # two
 """
 
 import os
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import wanma
@@ -17,7 +17,8 @@ import wanma
 def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     job = {
-        "train": {"steps": 200, "global_batch": 64, "learning_rate": 5e-3, "seed": 1},
+        "data": {"validation_fraction": 0.1},
+        "train": {"steps": 200, "global_batch": 64, "learning_rate": 5e-3, "validate_every_steps": 50},
         "parallel": {"dp_replicate": ranks},
         "checkpoint": {"every_steps": 100},
         "observe": {"name": "own-loop", "log_every_steps": 50},
@@ -27,9 +28,14 @@ def main() -> None:
     data = TensorDataset(x, (x.sum(dim=1) > 0).long())
     with wanma.session(job) as session:
         model = session.prepare(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)))
-        for batch in session.batches(data):
+
+        def losses(batch: wanma.Batch) -> Tensor:
+            """One per sample: wanma sums them and divides once by the global batch."""
             logits = model(*batch.inputs)
-            session.step(F.cross_entropy(logits, batch.targets, reduction="none"))
+            return F.cross_entropy(logits, batch.targets, reduction="none")
+
+        for batch in session.batches(data, validate=losses):
+            session.step(losses(batch))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +14,10 @@ import torch.nn.functional as F
 import wanma
 from support.compare import same_numbers, same_tensors
 from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
-from support.own_loop import loop, loop_in_rank
+from support.own_loop import loop, loop_in_rank, per_sample
+from support.own_loop import session_job as job
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.plan import Plan
-
-
-def job(**sections: Any) -> dict[str, Any]:
-    train = {
-        "precision": "fp64",
-        "steps": 4,
-        "global_batch": 7,
-        "learning_rate": 1e-2,
-        "validation_samples": 4,
-        **sections.pop("train", {}),
-    }
-    return {
-        "model": {"factory": "support.own:Plain"},
-        "train": train,
-        "checkpoint": {"every_steps": 0},
-        "observe": {"console": "quiet"},
-        **sections,
-    }
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """A session sets this process's threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +36,15 @@ def test_a_session_alone_gives_the_numbers_of_a_whole_job(trained: Outcome, tmp_
         assert (tmp_path / "run" / name).exists(), name
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"dp_replicate": 2},
-        {"dp_shard": 2, "micro_batch": 1},
-        {"dp_shard": 2, "shard": "optimizer", "micro_batch": 2},
-    ],
-    ids=["2 replicas", "ZeRO 3, accumulating", "ZeRO 1, accumulating"],
-)
+LAYOUTS = {
+    "2 replicas": {"dp_replicate": 2},
+    "ZeRO 3, accumulating": {"dp_shard": 2, "micro_batch": 1},
+    "ZeRO 1, accumulating": {"dp_shard": 2, "shard": "optimizer", "micro_batch": 2},
+}
+on_each_layout = pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@on_each_layout
 def test_a_session_on_two_ranks_gives_the_same_numbers(
     parallel: dict[str, Any], trained: Outcome, tmp_path: Path
 ) -> None:
@@ -90,10 +65,6 @@ def test_a_session_carries_on_where_it_was_left(trained: Outcome, tmp_path: Path
     run = Outcome(tmp_path)
     assert run.losses == pytest.approx(trained.losses, rel=1e-10)
     same_tensors(trained.tensors(), run.tensors(), 1e-10)
-
-
-def per_sample(model: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(model(*batch.inputs), batch.targets, reduction="none")
 
 
 def test_targets_that_are_ignored_do_not_count_in_ones_own_losses(tmp_path: Path) -> None:
@@ -205,3 +176,60 @@ def test_the_jobs_threads_are_used(tmp_path: Path) -> None:
     with wanma.session(job(cluster={"threads_per_rank": 1}), run_directory=tmp_path):
         assert torch.get_num_threads() == 1
     assert json.loads((tmp_path / "plan.json").read_text())["plan"]["threads_per_rank"] == 1
+
+
+def test_the_batches_are_given_once(tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        model = session.prepare(seeded(Plain))
+        for batch in session.batches(Numbers()):
+            session.step(per_sample(model, batch))
+        with pytest.raises(wanma.WanmaError, match=r"session\.batches was called twice"):
+            session.batches(Numbers())
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        (None, "the losses are NoneType, not a tensor"),
+        ([1.0], "the losses are list, not a tensor"),
+        (torch.ones(7), "have no gradient"),
+    ],
+    ids=["nothing", "a list", "detached"],
+)
+def test_losses_that_cannot_be_are_refused(losses: Any, told: str, tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        session.prepare(seeded(Plain))
+        next(session.batches(Numbers()))
+        with pytest.raises(wanma.WanmaError, match=told):
+            session.step(losses)
+
+
+def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
+    with (
+        wanma.session(job(), run_directory=tmp_path) as session,
+        pytest.raises(wanma.WanmaError, match=r"takes an nn\.Module, not type"),
+    ):
+        session.prepare(Plain)
+
+
+def test_a_process_group_of_ones_own_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with (
+            pytest.raises(wanma.WanmaError, match="leave init_process_group to wanma"),
+            wanma.session(job(), run_directory=tmp_path / "run"),
+        ):
+            pass
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_data_threads_end_with_the_session_whatever_the_program_keeps(tmp_path: Path) -> None:
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        model = session.prepare(seeded(Plain))
+        batches = session.batches(Numbers())
+        session.step(per_sample(model, next(batches)))
+    assert [thread.name for thread in threading.enumerate() if "wanma-loader" in thread.name] == []
+    assert list(batches) == []

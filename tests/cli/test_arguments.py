@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from wanma.cli.arguments import chosen_run
-from wanma.cli.commands.launch import take_ranks
 from wanma.cli.commands.train import _options_as_overrides
 from wanma.cli.parser import build_parser, parse
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import WanmaError
 
 
 def chosen(folder: Path, name: str | None) -> str:
@@ -58,26 +57,3 @@ def test_options_for_several_machines_are_keys_of_the_job() -> None:
         "checkpoint.resume=false",
     ]
     assert _options_as_overrides(parse(build_parser(), ["train", "a.toml"])) == []
-
-
-@pytest.mark.parametrize(
-    ("before", "rest", "ranks", "script_gets"),
-    [
-        (2, ["--rate", "3", "x"], 2, ["--rate", "3", "x"]),
-        (None, ["--rate", "3", "--ranks", "4", "x"], 4, ["--rate", "3", "x"]),
-        (None, ["--ranks=4"], 4, []),
-        (2, ["a", "--", "--ranks", "7"], 2, ["a", "--ranks", "7"]),
-        (2, ["--rank", "7"], 2, ["--rank", "7"]),
-    ],
-)
-def test_ranks_may_stand_before_or_after_the_script_and_the_rest_is_the_scripts(
-    before: int | None, rest: list[str], ranks: int, script_gets: list[str]
-) -> None:
-    assert take_ranks(before, rest) == (ranks, script_gets)
-
-
-def test_ranks_must_be_given() -> None:
-    with pytest.raises(JobError, match="give --ranks N"):
-        take_ranks(None, ["--", "--ranks", "7"])
-    with pytest.raises(JobError, match="give --ranks N"):
-        take_ranks(0, [])

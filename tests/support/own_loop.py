@@ -7,25 +7,55 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import wanma
 from support.own import Numbers, Plain, seeded
+from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Worker, current_worker
 
 
-def loop(job: dict[str, Any], run_directory: Path | None = None) -> list[int]:
+def session_job(**sections: Any) -> dict[str, Any]:
+    """Four steps of seven samples in fp64; keyword arguments replace sections, but `train` is added to."""
+    train = {
+        "precision": "fp64",
+        "steps": 4,
+        "global_batch": 7,
+        "learning_rate": 1e-2,
+        "validation_samples": 4,
+        **sections.pop("train", {}),
+    }
+    return {
+        "model": {"factory": "support.own:Plain"},
+        "train": train,
+        "checkpoint": {"every_steps": 0},
+        "observe": {"console": "quiet"},
+        **sections,
+    }
+
+
+def per_sample(model: nn.Module, batch: wanma.Batch) -> Tensor:
+    """The losses of a batch."""
+    return F.cross_entropy(model(*batch.inputs), batch.targets, reduction="none", ignore_index=-100)
+
+
+def loop(job: dict[str, Any], run_directory: Path | None = None, validates: bool = False) -> list[int]:
     """Train; returns the samples that this process computed, in order."""
     seen: list[int] = []
     with wanma.session(job, run_directory=run_directory) as session:
         model = session.prepare(seeded(Plain))
-        for batch in session.batches(Numbers()):
+
+        def losses(batch: wanma.Batch) -> Tensor:
+            return per_sample(model, batch)
+
+        for batch in session.batches(Numbers(), validate=losses if validates else None):
             seen += batch.samples[batch.real].tolist()
-            losses = F.cross_entropy(model(*batch.inputs), batch.targets, reduction="none", ignore_index=-100)
-            session.step(losses)
+            session.step(losses(batch))
     return seen
 
 
-def loop_in_rank(worker: Worker, job: dict[str, Any], run_directory: Path) -> list[int]:
+def loop_in_rank(worker: Worker, job: dict[str, Any], run_directory: Path, *more: Any) -> list[int]:
     """`loop` as a process that `wanma launch` started."""
+    RunDirectory(run_directory).create()
     current_worker.set(replace(worker, run_directory=run_directory))
-    return loop(job)
+    return loop(job, None, *more)

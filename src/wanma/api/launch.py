@@ -2,65 +2,93 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import runpy
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+from wanma.api.records import events_so_far, only_one, record_end
+from wanma.api.session import OWN_MODEL, SESSION, launched_cluster
 from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
-from wanma.elastic.node import Node
 from wanma.engines.local import run as run_local
 from wanma.hardware.discover import discover
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.load import job_from, parse_override
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ClusterSection, ObserveSection
-from wanma.job.worker import Worker, current_worker
-from wanma.observe.console import open_console
+from wanma.job.worker import Event, Worker, current_worker
+from wanma.observe.console import Console, open_console
 
 PRELOAD = ("torch", "torch._dynamo", "wanma.api.session", "wanma.training.session")
 
 
-def launch_script(script: Path, arguments: list[str], ranks: int, run_directory: Path | None = None) -> int:
+def launch_script(
+    script: Path,
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    run_directory: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> int:
     """Run `script` once per rank; its `wanma.session` finds its rank by itself.
 
     Args:
+        arguments: the script's own.
+        ranks: processes on this machine, and on each of the others.
         run_directory: default: runs / the script's name.
+        overrides: keys of `[cluster]`, e.g. 'cluster.nodes=2'.
 
     Returns:
         the exit code, as of `train_job`.
+
+    Raises:
+        WanmaError: before anything was started.
     """
-    run = RunDirectory((run_directory or Path("runs") / script.stem).absolute())
+    section = cluster_section(overrides)
+    run = RunDirectory(run_directory or Path("runs") / script.stem)
     run.create()
-    cluster = discover()
-    has_gpu = any(node.devices for node in cluster.nodes)
-    threads = max(cluster.nodes[0].cores // ranks, 1)
-    plan = Plan(dp_replicate=ranks, threads_per_rank=threads, device="cuda" if has_gpu else "cpu")
-    environment = worker_environment(ClusterSection(), plan)
-    launch = Launch(
-        run_directory=run.path,
-        entry="wanma.api.launch:run_script",
-        payload=json.dumps([str(script.absolute()), arguments]).encode(),
-        preload=PRELOAD,
-        ranks_per_node=ranks,
-        threads_per_rank=threads,
-        environment=environment,
-    )
-    node = Node.start(PRELOAD, environment)
-    with open_console(run, ObserveSection(), steps=0) as console:
-        outcome = run_local(launch, console.write, node)
-        if outcome.failure is not None:
-            console.write({"kind": "message", "level": "error", "text": outcome.message})
+    with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run) as console:
+        earlier = events_so_far(run)
+        outcome = run_local(_launch(run, script, arguments, ranks, section), console.write)
+        failure = outcome.message if outcome.failure is not None else None
+        if failure is not None:
+            console.write({"kind": "message", "level": "error", "text": failure})
+        if run.job.exists():  # a session was opened here: this is a run
+            record_end(run, failure, console.write, earlier)
     return outcome.exit_code
+
+
+def cluster_section(overrides: Sequence[str]) -> ClusterSection:
+    """The `[cluster]` of `overrides`; of the rest of a job the script itself decides.
+
+    Raises:
+        JobError: another section's key, or a wrong value.
+    """
+    for text in overrides:
+        if (path := parse_override(text).path)[0] != "cluster":
+            raise JobError(
+                f"wanma launch: {'.'.join(path)} is for the script to say, which makes the job",
+                "keys of [cluster] can be given here, e.g. cluster.hang_seconds=900",
+            )
+    return job_from({"model": {"factory": OWN_MODEL}}, overrides).cluster
 
 
 def run_script(worker: Worker, payload: bytes) -> None:
     """Entry of each rank: the script as `__main__`, with its own arguments and folder."""
-    script, arguments = json.loads(payload)
-    sys.argv = [script, *arguments]
+    order = json.loads(payload)
+    script = order["script"]
+    sys.argv = [script, *order["arguments"]]
     sys.path.insert(0, str(Path(script).parent))
     current_worker.set(worker)
+    launched_cluster.set(ClusterSection(**order["cluster"]))
     # The names that scripts for torchrun read.
     os.environ.update(
         RANK=str(worker.rank), LOCAL_RANK=str(worker.local_rank), WORLD_SIZE=str(worker.world_size)
@@ -69,4 +97,73 @@ def run_script(worker: Worker, payload: bytes) -> None:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            raise RuntimeError(f"{script} left with exit code {leaving.code}") from leaving
+            why = f"exit code {leaving.code}" if isinstance(leaving.code, int) else str(leaving.code)
+            raise WanmaError(f"{Path(script).name} ended itself: {why}") from leaving
+
+
+def _launch(
+    run: RunDirectory, script: Path, arguments: Sequence[str], ranks: int, section: ClusterSection
+) -> Launch:
+    cluster = discover()
+    has_gpu = section.device != "cpu" and any(node.devices for node in cluster.nodes)
+    threads = section.threads_per_rank or max(cluster.nodes[0].cores // ranks, 1)
+    plan = Plan(
+        dp_replicate=ranks * section.nodes,
+        threads_per_rank=threads,
+        device="cuda" if has_gpu else "cpu",
+    )
+    given = section.model_dump(mode="json", exclude_unset=True)
+    order = {"script": str(script.absolute()), "arguments": list(arguments), "cluster": given}
+    return Launch(
+        run_directory=run.path.absolute(),
+        entry="wanma.api.launch:run_script",
+        payload=json.dumps(order).encode(),
+        preload=PRELOAD,
+        ranks_per_node=ranks,
+        threads_per_rank=threads,
+        nodes=section.nodes,
+        node_rank=section.node_rank,
+        rendezvous=section.rendezvous,
+        interface=section.interface,
+        environment=worker_environment(section, plan),
+        start_seconds=section.start_seconds,
+        hang_seconds=section.hang_seconds,
+        job_hash=_agreed(script, arguments, ranks, section),
+    )
+
+
+def _agreed(script: Path, arguments: Sequence[str], ranks: int, section: ClusterSection) -> str:
+    """What the machines of one launch must have in common, wherever the script lies on each."""
+    placeless = section.model_copy(update={"node_rank": None, "interface": None, "threads_per_rank": None})
+    together = [list(arguments), ranks, placeless.model_dump(mode="json")]
+    content = script.read_bytes() + json.dumps(together, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class _ScriptConsole:
+    """The console that the script's job asks for, from when its session says so; plain lines before."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._stack = ExitStack()
+        self._console: Console | None = None
+        self._before = Console(run, 0, sys.stdout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self._console is None:
+            self._before.line(f"run directory: {self._run.path}")
+
+    def write(self, event: Event) -> None:
+        if self._console is not None:
+            self._console.write(event)
+        elif event["kind"] == SESSION:
+            observe = ObserveSection(**event["observe"])
+            self._console = self._stack.enter_context(open_console(self._run, observe, event["steps"]))
+        elif "text" in event:
+            self._before.show(event)

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import importlib.metadata
 import json
-import os
 import pickle
-import platform
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.planning import Prepared, first_layout, notes, prepare_job
-from wanma.data.tokenizer import load_tokenizer
+from wanma.api.records import (
+    changes,
+    events_so_far,
+    only_one,
+    record_end,
+    run_directory_of,
+    write_down,
+    write_down_accepted,
+)
 from wanma.elastic.environment import worker_environment
-from wanma.elastic.launch import Launch, Outcome
+from wanma.elastic.launch import Launch
 from wanma.elastic.node import Node
 from wanma.engines.local import run as run_local
-from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
-from wanma.job.load import load_job
+from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory, write_atomically, write_json
+from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
 from wanma.job.worker import Event
-from wanma.job.write import differences, job_hash, mathematics_hash, to_toml
-from wanma.models.presets import model_kind
-from wanma.observe.console import Console, open_console
-from wanma.observe.jsonl import START_FAILED, append_event
+from wanma.job.write import job_hash
+from wanma.observe.console import open_console
 from wanma.observe.preparing import show_preparing
-from wanma.report.html import write_report
-from wanma.report.read import read_report
 from wanma.training.request import Request
 
 if TYPE_CHECKING:
@@ -74,9 +72,9 @@ def train_job(
         with show_preparing(quiet=job.observe.console == "quiet") as progress:
             prepared = prepare_job(job, cluster, start, objects=objects, progress=progress)
         run.create()
-        with _only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
+        with only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, objects or {})
-            earlier = len(read_report(run, brief=True).events)
+            earlier = events_so_far(run)
             told = [*changes(run, job), *notes(job, prepared.planned)]
             is_new = not run.job.exists()
             if is_new:
@@ -86,28 +84,20 @@ def train_job(
                     console.write({"kind": "message", "level": "info", "text": note})
 
                 def on_event(event: Event) -> None:
-                    # Only a job that its ranks have accepted replaces the one that the checkpoints are of.
                     if event["kind"] == "start" and not is_new:
-                        try:
-                            write_down(run, job, prepared, command_line or [])
-                        except WanmaError as error:
-                            console.write({"kind": "message", "level": "warning", "text": str(error)})
+                        write_down_accepted(run, job, prepared, command_line or [], console.write)
                     console.write(event)
 
                 outcome = run_local(launch, on_event, node)
-                if outcome.failure is not None and on_failure is None:
-                    console.write({"kind": "message", "level": "error", "text": outcome.message})
-                _end(run, outcome, console, earlier)
-            if outcome.failure is not None and on_failure is not None:
-                on_failure(outcome.message)
+                failure = outcome.message if outcome.failure is not None else None
+                if failure is not None and on_failure is None:
+                    console.write({"kind": "message", "level": "error", "text": failure})
+                record_end(run, failure, console.write, earlier)
+            if failure is not None and on_failure is not None:
+                on_failure(failure)
             return outcome.exit_code
     finally:
         node.close()
-
-
-def run_directory_of(job: Job, given: Path | str | None) -> RunDirectory:
-    """Where the files of a run of `job` go: `given`, or what `[observe]` says."""
-    return RunDirectory(Path(given or Path(job.observe.runs) / (job.observe.name or "run")))
 
 
 def dry_run(job: Job) -> RenderableType:
@@ -178,111 +168,3 @@ def _agreed(job: Job, plan: Plan) -> str:
     together = {**plan.to_json(), "threads_per_rank": 0, "compile": False}  # each machine's own affair
     plans = hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()[:16]
     return f"{job_hash(placeless)}-{plans}"
-
-
-def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> None:
-    """Write job.toml, plan.json, environment.json and the tokenizer.
-
-    Raises:
-        WanmaError: the run directory cannot be written to.
-    """
-    try:
-        write_atomically(run.job, to_toml(job))
-        write_json(run.plan, prepared.to_json())
-        write_json(run.environment, _environment(command_line))
-        if model_kind(job.model) == "tokens" and not job.data.factory:
-            (run.path / "tokenizer").mkdir(exist_ok=True)
-            load_tokenizer(job.data.tokenizer).save(run.path / "tokenizer")
-    except OSError as error:
-        raise WanmaError(
-            f"cannot write to the run directory {run.path}: {error.strerror or error}",
-            "free some space, or choose another with --run-dir DIR",
-            EXIT_USAGE,
-        ) from error
-
-
-def changes(run: RunDirectory, job: Job) -> list[str]:
-    """What is new in the job's mathematics since the run directory's last run, one line for each key."""
-    if not run.job.exists():
-        return []
-    try:
-        before = load_job(run.job)
-    except JobError as error:
-        return [f"the run directory's old job.toml cannot be read and is replaced: {error.message}"]
-    if mathematics_hash(before) == mathematics_hash(job):
-        return []
-    return [
-        f"changed since this run's last start: {key} = {old!r} → {new!r}"
-        for key, old, new in differences(before, job)
-        if key.split(".")[0] in ("model", "data", "train")
-    ]
-
-
-def _environment(command_line: list[str]) -> dict[str, Any]:
-    packages = ("wanma", "torch", "numpy", "safetensors", "tokenizers")
-    return {
-        "command_line": command_line,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "packages": {name: importlib.metadata.version(name) for name in packages},
-        "executable": sys.executable,
-        "working_directory": str(Path.cwd()),
-        "cpu_count": os.cpu_count(),
-    }
-
-
-@contextlib.contextmanager
-def _only_one(run: RunDirectory) -> Iterator[None]:
-    """Two trainings in one run directory would overwrite each other's records."""
-    with (run.path / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise WanmaError(
-                f"another process is training in {run.path}",
-                "wait for it, stop it with Ctrl-C, or choose another directory with --run-dir DIR",
-                EXIT_USAGE,
-            ) from None
-        yield
-
-
-def _end(run: RunDirectory, outcome: Outcome, console: Console, earlier: int) -> None:
-    """Write down a failure that the ranks no longer could, and the report.
-
-    Args:
-        earlier: events that the run directory held before this start.
-    """
-    try:
-        if outcome.failure is not None:
-            _write_failure(run, outcome.message, earlier)
-    except (OSError, WanmaError) as error:
-        console.write({"kind": "message", "level": "warning", "text": f"the end was not recorded: {error}"})
-    report_or_say(run, console.write)
-
-
-def _write_failure(run: RunDirectory, text: str, earlier: int) -> None:
-    """Record why this start failed; a run that had begun earlier stays what it was if this start never did.
-
-    Of several machines that share the run directory, the first to come writes it.
-    """
-    events = read_report(run, brief=True).events
-    before, since = events[:earlier], events[earlier:]
-    if any(event["kind"] == START_FAILED or event.get("outcome") == "failed" for event in since):
-        return
-    if _has_start(before) and not _has_start(since):
-        append_event(run, START_FAILED, text=text)
-    else:
-        append_event(run, "finish", outcome="failed", text=text)
-
-
-def _has_start(events: Sequence[Event]) -> bool:
-    return any(event["kind"] == "start" for event in events)
-
-
-def report_or_say(run: RunDirectory, write: Callable[[Event], None]) -> None:
-    """Write the report; a run is no failure because that could not be done, so it is only told."""
-    try:
-        write_report(run)
-    except (OSError, WanmaError) as error:
-        write({"kind": "message", "level": "warning", "text": f"no report was written: {error}"})

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.planning import Prepared, first_layout, notes
-from wanma.api.run import changes, report_or_say, run_directory_of, write_down
+from wanma.api.planning import Prepared, first_layout, notes, peak_flops_per_second
+from wanma.api.records import (
+    changes,
+    events_so_far,
+    only_one,
+    record_end,
+    run_directory_of,
+    write_down,
+    write_down_accepted,
+)
+from wanma.job.errors import WanmaError
+from wanma.job.forecast import Workload
 from wanma.job.load import job_from
+from wanma.job.read import read_tables
 from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import Job
+from wanma.job.sections import ClusterSection, Job
 from wanma.job.worker import Unsupervised, Worker, current_worker
+from wanma.models.presets import model_kind
 from wanma.observe.console import open_console
 from wanma.planner.choose import complete
 
 if TYPE_CHECKING:
     from wanma.training.session import Session
+
+OWN_MODEL = "__main__:own_loop"
+"""Stands in `[model]` for a module that the user's program makes."""
+SESSION = "session"
+"""Kind of the event by which a launched script tells the command's console what its job wants of it."""
+STARTERS = ("nodes", "node_rank", "rendezvous", "interface", "allocator", "start_seconds", "hang_seconds")
+"""Keys of `[cluster]` that matter before a launched script begins: for them the command's word holds."""
+
+launched_cluster: ContextVar[ClusterSection | None] = ContextVar("launched_cluster", default=None)
+"""Set in processes that `wanma launch` started: what the command was given."""
 
 
 @contextmanager
@@ -30,47 +55,132 @@ def session(
 ) -> Iterator[Session]:
     """A training session of this process: see `Session` for what to do with it.
 
-    Under `wanma launch SCRIPT --ranks N` each of the N processes gets its rank's session, and the run
-    directory is the launch's; otherwise this process is the only rank.
+    Under `wanma launch --ranks N SCRIPT` each of the N processes gets its rank's session, and where it
+    runs is the command's to say, the run directory included. Otherwise this process is the only rank.
 
     Args:
-        job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left out.
-        run_directory: default: `observe.runs` / `observe.name`.
+        job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left
+            out: of it only `statistics_group` counts here.
+        overrides: 'train.steps=500' and so on.
+        run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
 
     Raises:
-        WanmaError: the job is wrong, or wants another number of ranks than there are.
+        WanmaError: the job is wrong, or wants another number of ranks than there are; another process
+            is training in the run directory.
     """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise WanmaError(
+            "this process is in a torch.distributed process group already",
+            "leave init_process_group to wanma.session, and open one session after the other",
+        )
+    job = job_from(job, _with_model(job, overrides))
+    model_kind(job.model)  # refuses a preset that does not exist
+    worker, launched = current_worker.get(), launched_cluster.get()
+    late: list[str] = []
+    if worker is not None:
+        late = _too_late(job, launched, run_directory, worker)
+    if launched is not None:
+        job = _placed(job, launched)
+    cluster, start = first_layout(job)
+    planned = complete(job, start, cluster, None)
+    prepared = Prepared(cluster, planned, None, peak_flops_per_second(planned.plan, cluster))
+    with nullcontext(worker) if worker is not None else _alone(job, run_directory) as rank:
+        if launched is not None and rank.rank == 0:
+            told = {"kind": SESSION, "steps": job.train.steps, "observe": job.observe.model_dump()}
+            rank.control.event(told)
+        for text in late:
+            _tell(rank, text, "warning")
+        with _joined(job, prepared, rank) as made:
+            yield made
+
+
+@contextmanager
+def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
+    """The session of one rank, in the run's process group."""
     from wanma.parallel.mesh import process_grid
     from wanma.training.main import longest_silence, set_numerics
     from wanma.training.session import Session
 
-    if isinstance(job, Mapping) and "model" not in job:
-        job = {**job, "model": {"factory": "__main__:own_loop"}}
-    job = job_from(job, overrides)
-    cluster, start = first_layout(job)
-    planned = complete(job, start, cluster, None)
-    worker = current_worker.get()
-    with ExitStack() as stack:
-        if worker is None:
-            run = run_directory_of(job, run_directory)
-            console = stack.enter_context(open_console(run, job.observe, job.train.steps))
-            worker = Worker.alone(run.path.absolute(), Unsupervised(console.write))
-        run = RunDirectory(worker.run_directory)
-        plan = planned.plan
-        set_numerics(job, plan)
-        grid = stack.enter_context(process_grid(worker, plan, longest_silence(job)))
+    run, plan = RunDirectory(worker.run_directory), prepared.plan
+
+    def on_start(workload: Workload | None) -> None:
         if worker.rank == 0:
-            run.create()
-            prepared = Prepared(cluster, planned, None, None)
-            for note in [*changes(run, job), *notes(job, planned)]:
-                worker.control.event({"kind": "message", "level": "info", "text": note})
-            write_down(run, job, prepared, sys.argv)
-        made = Session(job, plan, worker, grid)
-        failed = True
-        try:
+            known = replace(prepared, workload=workload)
+            write_down_accepted(run, job, known, sys.argv, worker.control.event)
+
+    set_numerics(job, plan)
+    with process_grid(worker, plan, longest_silence(job)) as grid:
+        peak = prepared.peak_flops_per_second
+        made = Session(job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start)
+        if worker.rank == 0:
+            for note in [*changes(run, job), *notes(job, prepared.planned)]:
+                _tell(worker, note, "info")
+            if not run.job.exists():
+                write_down(run, job, prepared, sys.argv)
+        with made:
             yield made
-            failed = False
+
+
+@contextmanager
+def _alone(job: Job, run_directory: Path | str | None) -> Iterator[Worker]:
+    """The only rank of a run that nobody supervises: it has the run directory and the console itself."""
+    run = run_directory_of(job, run_directory)
+    run.create()
+    with only_one(run), open_console(run, job.observe, job.train.steps) as console:
+        earlier = events_so_far(run)
+        failure: str | None = None
+        try:
+            yield Worker.alone(run.path.absolute(), Unsupervised(console.write))
+        except BaseException as error:
+            plain = traceback.format_exception_only(error)[-1].strip()
+            failure = str(error) if isinstance(error, WanmaError) else plain
+            raise
         finally:
-            made.close(failed)
-            if worker.rank == 0:
-                report_or_say(run, worker.control.event)
+            record_end(run, failure, console.write, earlier)
+
+
+def _with_model(job: Any, overrides: Sequence[str]) -> Sequence[str]:
+    """`overrides`, with a name for the user's own module where the job has none."""
+    if isinstance(job, str | Path):
+        job = read_tables(Path(job))[0]
+    if not isinstance(job, Mapping):
+        return overrides
+    model = job.get("model") or {}
+    sources = {"preset", "family", "factory", "huggingface"}
+    if not isinstance(model, Mapping) or sources & set(model):
+        return overrides
+    if any(text.startswith(tuple(f"model.{source}" for source in sources)) for text in overrides):
+        return overrides
+    return [*overrides, f"model.factory={OWN_MODEL}"]
+
+
+def _placed(job: Job, launched: ClusterSection) -> Job:
+    """`job` where `wanma launch` has put it."""
+    given = {key: getattr(launched, key) for key in {*STARTERS, *launched.model_fields_set}}
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update=given)})
+
+
+def _too_late(
+    job: Job, launched: ClusterSection | None, run_directory: Path | str | None, worker: Worker
+) -> list[str]:
+    """What the script says and only the command that started it could have heeded."""
+    told = []
+    if run_directory is not None and Path(run_directory).absolute() != worker.run_directory:
+        told.append(
+            f"run_directory = '{run_directory}' is not used: this run goes to {worker.run_directory}, "
+            "which wanma launch --run-dir DIR chooses"
+        )
+    for key in sorted(job.cluster.model_fields_set & set(STARTERS)) if launched is not None else ():
+        if (wanted := getattr(job.cluster, key)) != getattr(launched, key):
+            told.append(
+                f"cluster.{key} = {wanted!r} of the script comes too late, its ranks are running: "
+                f"give it to the command, wanma launch --set cluster.{key}={wanted}"
+            )
+    return told
+
+
+def _tell(worker: Worker, text: str, level: str) -> None:
+    if worker.rank == 0:
+        worker.control.event({"kind": "message", "level": level, "text": text})

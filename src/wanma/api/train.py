@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.run import run_directory_of, train_job
+from wanma.api.records import run_directory_of
+from wanma.api.run import train_job
 from wanma.job.errors import WanmaError
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory

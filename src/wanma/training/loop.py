@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from wanma.data.batch import Batch
 from wanma.data.data import Data
 from wanma.data.loader import Loader
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.trainer import Trainer
+from wanma.training.update import Agreement
+
+Evaluate = Callable[[Iterable[Batch]], tuple[Tensor, ...]]
+"""Over this rank's batches, without gradients: (sum of losses, targets), and right classes where known."""
 
 
 def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) -> str:
@@ -25,7 +31,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     job, state, phases = trainer.job, trainer.state, trainer.phases
     progress = trainer.worker.control.progress
     outcome = "finished"
-    saved_at = state.step
+    measure = partial(validate, trainer, data, forward_backward.evaluate)
     with Loader(
         data,
         trainer.plan,
@@ -46,24 +52,36 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
                 loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
-
-            last = state.step == job.train.steps or agreement.stop
-            metric = None
-            if _due(state.step, job.train.validate_every_steps) or (last and not agreement.stop):
-                metric = validate(trainer, data, forward_backward)
-            if _due(state.step, job.checkpoint.every_steps) or last:
-                trainer.save(metric)
-                saved_at = state.step
-            trainer.record(agreement)
+            end_step(trainer, agreement, measure)
             if agreement.stop and state.step < job.train.steps:
                 outcome = "interrupted"
                 break
-    assert saved_at == state.step
     trainer.finish(outcome)
     return outcome
 
 
-def validate(trainer: Trainer, data: Data, forward_backward: ForwardBackward) -> float | None:
+def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float | None]) -> bool:
+    """Validate and save where the job says so, and record the step that was just finished.
+
+    Args:
+        measure: validates, and returns the loss if there is one.
+
+    Returns:
+        whether the state was saved.
+    """
+    job, step = trainer.job, trainer.state.step
+    last = step == job.train.steps or agreement.stop
+    metric = None
+    if _due(step, job.train.validate_every_steps) or (last and not agreement.stop):
+        metric = measure()
+    saves = _due(step, job.checkpoint.every_steps) or last
+    if saves:
+        trainer.save(metric)
+    trainer.record(agreement)
+    return saves
+
+
+def validate(trainer: Trainer, data: Data, evaluate: Evaluate) -> float | None:
     """Mean loss over the job's fixed validation samples, with the averaged weights where there are any.
 
     Returns:
@@ -72,24 +90,38 @@ def validate(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     count = min(trainer.job.train.validation_samples, data.validation_samples)
     if count == 0:
         return None
-    parts = trainer.state.parallel.parts
-    for part in parts:
-        part.eval()
     rows = trainer.plan.micro_batches(count, trainer.grid.data_rank)
     average = trainer.state.average
-    with trainer.phases.phase("validation"), average.in_place() if average else nullcontext():
-        numbers = torch.stack(forward_backward.evaluate(_batches(trainer, data, rows)))
-    for part in parts:
-        part.train()
+    with (
+        trainer.phases.phase("validation"),
+        _evaluating(trainer.state.parallel.parts),
+        average.in_place() if average else nullcontext(),
+    ):
+        numbers = torch.stack(evaluate(_batches(trainer, data, rows)))
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
-    loss_sum, targets, right = numbers.tolist()
+    loss_sum, targets, *right = numbers.tolist()
     loss = float(loss_sum / max(targets, 1.0))
     metrics = {"perplexity": math.exp(min(loss, 700.0))} if data.kind == "tokens" else {}
-    if data.kind == "images":
-        metrics = {"accuracy": right / max(targets, 1.0)}
+    if data.kind == "images" and right:
+        metrics = {"accuracy": right[0] / max(targets, 1.0)}
     trainer.validated(loss, int(targets), metrics)
     return loss
+
+
+@contextmanager
+def _evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode for a while; what a user keeps in that mode stays there afterwards."""
+    were = {module: module.training for part in parts for module in part.modules()}
+    try:
+        for part in parts:
+            part.eval()
+        yield
+    finally:
+        for part in parts:
+            part.train(were[part])  # modules may do more there than note the mode
+        for module, training in were.items():
+            module.training = training
 
 
 def _batches(trainer: Trainer, data: Data, rows: list[range]) -> Iterator[Batch]:

@@ -1,50 +1,81 @@
 """wanma inside a user's own loop: `prepare` a module, iterate `batches`, call `step` with the losses.
 
+    def losses(batch):
+        return loss(model(*batch.inputs), batch.targets)  # one per sample: reduction="none"
+
     with wanma.session(job) as session:
         model = session.prepare(model)
-        for batch in session.batches(dataset):
-            losses = loss(model(*batch.inputs), batch.targets)  # one per sample: reduction="none"
-            session.step(losses)
+        for batch in session.batches(dataset, validate=losses):
+            session.step(losses(batch))
 
-Accumulation, sharding, clipping, the schedule, records, checkpoints and resuming are the job's.
+Accumulation, sharding, clipping, the schedule, validation, records, checkpoints and resuming are the job's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wanma.data.batch import Batch
+from wanma.data.data import Data
 from wanma.data.loader import Loader, Step
 from wanma.data.open import open_data
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.build import custom_spec
 from wanma.models.dropout import keyed_samples
+from wanma.models.workload import module_workload
 from wanma.parallel.mesh import Grid
-from wanma.parallel.parallelize import parallelize
-from wanma.parallel.shard import begin_micro_batch
+from wanma.parallel.parallelize import Parallel, parallelize
+from wanma.parallel.shard import begin_micro_batch, reshard
+from wanma.training.loop import end_step
+from wanma.training.loop import validate as validate_with
 from wanma.training.loss import sum_losses
 from wanma.training.trainer import Trainer
 
+LossesOf = Callable[[Batch], Tensor]
+"""The user's forward pass: a batch to one loss per sample or target, leading dimension the batch's rows."""
+
 
 class Session:
-    """One rank of a run whose forward pass the user writes."""
+    """One rank of a run whose forward pass the user writes.
 
-    def __init__(self, job: Job, plan: Plan, worker: Worker, grid: Grid) -> None:
+    Args:
+        peak_flops_per_second: of one rank's device; None when unknown.
+        on_start: called once the run has begun, which no checkpoint refused any more, with the model's
+            workload if it is known.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        worker: Worker,
+        grid: Grid,
+        *,
+        peak_flops_per_second: float | None = None,
+        on_start: Callable[[Workload | None], None] = lambda _: None,
+    ) -> None:
         if plan.pp > 1:
             raise JobError(
                 f"parallel.pp = {plan.pp}: a pipeline schedule runs the forward pass itself",
                 "use wanma.train for pipelines, or pp = 1 in your own loop",
             )
         self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
-        self._model: nn.Module | None = None
+        self._peak, self._on_start = peak_flops_per_second, on_start
+        self._workload: Workload | None = None
+        self._parallel: Parallel | None = None
         self._trainer: Trainer | None = None
+        self._measure: Callable[[], float | None] = lambda: None
+        self._iteration: Generator[Batch, None, None] | None = None
         self._current: _Current | None = None
         self._stopped = False
         """An orderly stop was asked for."""
@@ -60,70 +91,92 @@ class Session:
         """Rank 0: the one that prints."""
         return self.worker.rank == 0
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, example: Tensor | Sequence[Tensor] | None = None) -> nn.Module:
         """Spread `model` over the ranks by the job's plan; call it once, before `batches`.
 
-        Every rank must have built it alike (same seed): seed torch with `job.train.seed`.
+        Every rank must have built it alike (same seed): seed torch with `job.train.seed`. A run that
+        carries on takes up its weights in `batches`, where the data are known too.
+
+        Args:
+            example: positional arguments of the model's forward, dim 0 the samples; only shapes and
+                types count. With them the records tell model FLOPs utilisation, for a loop that runs
+                the model once per batch.
+
+        Raises:
+            WanmaError: a second call, no module, one that the plan cannot spread, or an example that
+                the model does not take.
         """
-        if self._trainer is not None:
+        if self._parallel is not None:
             raise WanmaError(
                 "session.prepare was called twice: a session trains one model",
                 "put modules that train together into one, or open a second session after the first",
             )
-        parallel = parallelize(
+        if not isinstance(model, nn.Module):
+            raise WanmaError(f"session.prepare takes an nn.Module, not {type(model).__name__}")
+        if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
+            self._workload = module_workload(model, _checked(example))
+        self._parallel = parallelize(
             custom_spec(model, self.job.model.statistics_group), self.plan, self.grid, self.job.train.seed
         )
-        self._model = parallel.module
-        self._trainer = Trainer(self.job, self.plan, self.worker, self.grid, parallel, targets_per_sample=1)
-        self._saved_at = self._trainer.state.step
-        return parallel.module
+        return self._parallel.module
 
-    def batches(self, dataset: Any = None) -> Iterator[Batch]:
+    def batches(self, dataset: Any = None, validate: LossesOf | None = None) -> Iterator[Batch]:
         """Micro-batches on this rank's device, from the run's position to the job's last step.
 
         Args:
-            dataset: map-style (`__len__`, `__getitem__`); default: the job's `[data]`.
+            dataset: map-style (`__len__`, `__getitem__`), or a pair (training, validation) of them;
+                default: the job's `[data]`.
+            validate: the losses of a validation batch, as for `step`. Called for all of them when the job
+                says so (`train.validate_every_steps`, and at the end), without gradients, in evaluation
+                mode, on the averaged weights if there are any.
 
         Raises:
-            WanmaError: a step's micro-batch was left without a call of `step`.
+            WanmaError: a second call; no model or no data; a checkpoint of another model, other data or
+                another batch size. While iterating: a batch was left without a call of `step`.
         """
-        trainer = self._require_trainer()
+        if self._parallel is None:
+            raise WanmaError("the session has no model yet", "call session.prepare(model) first")
+        if self._trainer is not None:
+            raise WanmaError(
+                "session.batches was called twice: it goes through all steps of the job once",
+                "train.steps says how many; break leaves the loop early and saves",
+            )
+        every = self.job.train.validate_every_steps
+        if every > 0 and validate is None:
+            raise JobError(
+                f"train.validate_every_steps = {every}, but session.batches does not know how to validate",
+                "give it validate=FUNCTION, from a batch to its losses, or leave the key out",
+            )
+        self.worker.control.progress(0, "opening data")
         data = open_data(self.job.data, self.job.train, dataset=dataset)
-        loader = Loader(
-            data,
-            self.plan,
-            self.job.train,
-            self.grid.data_rank,
-            start_step=trainer.state.step,
-            prefetch=self.job.data.prefetch,
-            threads=self.job.data.workers,
-            pin_memory=self.plan.device == "cuda",
-        )
-        progress = self.worker.control.progress
-        with loader:
-            steps = iter(loader)
-            while trainer.state.step < self.job.train.steps and not self._stopped:
-                progress(trainer.state.step, "waiting for data")
-                with trainer.phases.phase("data"):
-                    step = next(steps)
-                progress(trainer.state.step, "forward and backward")
-                yield from self._step_batches(step)
-        self._end(trainer)
+        self._trainer = trainer = self._begin(self._parallel, data)
+        self._saved_at = trainer.state.step
+        self._on_start(self._workload)
+        if validate is not None:
+            self._measure = self._measuring(trainer, data, validate)
+        self._iteration = self._batches(trainer, data)
+        return self._iteration
 
     def step(self, losses: Tensor) -> None:
-        """Backward of the current micro-batch; at the step's last one, update, record and save.
+        """Backward of the current micro-batch; at the step's last one, update, validate, save and record.
 
         Args:
             losses: one loss per sample or target, leading dimension the batch's rows.
 
         Raises:
-            WanmaError: a second call for one batch, losses that were averaged already, or the step's
-                numbers are not finite and train.non_finite is "stop".
+            WanmaError: a second call for one batch, losses that were averaged already or have no
+                gradient, or the step's numbers are not finite and train.non_finite is "stop".
         """
-        current, trainer = self._current, self._require_trainer()
-        if current is None or current.done:
+        current, trainer = self._current, self._trainer
+        if trainer is None or current is None or current.done:
             raise WanmaError("session.step was called twice for one batch, or outside session.batches")
-        loss_sum, targets = sum_losses(losses, current.batch)
+        loss_sum, targets = _sum(losses, current.batch)
+        if not loss_sum.requires_grad:
+            raise WanmaError(
+                "the losses given to session.step have no gradient",
+                "compute them with the model that session.prepare returned, not under torch.no_grad, "
+                "and do not detach them",
+            )
         factor = trainer.factor(current.step.global_batch)
         with trainer.phases.phase("forward_backward"):
             (loss_sum * factor).backward()
@@ -131,57 +184,26 @@ class Session:
         current.targets += targets
         current.done = True
         if current.is_last:
-            self._finish(current)
+            self._finish(trainer, current)
 
-    def _step_batches(self, step: Step) -> Iterator[Batch]:
-        assert self._model is not None
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        loss_sum, targets = zero.clone(), zero.clone()
-        for index, batch in enumerate(step.micro_batches):
-            is_last = index == len(step.micro_batches) - 1
-            begin_micro_batch(self._model, self.plan, is_last)
-            batch = batch.to(self.device)
-            self._current = _Current(step, batch, is_last, loss_sum, targets)
-            with keyed_samples(self._model, self.job.train.seed, batch.samples):
-                yield batch
-            if not self._current.done:
-                raise WanmaError(
-                    "a batch went by without session.step(losses)",
-                    "call it exactly once for every batch that session.batches gives",
-                )
+    def __enter__(self) -> Session:
+        return self
 
-    def _finish(self, current: _Current) -> None:
-        """End the optimizer step."""
-        trainer = self._require_trainer()
-        agreement = trainer.finish_step(current.loss_sum, current.targets, current.step.global_batch)
-        every = self.job.checkpoint.every_steps
-        last = agreement.stop or trainer.state.step == self.job.train.steps
-        if last or (every > 0 and trainer.state.step % every == 0):
-            trainer.save()
-            self._saved_at = trainer.state.step
-        trainer.record(agreement)
-        self._stopped = agreement.stop
-
-    def _require_trainer(self) -> Trainer:
-        if self._trainer is None:
-            raise WanmaError("the session has no model yet", "call session.prepare(model) first")
-        return self._trainer
-
-    def _end(self, trainer: Trainer) -> None:
-        self._ended = True
-        trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
-
-    def close(self, failed: bool) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Let go of everything; a loop that the user left early is an orderly stop, with a checkpoint.
 
         Raises:
             WanmaError: that checkpoint could not be saved.
         """
+        if self._iteration is not None:
+            self._iteration.close()
         trainer = self._trainer
         if trainer is None:
             return
-        if failed or self._ended:
-            trainer.close(failed)
+        if kind is not None or self._ended:
+            trainer.close(failed=kind is not None)
             return
         left_in_order = False
         try:
@@ -192,6 +214,92 @@ class Session:
         finally:
             trainer.close(not left_in_order)
 
+    # ---------------------------------------------------------------- inside
+
+    def _begin(self, parallel: Parallel, data: Data) -> Trainer:
+        """The run, from its resume point on."""
+        return Trainer(
+            self.job,
+            self.plan,
+            self.worker,
+            self.grid,
+            parallel,
+            targets_per_sample=data.targets_per_sample,
+            data_fingerprint=data.fingerprint,
+            flops_per_sample=self._workload.flops_per_sample if self._workload else None,
+            peak_flops_per_second=self._peak,
+        )
+
+    def _batches(self, trainer: Trainer, data: Data) -> Generator[Batch, None, None]:
+        progress = self.worker.control.progress
+        loader = Loader(
+            data,
+            self.plan,
+            self.job.train,
+            self.grid.data_rank,
+            start_step=trainer.state.step,
+            prefetch=self.job.data.prefetch,
+            threads=self.job.data.workers,
+            pin_memory=self.plan.device == "cuda",
+        )
+        with loader:
+            steps = iter(loader)
+            while trainer.state.step < self.job.train.steps and not self._stopped:
+                progress(trainer.state.step, "waiting for data")
+                with trainer.phases.phase("data"):
+                    step = next(steps)
+                progress(trainer.state.step, "forward and backward")
+                yield from self._micro_batches(trainer, step)
+        self._end(trainer)
+
+    def _micro_batches(self, trainer: Trainer, step: Step) -> Iterator[Batch]:
+        module = trainer.state.parallel.module
+        loss_sum, targets = self._zero(), self._zero()
+        for index, batch in enumerate(step.micro_batches):
+            is_last = index == len(step.micro_batches) - 1
+            begin_micro_batch(module, self.plan, is_last)
+            batch = batch.to(self.device)
+            self._current = _Current(step, batch, is_last, loss_sum, targets)
+            with keyed_samples(module, self.job.train.seed, batch.samples):
+                yield batch
+            if not self._current.done:
+                raise WanmaError(
+                    "a batch went by without session.step(losses)",
+                    "call it exactly once for every batch that session.batches gives",
+                )
+
+    def _finish(self, trainer: Trainer, current: _Current) -> None:
+        """End the optimizer step."""
+        agreement = trainer.finish_step(current.loss_sum, current.targets, current.step.global_batch)
+        if end_step(trainer, agreement, self._measure):
+            self._saved_at = trainer.state.step
+        self._stopped = agreement.stop
+
+    def _measuring(self, trainer: Trainer, data: Data, losses_of: LossesOf) -> Callable[[], float | None]:
+        """Validation by the user's own forward pass."""
+        module = trainer.state.parallel.module
+
+        def evaluate(batches: Iterable[Batch]) -> tuple[Tensor, ...]:
+            loss_sum, targets = self._zero(), self._zero()
+            with torch.no_grad():
+                for batch in batches:
+                    batch = batch.to(self.device)
+                    with keyed_samples(module, self.job.train.seed, batch.samples):
+                        of_batch, number = _sum(losses_of(batch), batch)
+                    loss_sum += of_batch
+                    targets += number
+            reshard(module)
+            return loss_sum, targets
+
+        return partial(validate_with, trainer, data, evaluate)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._ended = True
+        trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
+
 
 class _Current:
     """The micro-batch that the user is at."""
@@ -200,3 +308,23 @@ class _Current:
         self.step, self.batch, self.is_last = step, batch, is_last
         self.loss_sum, self.targets = loss_sum, targets
         self.done = False
+
+
+def _sum(losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`sum_losses` of what a user's code gave."""
+    if not isinstance(losses, Tensor):
+        raise WanmaError(
+            f"the losses are {type(losses).__name__}, not a tensor",
+            f"give one value per sample ({batch.rows} rows here), as reduction='none' does",
+        )
+    return sum_losses(losses, batch)
+
+
+def _checked(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    inputs = (example,) if isinstance(example, Tensor) else tuple(example)
+    if not inputs or not all(isinstance(x, Tensor) and x.ndim > 0 and len(x) > 0 for x in inputs):
+        raise WanmaError(
+            "session.prepare's example is not what a model's forward takes",
+            "give its positional arguments as tensors with one sample or more in dim 0",
+        )
+    return inputs

@@ -1,0 +1,163 @@
+"""wanma launch: a user's own script on several ranks, as a command of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from support.command import Desk
+from wanma.api.launch import _agreed, cluster_section
+from wanma.hardware.discover import discover
+from wanma.job.errors import JobError
+from wanma.job.load import load_job
+from wanma.job.sections import ClusterSection
+
+SCRIPT = """\
+import json, os, sys, time
+import torch, wanma
+import torch.nn.functional as F
+
+print("arguments", json.dumps(sys.argv[1:]), "threads", torch.get_num_threads())
+options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+if options.get("before"):
+    raise SystemExit(options["before"])
+job = {
+    "train": {"steps": 4, "global_batch": 4},
+    "parallel": {"dp_replicate": int(os.environ["WORLD_SIZE"])},
+    "observe": {"console": "plain", "log_every_steps": 3},
+    **options.get("job", {}),
+}
+torch.manual_seed(0)
+data = [(torch.randn(8), 1) for _ in range(16)]
+with wanma.session(job, run_directory=options.get("run_directory")) as session:
+    model = session.prepare(torch.nn.Linear(8, 4))
+    for batch in session.batches(data):
+        if options.get("fails") and session.worker.rank == 1 and batch.samples[0] >= 8:
+            raise ValueError("no such column: prize")
+        if options.get("wait") and batch.samples[0] >= 4:
+            while not os.path.exists(options["wait"]):
+                time.sleep(0.02)
+        session.step(F.cross_entropy(model(*batch.inputs), batch.targets, reduction="none"))
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    made = Desk(tmp_path, modules=tmp_path)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    return made
+
+
+def log(desk: Desk, run: str, rank: int) -> str:
+    return (desk.folder / run / "logs" / f"rank-{rank}.log").read_text()
+
+
+def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) -> None:
+    options = json.dumps({"job": {"cluster": {"hang_seconds": 77.0}}, "run_directory": "elsewhere"})
+    words = [options, "--ranks", "7", "--", "x"]
+    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.threads_per_rank=1", "mine.py", *words)
+    assert ran.code == 0, ran.text
+    assert f"arguments {json.dumps(words)} threads 1\n" in log(desk, "runs/mine", 1)
+    lines = ran.out.splitlines()
+    assert lines.count("run directory: runs/mine") == 2
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/4", "3/4", "4/4"]
+    assert "warning: cluster.hang_seconds = 77.0 of the script comes too late" in ran.out
+    assert "wanma launch --set cluster.hang_seconds=77.0" in ran.out
+    assert "warning: run_directory = 'elsewhere' is not used" in ran.out
+    training = desk.training("runs/mine")
+    assert [step["step"] for step in training.metrics] == [1, 2, 3, 4]
+    plan = json.loads((training.path / "plan.json").read_text())["plan"]
+    assert (plan["dp_replicate"], plan["threads_per_rank"]) == (2, 1)
+    job = load_job(training.path / "job.toml")
+    assert (job.cluster.hang_seconds, job.cluster.threads_per_rank) == (300.0, 1)
+    assert (training.path / "report.html").exists()
+    assert not (desk.folder / "elsewhere").exists()
+
+
+def test_a_second_launch_in_the_same_place_is_refused_and_the_first_goes_on(desk: Desk) -> None:
+    command = ("launch", "--ranks", "1", "--run-dir", "busy", "mine.py", json.dumps({"wait": "go"}))
+    first = desk.start(*command)
+    assert first.until(lambda: desk.training("busy").steps_begun() >= 1)
+    second = desk.run(*command)
+    assert second.code == 2
+    assert second.told_once().startswith("error: another process is training in busy\n")
+    (desk.folder / "go").touch()
+    assert first.end().code == 0
+    assert len(desk.training("busy").metrics) == 4
+
+
+def test_a_script_that_ends_before_its_session_leaves_the_run_as_it_was(desk: Desk) -> None:
+    command = ("launch", "--ranks", "1", "--run-dir", "run", "mine.py")
+    ran = desk.run(*command, json.dumps({"before": 3}))
+    assert ran.code == 1
+    assert "mine.py ended itself: exit code 3" in ran.told_once()
+    assert "run directory: run" in ran.out.splitlines()
+    assert {path.name for path in (desk.folder / "run").iterdir()} == {".lock", "checkpoints", "logs"}
+
+    assert desk.run(*command).code == 0
+    before = (desk.folder / "run" / "job.toml").read_bytes()
+    ran = desk.run(*command, json.dumps({"before": "no licence for this"}))
+    assert ran.code == 1
+    assert "mine.py ended itself: no licence for this" in ran.told_once()
+    assert (desk.folder / "run" / "job.toml").read_bytes() == before
+    assert desk.training("run").events[-1]["kind"] == "start_failed"
+
+
+def test_a_rank_that_fails_is_told_once_and_recorded(desk: Desk) -> None:
+    ran = desk.run("launch", "--ranks", "2", "mine.py", json.dumps({"fails": True}))
+    assert ran.code == 1
+    assert ran.text.count("error: rank 1 (") == 1
+    end = desk.training("runs/mine").events[-1]
+    assert (end["kind"], end["outcome"]) == ("finish", "failed")
+    assert "ValueError: no such column: prize" in end["text"]
+
+
+def test_two_commands_on_loopback_train_as_one(desk: Desk) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    command = (
+        "launch",
+        "--ranks",
+        "1",
+        "--nodes",
+        "2",
+        "--rendezvous",
+        place,
+        "--run-dir",
+        "both",
+        "mine.py",
+    )
+    ended = [one.end() for one in [desk.start(*command) for _ in range(2)]]
+    assert [one.code for one in ended] == [0, 0], ended
+    assert sum("finished at step 4" in one.out for one in ended) == 1, "the node of rank 0 shows the run"
+    training = desk.training("both")
+    assert len(training.metrics) == 4
+    assert [f"on node {rank} " in log(desk, "both", rank) for rank in (0, 1)] == [True, True]
+    plan = json.loads((training.path / "plan.json").read_text())["plan"]
+    assert plan["threads_per_rank"] == discover().nodes[0].cores, "each has a machine of its own"
+
+
+def test_machines_agree_on_the_scripts_content_and_words_wherever_it_lies(tmp_path: Path) -> None:
+    scripts = [tmp_path / "a.py", tmp_path / "b.py", tmp_path / "c.py"]
+    for script, text in zip(scripts, ("one", "one", "two"), strict=True):
+        script.write_text(text)
+    first, same, other = scripts
+
+    def agreed(script: Path, *words: str, node_rank: int = 0, ranks: int = 2) -> str:
+        section = ClusterSection(nodes=2, node_rank=node_rank, rendezvous="here:1")
+        return _agreed(script, words, ranks, section)
+
+    assert agreed(first, "x") == agreed(same, "x", node_rank=1)
+    assert len({agreed(first, "x"), agreed(other, "x"), agreed(first, "y"), agreed(first, "x", ranks=1)}) == 4
+
+
+def test_only_the_cluster_is_for_the_command_to_say() -> None:
+    assert cluster_section(["cluster.hang_seconds=9", "cluster.nodes=1"]).hang_seconds == 9
+    with pytest.raises(JobError, match=r"train\.steps is for the script to say"):
+        cluster_section(["cluster.hang_seconds=9", "train.steps=3"])
+    with pytest.raises(JobError, match=r"hang_second.*Did you mean 'cluster\.hang_seconds'"):
+        cluster_section(["cluster.hang_second=9"])
