@@ -42,9 +42,16 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["sample", "--prompt", "x", "--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
         (["sample", "--prompt", "x", "--tokens", "0"], "--tokens 0: must be at least 1"),
         (["sample", "--prompt", "x", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
-        (["launch", "none.py", "--ranks", "2"], "error: there is no script none.py"),
-        (["launch", "none.py"], "give --ranks N, at least 1"),
-        (["launch", "none.py", "--ranks", "x"], "argument --ranks: invalid int value: 'x'"),
+        (["launch", "--ranks", "2", "none.py"], "error: there is no script none.py"),
+        (["launch", __file__, "--ranks", "2"], f"give --ranks N, at least 1, before {__file__}"),
+        (["launch", "--ranks", "0", __file__], f"`wanma launch --ranks 2 {__file__}` starts two processes"),
+        (["launch", "--ranks", "x", "none.py"], "argument --ranks: invalid int value: 'x'"),
+        (["launch", "--rank", "2", __file__], "unknown option --rank. Did you mean '--ranks'?"),
+        (
+            ["launch", "--ranks", "2", "--set", "train.steps=4", __file__],
+            "train.steps is for the script to say",
+        ),
+        (["launch", "--ranks", "2", "--nodes", "x", __file__], 'cluster.nodes = "x": must be a whole number'),
     ],
 )
 def test_a_wrong_command_line_is_one_message_with_the_way_out(
