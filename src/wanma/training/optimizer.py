@@ -20,6 +20,7 @@ from wanma.checkpoint.shards import local_part
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import Plan
 from wanma.job.sections import TrainSection
+from wanma.training.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Updater:
         self._optimizers: list[Optimizer] = []
         if matrices:
             groups = _groups(matrices, updated, rules)
-            self._optimizers.append(torch.optim.Muon(groups, lr=train.learning_rate, momentum=train.momentum))
+            self._optimizers.append(Muon(groups, lr=train.learning_rate, momentum=train.momentum))
         if others:
             self._optimizers.append(_optimizer(_groups(others, updated, rules), train))
 
