@@ -50,13 +50,15 @@ class Net(nn.Module):
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "sleep":
                 time.sleep(1000)
+            case "eat":
+                eaten = []
+                while True:
+                    eaten.append(torch.ones(1 << 24))
             case "nan":
                 return output * float("nan")
         return output
 
 
-model = Net
-data = Numbers
 def with_width(width: int) -> Net:
     """Fails inside torch for a width that is no number."""
     net = Net()
@@ -71,3 +73,5 @@ def on_first_machine_only() -> Net:
     return Net()
 
 
+model = Net
+data = Numbers

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from support.command import Desk, Training, assert_bitwise_equal, small_disk
+from support.command import Desk, Training, assert_bitwise_equal, small_disk, small_memory
 
 
 def faulty(what: str, **more: object) -> str:
@@ -53,6 +53,20 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_log(desk: Desk, what:
     assert ran.code == 1
     assert f"error: rank 1 (node 0, {socket.gethostname()}) failed: its process {told}" in ran.told_once()
     assert f"{what}/logs/rank-1.log" in ran.text
+
+
+@pytest.mark.root
+def test_a_rank_that_the_kernel_kills_for_its_memory_is_told_so(desk: Desk) -> None:
+    training = desk.training("eaten")
+    with small_memory(1 << 30) as inside:
+        running = desk.start("train", "own.toml", "--run-dir", "eaten", faulty("eat"), before=inside)
+        running.until(lambda: training.steps_begun() >= 1)
+        running.look()
+        ran = running.end()
+        assert (ran.code, running.left()) == (1, [])
+    assert f"rank 1 (node 0, {socket.gethostname()}) failed: its process was killed by SIGKILL" in ran.text
+    struck = "the kernel's out-of-memory killer struck: the processes here have 1.0 GiB in all; use a smaller"
+    assert struck in ran.told_once()
 
 
 def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:

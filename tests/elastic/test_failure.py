@@ -5,7 +5,14 @@ import signal
 import pytest
 
 from wanma.elastic.environment import worker_environment
-from wanma.elastic.failure import clip, failure_of_exception, failure_of_exit, is_consequence
+from wanma.elastic.failure import (
+    LESS_MEMORY,
+    clip,
+    failure_of_exception,
+    failure_of_exit,
+    is_consequence,
+    sigkill_text,
+)
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
@@ -69,7 +76,7 @@ def test_an_error_raised_from_a_consequence_is_one_too() -> None:
 @pytest.mark.parametrize(
     ("code", "cause", "hint"),
     [
-        (-signal.SIGKILL, "its process was killed by SIGKILL", "perhaps out of memory"),
+        (-signal.SIGKILL, "its process was killed by SIGKILL", "somebody did it"),
         (-signal.SIGSEGV, "its process was killed by SIGSEGV", "a crash in native code"),
         (-signal.SIGHUP, "its process was killed by SIGHUP", ""),
         (-40, "its process was killed by signal 40", ""),
@@ -77,10 +84,27 @@ def test_an_error_raised_from_a_consequence_is_one_too() -> None:
     ],
 )
 def test_a_silent_end_is_named(code: int, cause: str, hint: str) -> None:
-    failure = failure_of_exit(code, 0, 0, "host", "log")
+    failure = failure_of_exit(code, 0, 0, "host", "log", "somebody did it")
     assert failure.cause == cause
     assert failure.hint.startswith(hint)
     assert bool(failure.hint) == bool(hint)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "begin", "is_memory"),
+    [
+        (None, None, "probably the kernel's out-of-memory killer (`dmesg` of that machine tells); use", True),
+        (3, None, "probably the kernel's out-of-memory killer", True),
+        (0, 1, "the kernel's out-of-memory killer struck: the processes here have 2.0 GiB in all; ", True),
+        (3, 3, "the kernel's out-of-memory killer did not strike here meanwhile", False),
+    ],
+)
+def test_a_kill_is_put_down_to_memory_as_far_as_the_kernel_s_count_allows(
+    before: int | None, now: int | None, begin: str, is_memory: bool
+) -> None:
+    hint = sigkill_text(before, now, usable_bytes=2 << 30)
+    assert hint.startswith(begin)
+    assert hint.endswith(LESS_MEMORY) == is_memory
 
 
 def test_a_long_traceback_keeps_its_beginning_and_end() -> None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from wanma.elastic.failure import killed_hint
 from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.supervisor import run_node
+from wanma.hardware.limits import memory_kills
+
+NO_MEMORY_KILL = killed_hint(memory_kills())
+"""What is said of a process that the test itself killed."""
 
 
 def is_gone(pid: int) -> bool:
@@ -99,7 +105,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_a_hint(run: Any) -> None:
     assert ran.outcome.exit_code == 1
     assert "rank 1 (" in ran.outcome.message
     assert "killed by SIGKILL" in ran.outcome.message
-    assert "out of memory" in ran.outcome.message
+    assert ran.outcome.message.endswith(NO_MEMORY_KILL)
 
 
 def test_leaving_without_finishing_is_a_failure(run: Any) -> None:
@@ -189,7 +195,9 @@ def test_a_fork_server_that_dies_is_a_failure_and_not_a_wait(launch: Any) -> Non
     os.kill(node._process.pid, signal.SIGKILL)
     outcome = run_node(launch, lambda _event: None, node)
     assert outcome.exit_code == 1
-    assert "killed by SIGKILL" in outcome.message
+    head, hint = outcome.message.splitlines()
+    assert head == f"the fork server of node 0 ({socket.gethostname()}) was killed by SIGKILL"
+    assert hint == f"  {NO_MEMORY_KILL}"
 
 
 def test_a_node_that_is_not_needed_is_closed_at_once_and_only_once() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from wanma.elastic.failure import killed_hint
 from wanma.elastic.launch import Launch
 from wanma.engines.base import Engine, Status
 from wanma.engines.local import LocalEngine, run
+from wanma.hardware.limits import memory_kills
 from wanma.job.errors import WanmaError
 
 HERE = Path(__file__).parent
@@ -47,21 +49,34 @@ def test_a_submitted_run_that_fails_says_why(tmp_path: Path) -> None:
     assert "ValueError: too square" in status.message
 
 
+def test_a_submitted_run_whose_supervisor_is_killed_says_who_may_have_done_it(tmp_path: Path) -> None:
+    engine = LocalEngine()
+    name = engine.submit(launch(tmp_path, "until_stopped"))
+    wait_for(tmp_path / "running")
+    engine._runs[name].process.kill()
+    status = engine.wait(name, 60)
+    assert status.message == f"the supervisor was killed by SIGKILL\n  {killed_hint(memory_kills())}"
+
+
 def test_a_cancelled_run_ends_in_order(tmp_path: Path) -> None:
     engine = LocalEngine()
     name = engine.submit(launch(tmp_path, "until_stopped"))
     with pytest.raises(WanmaError, match="is going on"):
         engine.submit(launch(tmp_path, "until_stopped"))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "running").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(tmp_path / "running")
     assert engine.status(name) == Status("running")
     engine.cancel(name)
     assert engine.wait(name, 60) == Status("cancelled", 143)
     assert "stopped in order" in engine.logs(name)[0].read_text()
     engine.cancel(name)
     assert engine.status(name).state == "cancelled"
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_an_unknown_run_is_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.hardware.limits import cpu_model, memory_kills, usable_cores, usable_memory_bytes
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -68,6 +68,41 @@ def test_the_v1_numbers_for_no_limit_limit_nothing(tmp_path: Path) -> None:
     write(tmp_path, files)
     assert usable_cores(tmp_path) == CORES
     assert usable_memory_bytes(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+V1_COUNT = "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({}, None),
+        ({"proc/vmstat": "pgfault 9\noom_kill 4\n"}, 4),
+        (
+            {
+                "proc/self/cgroup": "0::/pod\n",
+                "sys/fs/cgroup/pod/memory.events": "max 3\noom 2\noom_kill 1\noom_group_kill 0\n",
+                "proc/vmstat": "oom_kill 4\n",
+            },
+            1,
+        ),
+        (
+            {"proc/self/cgroup": "4:memory:/pod\n", "sys/fs/cgroup/memory/pod/memory.oom_control": V1_COUNT},
+            7,
+        ),
+        (
+            {"proc/self/cgroup": "4:memory:/docker/a\n", "sys/fs/cgroup/memory/memory.oom_control": V1_COUNT},
+            7,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "proc/vmstat": "oom_kill 4\n"}, 4),
+    ],
+    ids=["unknown", "machine", "v2", "v1", "v1 container", "v2 root"],
+)
+def test_the_killer_s_count_is_the_group_s_or_the_machine_s(
+    tmp_path: Path, files: dict[str, str], kills: int | None
+) -> None:
+    write(tmp_path, files)
+    assert memory_kills(tmp_path) == kills
 
 
 @pytest.mark.parametrize(

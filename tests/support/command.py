@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from wanma.checkpoint.reader import load_full, newest
@@ -228,6 +229,25 @@ def assert_bitwise_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Te
     assert one.keys() == other.keys()
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert different == []
+
+
+@contextmanager
+def small_memory(limit_bytes: int) -> Iterator[tuple[str, ...]]:
+    """The words before a command that put it into a control group with so much memory; needs root."""
+    name = f"wanma-test-{os.getpid()}"
+    v1, v2 = Path("/sys/fs/cgroup/memory") / name, Path("/sys/fs/cgroup") / name
+    group, limit = (v1, "memory.limit_in_bytes") if v1.parent.is_dir() else (v2, "memory.max")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group of one's own can be made here: {error}")
+    try:
+        if not (group / limit).exists():
+            pytest.skip("the memory controller is not there for control groups of one's own")
+        (group / limit).write_text(str(limit_bytes))
+        yield "sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"
+    finally:
+        group.rmdir()
 
 
 @contextmanager

@@ -6,10 +6,14 @@ import signal
 import traceback
 from dataclasses import dataclass
 
+from wanma.hardware.limits import memory_kills, usable_memory_bytes
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
+from wanma.observe.units import bytes_text
 
 TEXT_LIMIT = 64 * 1024
 """Characters of a traceback that travel; the log of the rank has all of it."""
+
+LESS_MEMORY = "use a smaller parallel.micro_batch, fewer ranks per machine, or shard more (parallel.shard)"
 
 _COLLECTIVE_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError"}
 _COLLECTIVE_WORDS = (
@@ -85,24 +89,50 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
     )
 
 
-def failure_of_exit(code: int, rank: int, node: int, host: str, log: str) -> Failure:
-    """A rank's process that ended without a word; `code` as `subprocess` has it: negative for a signal."""
+def failure_of_exit(code: int, rank: int, node: int, host: str, log: str, killed: str) -> Failure:
+    """A rank's process that ended without a word.
+
+    Args:
+        code: as `subprocess` has it: negative for a signal.
+        killed: what to say of a SIGKILL; see `killed_hint`.
+    """
     hint = ""
     if code >= 0:
         cause = f"its process left with exit code {code} before the work was finished"
     else:
         cause = f"its process was killed by {signal_name(-code)}"
         if -code == signal.SIGKILL:
-            hint = (
-                "perhaps out of memory (`dmesg` of that machine tells): "
-                "try a smaller parallel.micro_batch, or shard more"
-            )
+            hint = killed
         elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
             hint = "a crash in native code: the end of the log shows where Python stood"
     # Gloo may abort a process whose peer has gone.
     return Failure(
         cause, rank=rank, node=node, host=host, log=log, hint=hint, consequence=-code == signal.SIGABRT
     )
+
+
+def killed_hint(kills_before: int | None) -> str:
+    """Where a SIGKILL that the supervisor did not send comes from, and the way out.
+
+    Args:
+        kills_before: `memory_kills()` when the process lived.
+    """
+    return sigkill_text(kills_before, memory_kills(), usable_memory_bytes())
+
+
+def sigkill_text(kills_before: int | None, kills_now: int | None, usable_bytes: int) -> str:
+    """`killed_hint` from its facts: what the kernel counted, and the memory that processes here may use."""
+    if kills_before is None or kills_now is None:
+        cause = "probably the kernel's out-of-memory killer (`dmesg` of that machine tells)"
+    elif kills_now > kills_before:
+        usable = bytes_text(usable_bytes)
+        cause = f"the kernel's out-of-memory killer struck: the processes here have {usable} in all"
+    else:
+        return (
+            "the kernel's out-of-memory killer did not strike here meanwhile, so somebody else sent it: "
+            "`kill -9`, or what guards the limits of this machine (batch system, systemd-oomd)"
+        )
+    return f"{cause}; {LESS_MEMORY}"
 
 
 def is_consequence(error: BaseException) -> bool:

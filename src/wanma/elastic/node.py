@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from wanma.elastic.failure import signal_name
+from wanma.elastic.failure import killed_hint, signal_name
 from wanma.elastic.messages import Fork, Message, Prepare
 from wanma.elastic.processes import require_linux
 from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
 from wanma.elastic.secret import VARIABLE
+from wanma.hardware.limits import memory_kills
 
 END_SECONDS = 10.0
 """How long the fork server may take to end its workers before the kernel does it."""
@@ -31,6 +33,7 @@ class Node:
         self.control = control
         self._process, self._output = process, output
         self._forked = self._closed = False
+        self._kills = memory_kills()
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",), environment: Mapping[str, str] | None = None) -> Node:
@@ -94,13 +97,18 @@ class Node:
         framer.feed(packet)
         return framer.next()
 
-    def last_words(self) -> str:
-        """How the fork server ended and the end of what it printed."""
+    def last_words(self) -> tuple[str, str]:
+        """(how the fork server ended and the end of what it printed, what to do about it)."""
         code = self._process.wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
         size = os.fstat(self._output).st_size
         printed = os.pread(self._output, 4096, max(0, size - 4096)).decode(errors="replace").strip()
-        return f"{how}\n{printed}" if printed else how
+        hint = self.killed_hint() if -code == signal.SIGKILL else ""
+        return f"{how}\n{printed}" if printed else how, hint
+
+    def killed_hint(self) -> str:
+        """What to say of a process of this node that was killed by SIGKILL."""
+        return killed_hint(self._kills)
 
     def __enter__(self) -> Node:
         return self

@@ -215,7 +215,10 @@ class Supervisor:
     def _fork_server_died(self) -> None:
         """The kernel ends its workers; their children, and the proof that all are gone, are left to us."""
         if self._ending is None:
-            failure = Failure(f"the fork server of {self._host} {self._node.last_words()}", host=self._host)
+            how, hint = self._node.last_words()
+            number = self._start.node_rank if self._start is not None else None
+            place = self._host if number is None else f"node {number} ({self._host})"
+            failure = Failure(f"the fork server of {place} {how}", node=number, host=self._host, hint=hint)
             self._link.send(Failed(failure))
             self._end(Abort(failure.exit_code, failure))
         for rank in self._ranks:
@@ -301,7 +304,8 @@ class Supervisor:
             return
         if not rank.spoke:
             log = str(self._run.log(rank.spec.rank))
-            failure = failure_of_exit(code, rank.spec.rank, rank.spec.node_rank, self._host, log)
+            spec, killed = rank.spec, self._node.killed_hint()
+            failure = failure_of_exit(code, spec.rank, spec.node_rank, self._host, log, killed)
             self._link.send(Failed(failure))
         if all(other.finished and other.gone for other in self._ranks):
             self._link.send(Finished())

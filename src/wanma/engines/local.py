@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from wanma.elastic.failure import Failure, signal_name
+from wanma.elastic.failure import Failure, killed_hint, signal_name
 from wanma.elastic.launch import Launch, Outcome
 from wanma.elastic.node import Node
 from wanma.elastic.processes import die_with_parent
 from wanma.elastic.supervisor import run_node
 from wanma.engines.base import OnEvent, Status
+from wanma.hardware.limits import memory_kills
 from wanma.job.errors import EXIT_FAILED, WanmaError
 
 
@@ -37,6 +39,8 @@ class _Submitted:
     launch: Launch
     process: SpawnProcess
     answer: Connection
+    kills: int | None
+    """`memory_kills()` when it was started."""
     outcome: Outcome | None = None
     cancelled: bool = False
 
@@ -59,9 +63,10 @@ class LocalEngine:
         context = multiprocessing.get_context("spawn")
         answer, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_supervise, args=(launch, theirs, os.getpid()))
+        kills = memory_kills()
         process.start()
         theirs.close()
-        self._runs[name] = _Submitted(launch, process, answer)
+        self._runs[name] = _Submitted(launch, process, answer, kills)
         return name
 
     def status(self, run: str) -> Status:
@@ -102,7 +107,8 @@ class LocalEngine:
                 submitted.process.join()
                 code = submitted.process.exitcode or 0
                 how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code}"
-                submitted.outcome = Outcome(EXIT_FAILED, Failure(f"the supervisor {how}"))
+                hint = killed_hint(submitted.kills) if -code == signal.SIGKILL else ""
+                submitted.outcome = Outcome(EXIT_FAILED, Failure(f"the supervisor {how}", hint=hint))
         return submitted.outcome
 
 

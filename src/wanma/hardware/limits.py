@@ -29,6 +29,18 @@ def usable_memory_bytes(root: Path = ROOT) -> int:
     return min([total, *limits])
 
 
+def memory_kills(root: Path = ROOT) -> int | None:
+    """How often the kernel's out-of-memory killer has struck so far; None where the kernel does not tell.
+
+    Counted in this process's control group, or, where that has no count, on the whole machine.
+    """
+    for folder in _groups(root, "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _oom_kills(folder / name)) is not None:
+                return count
+    return _oom_kills(root / "proc/vmstat")
+
+
 def cpu_model(root: Path = ROOT) -> str:
     """The processor's name as /proc/cpuinfo has it, else the architecture."""
     for line in _read(root / "proc/cpuinfo").splitlines():
@@ -72,6 +84,12 @@ def _cpu_quota(folder: Path) -> float | None:
 def _memory_limit(folder: Path) -> int | None:
     text = _read(folder / "memory.max").strip() or _read(folder / "memory.limit_in_bytes").strip()
     return None if text in ("", "max") else int(text)
+
+
+def _oom_kills(path: Path) -> int | None:
+    """The value of the line 'oom_kill N'."""
+    fields = (line.split() for line in _read(path).splitlines())
+    return next((int(field[1]) for field in fields if field[:1] == ["oom_kill"]), None)
 
 
 def _read(path: Path) -> str:
