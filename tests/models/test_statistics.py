@@ -10,7 +10,7 @@ from wanma.models.statistics import (
     GroupedBatchNorm,
     convert_batch_norm,
     couples_samples,
-    pending_statistics,
+    noting_modules,
 )
 
 
@@ -126,7 +126,7 @@ def test_modules_that_couple_samples_are_named_until_they_are_converted() -> Non
     assert couples_samples(model) == ["1", "4"]
     assert convert_batch_norm(model, 4) is model
     assert couples_samples(model) == []
-    assert [module.features for module in pending_statistics(model.modules())] == [3, 8]
+    assert [module.features for module in noting_modules(model).values()] == [3, 8]
     assert couples_samples(nn.SyncBatchNorm(3)) == ["SyncBatchNorm"]
 
 
@@ -137,7 +137,7 @@ def test_a_converted_model_keeps_its_state_and_computes_the_same_where_the_group
     torch.testing.assert_close(converted.state_dict(), model.state_dict())
     assert list(converted.state_dict()) == list(model.state_dict())
     torch.testing.assert_close(converted(IMAGES), model(IMAGES), rtol=1e-10, atol=1e-12)
-    for module in pending_statistics(converted.modules()):
+    for module in noting_modules(converted).values():
         module.commit(*module.take())
     torch.testing.assert_close(converted.eval()(IMAGES), model.eval()(IMAGES), rtol=1e-10, atol=1e-12)
     assert isinstance(convert_batch_norm(nn.BatchNorm1d(4), 2), GroupedBatchNorm)

@@ -4,7 +4,7 @@ from torch import nn
 
 from wanma.job.sections import ModelSection
 from wanma.models.build import build_model, model_spec
-from wanma.models.statistics import pending_statistics
+from wanma.models.statistics import noting_modules
 
 
 def build(preset: str, shape: tuple[int, int, int], **keys: object) -> nn.Module:
@@ -29,7 +29,7 @@ def test_the_cifar_network_is_convolution_16_convolution_32_linear_128_linear_10
 def test_small_images_get_the_small_stem(preset: str, norms: int) -> None:
     model = build(preset, (3, 32, 32), statistics_group=2)
     assert model.conv1.weight.shape == (64, 3, 3, 3)
-    assert len(pending_statistics(model.modules())) == norms
+    assert len(noting_modules(model)) == norms
     assert model(torch.randn(4, 3, 32, 32)).shape == (4, 10)
 
 

@@ -7,7 +7,7 @@ from wanma.job.errors import WanmaError
 from wanma.job.sections import ModelSection
 from wanma.models.decoder import Decoder
 from wanma.models.presets import DecoderDimensions, vision_dimensions
-from wanma.models.statistics import pending_statistics
+from wanma.models.statistics import noting_modules
 from wanma.models.vision import build_vision
 from wanma.models.workload import decoder_workload, module_workload, section_workload
 
@@ -139,7 +139,7 @@ def test_measuring_a_users_module_leaves_it_as_it_was() -> None:
     module_workload(model, (torch.zeros(4, 3, 16, 16),))
     assert not model.training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(int(module.take()[2]) == 0 for module in pending_statistics(model.modules()))
+    assert all(int(module.take()[2]) == 0 for module in noting_modules(model).values())
     assert not model._forward_hooks
     assert not model.conv1._forward_hooks
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wanma.models.attention import AttentionMask, DotProductAttention
 from wanma.models.dropout import KeyedDropout
-from wanma.models.layout import Layout, tie_parameters
+from wanma.models.feed_forward import FeedForward
+from wanma.models.latent_attention import LatentAttention
+from wanma.models.layout import Layout, TensorRole, tie_parameters
+from wanma.models.moe import MixtureOfExperts
 from wanma.models.normalization import RMSNorm
 from wanma.models.presets import DecoderDimensions
+from wanma.models.rotary import Rotary, rotary_factors, rotate
 
 
 class Decoder(nn.Module):
@@ -37,7 +40,7 @@ class Decoder(nn.Module):
         self.mask = AttentionMask()
         self.embedding: nn.Embedding | None = nn.Embedding(dimensions.vocabulary, dimensions.hidden)
         self.layers = nn.ModuleDict(
-            {str(number): Block(dimensions, f"layers.{number}") for number in range(dimensions.layers)}
+            {str(number): Block(dimensions, number) for number in range(dimensions.layers)}
         )
         self.norm: RMSNorm | None = RMSNorm(dimensions.hidden, eps=dimensions.norm_epsilon)
         self.head: nn.Linear | None = nn.Linear(dimensions.hidden, dimensions.vocabulary, bias=False)
@@ -63,7 +66,7 @@ class Decoder(nn.Module):
         hidden: Tensor = tokens if self.embedding is None else self.embedding(tokens)
         rotary = rotary_factors(
             torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions,
-            self.dimensions.head_width,
+            self.dimensions.rotary_width,
             self.dimensions.rope_theta,
             hidden.dtype,
         )
@@ -89,7 +92,8 @@ class Decoder(nn.Module):
             tensor.fill_(1.0)
         else:
             deviation = 0.02
-            if module.endswith(("attention.output", "feed_forward.down")):
+            adds = module.endswith(("attention.output", ".down")) or name.endswith("experts.down")
+            if adds:
                 deviation /= math.sqrt(2 * self.dimensions.layers)
             tensor.normal_(0.0, deviation, generator=generator)
 
@@ -107,17 +111,20 @@ class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream after.
 
     Args:
-        name: of this block in the model; keys its dropout.
+        number: of this block in the model.
     """
 
-    def __init__(self, dimensions: DecoderDimensions, name: str) -> None:
+    def __init__(self, dimensions: DecoderDimensions, number: int) -> None:
         super().__init__()
-        hidden, epsilon = dimensions.hidden, dimensions.norm_epsilon
+        hidden, epsilon, name = dimensions.hidden, dimensions.norm_epsilon, f"layers.{number}"
         self.attention_norm = RMSNorm(hidden, eps=epsilon)
-        self.attention = Attention(dimensions)
+        self.attention = LatentAttention(dimensions) if dimensions.is_latent else Attention(dimensions)
         self.attention_dropout = _dropout(dimensions.dropout, f"{name}.attention_dropout")
         self.feed_forward_norm = RMSNorm(hidden, eps=epsilon)
-        self.feed_forward = FeedForward(hidden, dimensions.feed_forward)
+        is_dense = dimensions.experts == 0 or number < dimensions.dense_layers
+        self.feed_forward = (
+            FeedForward(hidden, dimensions.feed_forward) if is_dense else MixtureOfExperts(dimensions)
+        )
         self.feed_forward_dropout = _dropout(dimensions.dropout, f"{name}.feed_forward_dropout")
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
@@ -162,67 +169,6 @@ class Attention(nn.Module):
         return joined
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
-
-    def __init__(self, hidden: int, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(hidden, width, bias=False)
-        self.up = nn.Linear(hidden, width, bias=False)
-        self.down = nn.Linear(width, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden) to the same."""
-        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return result
-
-
-class Rotary:
-    """By what each pair of a head's elements is turned at each position, in two views of one storage.
-
-    A plain class and no dataclass or tuple: FSDP looks into those to cast what a block is given to
-    bf16, in which angles of far positions would be lost.
-
-    Attributes:
-        factors: unit complex numbers (sequence, 1, head_width / 2) or (rows, sequence, 1, head_width / 2).
-        cosine_sine: the same as reals, with a last dim of 2.
-    """
-
-    def __init__(self, angles: Tensor) -> None:
-        self.factors = torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
-        self.cosine_sine = torch.view_as_real(self.factors)
-
-
-def rotary_factors(positions: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Rotary positions (Su et al. 2021, section 3.2.2).
-
-    Args:
-        positions: (sequence,) or (rows, sequence).
-        dtype: of the hidden states; angles have at least fp32.
-    """
-    precise = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, head_width, 2, dtype=precise, device=positions.device) / head_width
-    angles = positions.to(precise).unsqueeze(-1) * theta**-exponents
-    return Rotary(angles)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn the pairs (0, 1), (2, 3), ... of the last dim, as the weights that Meta publishes expect.
-
-    Args:
-        x: (rows, sequence, heads, head_width).
-    """
-    pairs = x.to(rotary.cosine_sine.dtype).view(*x.shape[:-1], -1, 2)
-    if torch.compiler.is_compiling():
-        # Inductor fuses real arithmetic only; in eager mode one complex product is three times faster.
-        even, odd = pairs.unbind(-1)
-        cosine, sine = rotary.cosine_sine.unbind(-1)
-        turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * rotary.factors)
-    return turned.flatten(-2).to(x.dtype)
-
-
 def decoder_layout(dimensions: DecoderDimensions) -> Layout:
     """What a plan may split of a decoder."""
     return Layout(
@@ -231,16 +177,8 @@ def decoder_layout(dimensions: DecoderDimensions) -> Layout:
         last=("norm", "head"),
         tensor={
             "embedding": "vocabulary",
-            "layers.*.attention": "gathered",
-            "layers.*.attention.query": "column",
-            "layers.*.attention.key": "key_value",
-            "layers.*.attention.value": "key_value",
-            "layers.*.attention.output": "row",
-            "layers.*.attention.*_norm": "head_norm",
-            "layers.*.feed_forward": "gathered",
-            "layers.*.feed_forward.gate": "column",
-            "layers.*.feed_forward.up": "column",
-            "layers.*.feed_forward.down": "row",
+            **(_LATENT_ATTENTION if dimensions.is_latent else _ATTENTION),
+            **_feed_forward_roles(dimensions),
             "layers.*.*_norm": "norm",
             "norm": "norm",
             "head": "head",
@@ -249,8 +187,46 @@ def decoder_layout(dimensions: DecoderDimensions) -> Layout:
         kv_heads=dimensions.kv_heads,
         mask="mask",
         attention="layers.*.attention.core",
+        experts="layers.*.feed_forward.experts" if dimensions.experts else None,
         tied=(("embedding.weight", "head.weight"),) if dimensions.tie_embeddings else (),
     )
+
+
+_ATTENTION: dict[str, TensorRole] = {
+    "layers.*.attention": "gathered",
+    "layers.*.attention.query": "column",
+    "layers.*.attention.key": "key_value",
+    "layers.*.attention.value": "key_value",
+    "layers.*.attention.output": "row",
+    "layers.*.attention.*_norm": "head_norm",
+}
+
+_LATENT_ATTENTION: dict[str, TensorRole] = {
+    "layers.*.attention": "gathered",
+    # Every rank makes the narrow vectors, and uses them for its own heads.
+    "layers.*.attention.*_latent": "head_norm",
+    "layers.*.attention.*_norm": "head_norm",
+    "layers.*.attention.query": "column",
+    "layers.*.attention.key_value": "column",
+    "layers.*.attention.output": "row",
+}
+
+
+def _feed_forward_roles(dimensions: DecoderDimensions) -> dict[str, TensorRole]:
+    """Of networks that every token passes; what becomes of routed experts says `Layout.experts`."""
+    dense = ["layers.*.feed_forward"]
+    if dimensions.experts:
+        dense = [f"layers.{number}.feed_forward" for number in range(dimensions.dense_layers)]
+        dense.append("layers.*.feed_forward.shared")
+    roles: dict[str, TensorRole] = {"layers.*.feed_forward.router": "norm"}  # it acts on single tokens
+    for network in dense:
+        roles |= {
+            network: "gathered",
+            f"{network}.gate": "column",
+            f"{network}.up": "column",
+            f"{network}.down": "row",
+        }
+    return roles
 
 
 def _dropout(probability: float, name: str) -> nn.Module:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wanma.job.errors import WanmaError
 from wanma.models.initialize import stable_hash
+from wanma.models.samples import SampleAware
 
 _LANES = 1 << 16
 """Each draw is 16 bits of a hash, so a probability is rounded to 1/65536; the scale follows the rounding."""
 
 
-class KeyedDropout(nn.Module):
+class KeyedDropout(SampleAware):
     """Zero elements with probability `p` while training and scale the rest, so that the mean stays.
 
     Draws are keyed by (seed, sample, layer, index in dim 1, index in the rest); a module that is called
@@ -72,6 +74,20 @@ class KeyedDropout(nn.Module):
         keep = _lanes(row_keys, self.positions, shape) >= drop - _LANES // 2
         return torch.where(keep, x * (_LANES / (_LANES - drop)), 0.0)
 
+    def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Any:
+        """Row keys, positions, and no call yet."""
+        # Keys are made here and not in forward: a layer's own number there would make torch.compile
+        # compile every block anew.
+        return _mix(samples ^ _mix_scalar(seed ^ stable_hash(self.name))), positions, 0
+
+    @property
+    def announced(self) -> Any:
+        return self.row_keys, self.positions, self.calls
+
+    @announced.setter
+    def announced(self, state: Any) -> None:
+        self.row_keys, self.positions, self.calls = state
+
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}" + (", channels=True" if self.channels else "")
 
@@ -80,20 +96,15 @@ class KeyedDropout(nn.Module):
 def keyed_samples(
     model: nn.Module, seed: int, samples: Tensor, positions: Tensor | None = None
 ) -> Iterator[None]:
-    """Tell a model's dropout which samples the forward inside computes.
+    """Tell a model's dropout, and what else is `SampleAware`, which samples the forward inside computes.
 
     Args:
         seed: the job's.
         samples: (rows,) int64, each row's position in the run's sample order, on the activations' device.
         positions: (columns,) int64, where this rank holds only a part of dim 1: which part.
     """
-    # Keys are made here and not in forward: a layer's own number there would make torch.compile
-    # compile every block anew.
-    states = {
-        module: (_mix(samples ^ _mix_scalar(seed ^ stable_hash(module.name))), positions, 0)
-        for module in _keyed_modules(model)
-    }
-    with _announced(states):
+    told = {module: module.announcement(seed, samples, positions) for module in _aware_modules(model)}
+    with _announced(told):
         yield
 
 
@@ -105,10 +116,10 @@ def recompute_context(
     Backward runs the forward again after `keyed_samples` has ended, and in a pipeline after other
     micro-batches have begun: the samples of the first run are kept and announced again.
     """
-    modules = _keyed_modules(model)
+    modules = _aware_modules(model)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _announced({module: _state(module) for module in modules})
+        return nullcontext(), _announced({module: module.announced for module in modules})
 
     return contexts
 
@@ -157,28 +168,21 @@ def unkeyed_randomness(model: nn.Module) -> list[str]:
 
 _REPLACED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
-_State = tuple[Tensor | None, Tensor | None, int]
-"""Row keys, positions and calls of one module."""
 
-
-def _keyed_modules(model: nn.Module) -> list[KeyedDropout]:
-    return [module for module in model.modules() if isinstance(module, KeyedDropout)]
-
-
-def _state(module: KeyedDropout) -> _State:
-    return module.row_keys, module.positions, module.calls
+def _aware_modules(model: nn.Module) -> list[SampleAware]:
+    return [module for module in model.modules() if isinstance(module, SampleAware)]
 
 
 @contextmanager
-def _announced(states: Mapping[KeyedDropout, _State]) -> Iterator[None]:
-    before = {module: _state(module) for module in states}
-    for module, state in states.items():
-        module.row_keys, module.positions, module.calls = state
+def _announced(told: Mapping[SampleAware, Any]) -> Iterator[None]:
+    before = {module: module.announced for module in told}
+    for module, announced in told.items():
+        module.announced = announced
     try:
         yield
     finally:
-        for module, state in before.items():
-            module.row_keys, module.positions, module.calls = state
+        for module, announced in before.items():
+            module.announced = announced
 
 
 def _lanes(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tensor:

@@ -35,10 +35,69 @@ class DecoderDimensions:
     """Query, key and value projections have a bias (Qwen 2.5)."""
     head_norm: bool = False
     """Queries and keys are RMS-normalised per head (Qwen 3)."""
+    query_rank: int = 0
+    """Multi-head latent attention (DeepSeek-V2): width of the vector that queries are made from; 0: plain
+    attention. With it all heads have keys and values of their own."""
+    key_value_rank: int = 0
+    """Likewise of the one that keys and values are made from."""
+    rotary_size: int | None = None
+    """Latent attention: elements that know their position, beside those of `head_size`."""
+    value_size: int | None = None
+    """Latent attention: width of one head's values."""
+    experts: int = 0
+    """Routed experts of a block; 0: one feed-forward network instead."""
+    experts_per_token: int = 0
+    shared_experts: int = 0
+    """Experts that every token passes; together one network of so many times the width."""
+    expert_feed_forward: int | None = None
+    """Inner width of one expert; default: feed_forward."""
+    dense_layers: int = 0
+    """First blocks that have one network of `feed_forward` and no experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    normalize_weights: bool = True
+    """The weights of a token's experts add up to one before they are scaled."""
+    weight_scale: float = 1.0
+    """Of those weights."""
+    expert_groups: int = 1
+    """Groups of neighbouring experts (DeepSeek-V3's n_group), of which
+    `groups_per_token` (topk_group) are open to a token."""
+    groups_per_token: int = 1
+    balance: Literal["none", "bias", "loss"] = "none"
+    """What keeps the use of experts even; see `models.routing`."""
+    balance_rate: float = 0.0
+    """Step of the bias, or weight of the loss."""
+    balance_group: int = 1
+    """Samples over which a balancing loss and capacity count."""
+    capacity: float = 0.0
+    """Tokens that an expert takes of such a group, times an even share; 0: all."""
 
     @property
     def head_width(self) -> int:
         return self.head_size if self.head_size is not None else self.hidden // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a head that know their position."""
+        return self.rotary_size if self.rotary_size is not None else self.head_width
+
+    @property
+    def value_width(self) -> int:
+        return self.value_size if self.value_size is not None else self.head_width
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.key_value_rank > 0
+
+    @property
+    def expert_width(self) -> int:
+        return self.expert_feed_forward if self.expert_feed_forward is not None else self.feed_forward
+
+    @property
+    def couples_samples(self) -> bool:
+        """Whether samples of one `balance_group` must be computed in one micro-batch."""
+        return self.balance_group > 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +130,50 @@ GPT_PRESETS: dict[str, DecoderDimensions] = {
 }
 
 
+def _gpt_moe(
+    layers: int, hidden: int, heads: int, width: int, experts: int, vocabulary: int, per_token: int
+) -> DecoderDimensions:
+    return DecoderDimensions(
+        layers,
+        hidden,
+        heads,
+        heads,
+        (per_token + 1) * width,
+        vocabulary,
+        experts=experts,
+        experts_per_token=per_token,
+        shared_experts=1,
+        expert_feed_forward=width,
+        dense_layers=1,
+        router="sigmoid",
+        balance="bias",
+        balance_rate=1e-3,
+    )
+
+
+def _with_latent_attention(
+    dimensions: DecoderDimensions, query: int, key_value: int, head: int, rotary: int
+) -> DecoderDimensions:
+    return replace(
+        dimensions,
+        query_rank=query,
+        key_value_rank=key_value,
+        head_size=head,
+        rotary_size=rotary,
+        value_size=head,
+    )
+
+
+# Our own mixtures of experts after DeepSeek-V3: one shared expert, a dense first block whose width is that
+# of the experts which a token passes, balanced by a bias. The number is that of all parameters, then of
+# those that a token passes.
+GPT_MOE_PRESETS: dict[str, DecoderDimensions] = {
+    "gpt-moe-3m-1m": _with_latent_attention(_gpt_moe(4, 128, 4, 128, 16, 320, 2), 64, 32, 32, 16),
+    "gpt-moe-43m-12m": _gpt_moe(6, 384, 6, 384, 16, 320, 2),
+    "gpt-moe-400m-120m": replace(_gpt_moe(12, 768, 12, 512, 24, 50304, 3), tie_embeddings=True),
+}
+
+
 def _llama_3(*sizes: int, tied: bool = False) -> DecoderDimensions:
     layers, hidden, heads, kv_heads, feed_forward = sizes
     return DecoderDimensions(
@@ -93,6 +196,23 @@ def _qwen(*sizes: int, generation: Literal["2.5", "3"], tied: bool = False) -> D
         head_size=128 if generation == "3" else None,
         attention_bias=generation == "2.5",
         head_norm=generation == "3",
+    )
+
+
+def _mixtral(*sizes: int) -> DecoderDimensions:
+    layers, hidden, heads, kv_heads, feed_forward, vocabulary = sizes
+    return DecoderDimensions(
+        layers,
+        hidden,
+        heads,
+        kv_heads,
+        feed_forward,
+        vocabulary,
+        rope_theta=1_000_000.0,
+        experts=8,
+        experts_per_token=2,
+        balance="loss",
+        balance_rate=0.02,
     )
 
 
@@ -121,9 +241,40 @@ PUBLISHED_PRESETS: dict[str, DecoderDimensions] = {
     "qwen-3-0.6b": _qwen(28, 1024, 16, 8, 3072, 151936, generation="3", tied=True),
     "qwen-3-8b": _qwen(36, 4096, 32, 8, 12288, 151936, generation="3"),
     "qwen-3-32b": _qwen(64, 5120, 64, 8, 25600, 151936, generation="3"),
+    # Jiang et al. 2024, table 1; mistralai/Mixtral-8x{7B,22B}-v0.1
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, 32000),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, 32768),
+    # DeepSeek-AI 2024, section 4.2; deepseek-ai/DeepSeek-V3. Without its module for predicting a second
+    # token, and with plain rotary frequencies, as it was trained up to 4,096 tokens.
+    "deepseek-v3": _with_latent_attention(
+        DecoderDimensions(
+            61,
+            7168,
+            128,
+            128,
+            18432,
+            129280,
+            norm_epsilon=1e-6,
+            experts=256,
+            experts_per_token=8,
+            shared_experts=1,
+            expert_feed_forward=2048,
+            dense_layers=3,
+            router="sigmoid",
+            weight_scale=2.5,
+            expert_groups=8,
+            groups_per_token=4,
+            balance="bias",
+            balance_rate=1e-3,
+        ),
+        query=1536,
+        key_value=512,
+        head=128,
+        rotary=64,
+    ),
 }
 
-DECODER_PRESETS: dict[str, DecoderDimensions] = {**GPT_PRESETS, **PUBLISHED_PRESETS}
+DECODER_PRESETS: dict[str, DecoderDimensions] = {**GPT_PRESETS, **GPT_MOE_PRESETS, **PUBLISHED_PRESETS}
 
 VISION_PRESETS: dict[str, tuple[Literal["convnet", "resnet"], int | None]] = {
     "cifar-convnet": ("convnet", None),
@@ -143,6 +294,20 @@ _DECODER_KEYS = (
     "tie_embeddings",
     "dropout",
 )
+_EXPERT_KEYS = (
+    "experts",
+    "experts_per_token",
+    "shared_experts",
+    "expert_feed_forward",
+    "dense_layers",
+    "router",
+    "balance",
+    "balance_rate",
+    "balance_group",
+    "capacity",
+)
+_BALANCE_RATES = {"none": 0.0, "bias": 1e-3, "loss": 1e-2}
+"""Where the job says nothing: Wang et al. 2024, section 3; Fedus et al. 2021, section 2.2."""
 _VISION_KEYS = ("depth", "classes", "channels", "image_size", "statistics_group")
 
 
@@ -154,6 +319,8 @@ def model_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
     """
     if section.factory is not None:
         return "custom"
+    if section.huggingface is not None:
+        return "tokens"
     if section.preset is None:
         return "tokens" if section.family == "decoder" else "images"
     if section.preset in DECODER_PRESETS:
@@ -195,7 +362,7 @@ def decoder_dimensions(section: ModelSection, vocabulary: int | None) -> Decoder
         given["kv_heads"] = given["heads"]
     if "vocabulary" not in given and section.preset not in PUBLISHED_PRESETS and vocabulary is not None:
         given["vocabulary"] = -(-vocabulary // 64) * 64
-    dimensions = replace(base, **given)
+    dimensions = _with_experts(section, replace(base, **given))
     _check(dimensions, vocabulary)
     return dimensions
 
@@ -219,7 +386,7 @@ def vision_dimensions(
             f"model '{section.preset or section.family or section.factory}' is no vision model",
             f"vision presets: {', '.join(VISION_PRESETS)}",
         )
-    reject_keys(section, _DECODER_KEYS, "a vision model")
+    reject_keys(section, (*_DECODER_KEYS, *_EXPERT_KEYS), "a vision model")
     if section.preset is not None:
         family, depth = VISION_PRESETS[section.preset]
         if section.depth not in (None, depth):
@@ -256,11 +423,12 @@ def reject_keys(section: ModelSection, keys: tuple[str, ...], what: str) -> None
             raise JobError(f"model.{key} does not apply to {what}", f"remove model.{key}")
 
 
-def reject_dimension_keys(section: ModelSection) -> None:
-    """Refuse dimensions beside a factory, which takes `model.arguments` instead."""
+def reject_dimension_keys(section: ModelSection, key: str = "model.factory") -> None:
+    """Refuse dimensions beside what `key` names, which takes `model.arguments` instead."""
     # A group of samples means something for a factory's model too: its batch normalisation is converted.
-    keys = tuple(key for key in (*_DECODER_KEYS, *_VISION_KEYS) if key != "statistics_group")
-    reject_keys(section, keys, "model.factory; give it in model.arguments")
+    every = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
+    keys = tuple(key for key in every if key != "statistics_group")
+    reject_keys(section, keys, f"{key}; give it in model.arguments")
 
 
 def _from_family(given: dict[str, Any]) -> DecoderDimensions:
@@ -270,6 +438,55 @@ def _from_family(given: dict[str, Any]) -> DecoderDimensions:
     hidden, heads = given["hidden"], given["heads"]
     feed_forward = -(-8 * hidden // (3 * 64)) * 64
     return DecoderDimensions(given["layers"], hidden, heads, heads, feed_forward, None)
+
+
+def _with_experts(section: ModelSection, base: DecoderDimensions) -> DecoderDimensions:
+    """`base` with the section's keys for experts; a section that asks for them first gets defaults."""
+    if base.experts == 0 and section.experts is None:
+        reject_keys(section, _EXPERT_KEYS, "a decoder without experts (model.experts)")
+        return base
+    given: dict[str, Any] = {
+        key: value for key in _EXPERT_KEYS if (value := getattr(section, key)) is not None
+    }
+    if base.experts == 0:
+        base = replace(base, experts_per_token=min(2, given["experts"]), balance="bias", balance_rate=1e-3)
+    balance = given.get("balance", base.balance)
+    if balance == "none" and "balance_rate" in given:
+        raise JobError(
+            f"model.balance_rate = {given['balance_rate']} has nothing to weigh: model.balance = 'none'",
+            "set model.balance to 'bias' or 'loss', or remove model.balance_rate",
+        )
+    if balance != base.balance:
+        given.setdefault("balance_rate", _BALANCE_RATES[balance])
+    dimensions = replace(base, **given)
+    _check_experts(dimensions)
+    return dimensions
+
+
+def _check_experts(dimensions: DecoderDimensions) -> None:
+    experts, per_token = dimensions.experts, dimensions.experts_per_token
+    open_to_token = experts * dimensions.groups_per_token // dimensions.expert_groups
+    if experts % dimensions.expert_groups:
+        raise JobError(
+            f"model.experts = {experts} cannot be in {dimensions.expert_groups} groups, as the preset has them",
+            f"use a multiple of {dimensions.expert_groups}",
+        )
+    if per_token > open_to_token:
+        raise JobError(
+            f"model.experts_per_token = {per_token}, but there are only {open_to_token} to choose from",
+            f"lower model.experts_per_token, or raise model.experts (now {experts})",
+        )
+    if dimensions.dense_layers >= dimensions.layers:
+        raise JobError(
+            f"model.dense_layers = {dimensions.dense_layers} of model.layers = {dimensions.layers} "
+            "leaves no block with experts",
+            "lower model.dense_layers, or leave model.experts out",
+        )
+    if dimensions.balance_group > 1 and dimensions.balance != "loss" and dimensions.capacity == 0:
+        raise JobError(
+            f"model.balance_group = {dimensions.balance_group} without anything that counts over groups",
+            "set model.balance = 'loss' or model.capacity, or remove model.balance_group",
+        )
 
 
 def _check(dimensions: DecoderDimensions, tokenizer: int | None) -> None:
@@ -285,7 +502,12 @@ def _check(dimensions: DecoderDimensions, tokenizer: int | None) -> None:
             "each key/value head serves the same number of query heads; "
             f"model.kv_heads may be {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}",
         )
-    if dimensions.head_width % 2:
+    if dimensions.is_latent and heads != kv_heads:
+        raise JobError(
+            f"model.kv_heads = {kv_heads} with latent attention, where each of {heads} heads has its own",
+            "remove model.kv_heads",
+        )
+    if dimensions.rotary_width % 2:
         raise JobError(
             f"model.hidden = {hidden} and model.heads = {heads} give heads of odd width "
             f"{dimensions.head_width}, but rotary positions turn pairs",

@@ -1,8 +1,9 @@
-"""Batch normalisation over groups of samples that the job fixes, so that no layout changes its numbers."""
+"""What models note of a step's samples; and batch normalisation over groups of samples that the job fixes,
+so that no layout changes its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wanma.job.errors import WanmaError
+
+
+@runtime_checkable
+class NotesStatistics(Protocol):
+    """A module that notes something of the samples it sees, and is changed by the sums over a whole step."""
+
+    @property
+    def statistics_elements(self) -> int:
+        """Numbers in what `take` returns."""
+
+    def take(self) -> tuple[Tensor, ...]:
+        """What has been noted since the last call: sums over samples; begins again from zero."""
+
+    def commit(self, *sums: Tensor) -> None:
+        """Change once per optimizer step, by what `take` gave, added up over all ranks with different samples."""
 
 
 class GroupedBatchNorm(nn.Module):
@@ -80,6 +96,10 @@ class GroupedBatchNorm(nn.Module):
         self._note(means, variances)
         return normalized[0] if len(normalized) == 1 else torch.cat(normalized)
 
+    @property
+    def statistics_elements(self) -> int:
+        return 2 * self.features + 1
+
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """What forward has added up since the last call: sums over groups, and begin again from zero.
 
@@ -131,9 +151,9 @@ class GroupedBatchNorm(nn.Module):
         self._groups += len(means)
 
 
-def pending_statistics(modules: Iterable[nn.Module]) -> list[GroupedBatchNorm]:
-    """Those of `modules` whose statistics must be committed after each optimizer step, in their order."""
-    return [module for module in modules if isinstance(module, GroupedBatchNorm)]
+def noting_modules(model: nn.Module) -> dict[str, NotesStatistics]:
+    """Modules whose statistics must be committed after each optimizer step, by name and in their order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NotesStatistics)}
 
 
 def couples_samples(model: nn.Module) -> list[str]:

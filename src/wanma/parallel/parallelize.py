@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -15,7 +15,7 @@ from wanma.job.plan import Plan
 from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout, find_blocks
-from wanma.models.statistics import couples_samples
+from wanma.models.statistics import NotesStatistics, couples_samples, noting_modules
 from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
@@ -44,6 +44,8 @@ class Parallel:
     """Of the whole model, whatever part of it is here."""
     trainable_names: tuple[str, ...]
     """Those that the model itself does not freeze."""
+    noting: Mapping[str, NotesStatistics]
+    """Modules of the whole model that note statistics of a step; those of other stages without memory."""
     seed: int | None
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
 
@@ -87,6 +89,7 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     _refuse_what_depends_on_the_layout(whole, spec, plan)
     names = tuple(name for name, _ in whole.named_parameters())
     trainable = tuple(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
+    noting = noting_modules(whole)
     numbers = plan.stages_of(grid.at("pp"))
     parts = [whole]
     if plan.pp > 1:
@@ -97,7 +100,7 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     pipeline = Pipeline(parts, numbers, plan, grid) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
-    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, trainable, to_draw)
+    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, trainable, noting, to_draw)
 
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
@@ -116,7 +119,7 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
 
 def _apply(part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch) -> Sharded:
     """Split one stage, in the order in which the splits can see through each other."""
-    if plan.ep > 1:
+    if plan.ep > 1 or (spec.layout is not None and spec.layout.experts is not None):
         split_experts(part, spec.require_layout("parallel.ep"), grid)
     if plan.tp > 1:
         split_tensors(part, spec.require_layout("parallel.tp"), grid)

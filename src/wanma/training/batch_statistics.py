@@ -1,33 +1,65 @@
-"""Batch statistics of a step's sample groups, wherever they were computed, update the model once."""
+"""What a step's samples were, wherever they were computed, changes the model once: batch statistics, and
+the load of experts."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from wanma.job.plan import Plan
-from wanma.models.statistics import pending_statistics
+from wanma.models.routing import Routing
+from wanma.models.statistics import noting_modules
+from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 
 
-def commit_statistics(model: Parallel, plan: Plan, applied: bool) -> None:
-    """Add up what all ranks noted since the last step and move every running statistic by it.
+def commit_statistics(model: Parallel, grid: Grid, applied: bool) -> dict[str, Tensor]:
+    """Add up what all ranks noted since the last step and change every module that notes by it.
 
-    All of a model's travel in one all-reduce. It goes over the whole world, which models that can be cut
-    into pipeline stages (they have no such statistics) would not survive; ranks that hold the same
-    samples count them several times, which leaves the average over groups alone.
+    All of a model's travel in one all-reduce over the world, in which each module has its place, whichever
+    pipeline stage holds it. Counts are integers below 2^53 and stay exact.
 
     Args:
         applied: whether the step changes the weights. The statistics of one that does not are forgotten:
             its activations may have been infinite.
+
+    Returns:
+        what the step's record should say of experts, if the model has any: `expert_load`, the most tokens of
+        one expert over the mean, in the layer where that is worst; and `balance_loss`, the sum over tokens.
     """
-    modules = pending_statistics(model.modules())
-    taken = [module.take() for module in modules]
-    if not modules or not applied:
-        return
-    packed = torch.cat([part.flatten().double() for parts in taken for part in parts])
-    if plan.data_ranks > 1:
+    if not model.noting:
+        return {}
+    here = {name: module for part in model.parts for name, module in noting_modules(part).items()}
+    taken = {name: module.take() for name, module in here.items()}
+    if not applied:
+        return {}
+    zeros = torch.zeros((), dtype=torch.float64, device=grid.device)
+    packed = torch.cat(
+        [
+            torch.cat([part.flatten().double() for part in taken[name]])
+            if name in here
+            else zeros.expand(module.statistics_elements)
+            for name, module in model.noting.items()
+        ]
+    )
+    if grid.at("tp") > 0 and not grid.plan.sequence:
+        packed.zero_()  # the first tensor rank saw the same tokens
+    if grid.plan.world_size > 1:
         dist.all_reduce(packed)
-    sums = iter(packed.split([part.numel() for parts in taken for part in parts]))
-    for module in modules:
-        module.commit(next(sums), next(sums), next(sums).squeeze())
+    sums = dict(
+        zip(model.noting, packed.split([m.statistics_elements for m in model.noting.values()]), strict=True)
+    )
+    for name, module in here.items():
+        parts = sums[name].split([part.numel() for part in taken[name]])
+        module.commit(*(total.view_as(part) for total, part in zip(parts, taken[name], strict=True)))
+    return _of_experts([sums[name] for name, module in model.noting.items() if isinstance(module, Routing)])
+
+
+def _of_experts(totals: list[Tensor]) -> dict[str, Tensor]:
+    if not totals:
+        return {}
+    worst = [total[:-1].max() * (len(total) - 1) / total[:-1].sum().clamp(min=1) for total in totals]
+    return {
+        "expert_load": torch.stack(worst).max(),
+        "balance_loss": torch.stack([total[-1] for total in totals]).sum(),
+    }

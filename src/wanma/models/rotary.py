@@ -1,0 +1,52 @@
+"""Rotary positions (Su et al. 2021, section 3.2.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Rotary:
+    """By what each pair of a head's elements is turned at each position, in two views of one storage.
+
+    A plain class and no dataclass or tuple: FSDP looks into those to cast what a block is given to
+    bf16, in which angles of far positions would be lost.
+
+    Attributes:
+        factors: unit complex numbers (sequence, 1, width / 2) or (rows, sequence, 1, width / 2).
+        cosine_sine: the same as reals, with a last dim of 2.
+    """
+
+    def __init__(self, angles: Tensor) -> None:
+        self.factors = torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
+        self.cosine_sine = torch.view_as_real(self.factors)
+
+
+def rotary_factors(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """The turns of `width` elements at each position.
+
+    Args:
+        positions: (sequence,) or (rows, sequence).
+        dtype: of the hidden states; angles have at least fp32.
+    """
+    precise = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, width, 2, dtype=precise, device=positions.device) / width
+    angles = positions.to(precise).unsqueeze(-1) * theta**-exponents
+    return Rotary(angles)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the pairs (0, 1), (2, 3), ... of the last dim, as the weights that Meta publishes expect.
+
+    Args:
+        x: (rows, sequence, heads, width).
+    """
+    pairs = x.to(rotary.cosine_sine.dtype).unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        # Inductor fuses real arithmetic only; in eager mode one complex product is three times faster.
+        even, odd = pairs.unbind(-1)
+        cosine, sine = rotary.cosine_sine.unbind(-1)
+        turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * rotary.factors)
+    return turned.flatten(-2).to(x.dtype)
