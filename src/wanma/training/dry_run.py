@@ -51,6 +51,9 @@ class DryRun:
 def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_batches: int) -> DryRun:
     """Build `rank` of `plan` and take one step.
 
+    Once per process: torch caches by mesh what it found out of a rank's place in it, and another rank's
+    mesh of the same plan is equal to it.
+
     Args:
         spec: of a model that takes tokens.
         micro_batches: of the step.
