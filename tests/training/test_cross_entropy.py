@@ -1,10 +1,20 @@
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
+from support.ranks import run_ranks
 from wanma.data.batch import IGNORED
+from wanma.job.plan import Plan
+from wanma.job.worker import Worker
+from wanma.parallel.mesh import process_grid
 from wanma.training import cross_entropy
 from wanma.training.cross_entropy import cross_entropy_sum
 
@@ -63,3 +73,96 @@ def test_extreme_logits_stay_finite() -> None:
     assert loss.item() == pytest.approx(2e4)
     assert logits.grad is not None
     assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
+
+
+CLASSES = 24
+
+
+def rows_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits of which some are extreme, with targets at the edges of every rank's classes."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(3, CLASSES + 1, CLASSES, generator=generator, dtype=torch.float64) * 5
+    logits[0, 0], logits[0, 1, 7] = -100, 100
+    targets = torch.cat([torch.arange(CLASSES), torch.tensor([IGNORED])]).expand(3, -1).contiguous()
+    targets[2, 5:] = IGNORED
+    return logits.to(dtype), targets
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank finds; arrays, for tensors would share the process's memory."""
+
+    loss: float
+    loss_dtype: torch.dtype
+    gradient: np.ndarray
+    gradient_dtype: torch.dtype
+    collectives: tuple[int, int]
+    """In forward and in backward."""
+
+
+def split_loss(worker: Worker, dtype: torch.dtype) -> Found:
+    """The loss of logits of which a rank has its classes."""
+    with process_grid(worker, Plan(tp=worker.world_size), 60) as grid:
+        logits, targets = rows_of(dtype)
+        local = logits.chunk(worker.world_size, dim=-1)[worker.rank].clone().requires_grad_()
+        split = DTensor.from_local(local, grid.axis("tp"), [Shard(2)], run_check=False)
+        with CommDebugMode() as forward:
+            loss = cross_entropy_sum(split, targets)
+        with CommDebugMode() as backward:
+            (loss * 0.37).backward()
+        assert local.grad is not None
+        return Found(
+            loss.item(),
+            loss.dtype,
+            local.grad.double().numpy(),
+            local.grad.dtype,
+            (forward.get_total_counts(), backward.get_total_counts()),
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "gradient_tolerance"),
+    [(torch.float64, 1e-14, 1e-12), (torch.float32, 1e-6, 1e-5), (torch.bfloat16, 1e-6, 2**-8)],
+    ids=str,
+)
+def test_logits_split_over_the_vocabulary_give_the_loss_and_gradient_of_whole_ones(
+    dtype: torch.dtype, tolerance: float, gradient_tolerance: float, ranks: int
+) -> None:
+    logits, targets = rows_of(dtype)
+    logits.requires_grad_()
+    expected = reference(logits, targets)
+    (expected * 0.37).backward()
+    assert logits.grad is not None
+    parts = run_ranks(split_loss, ranks, (dtype,))
+    for part in parts:
+        assert part.loss == pytest.approx(expected.item(), rel=tolerance)
+        assert part.loss_dtype == torch.promote_types(dtype, torch.float32)
+        assert part.gradient.shape == (3, CLASSES + 1, CLASSES // ranks)
+        assert part.gradient_dtype == dtype
+        assert part.collectives == (2, 0)
+    gradient = torch.from_numpy(np.concatenate([part.gradient for part in parts], axis=-1))
+    torch.testing.assert_close(
+        gradient, logits.grad.double(), rtol=gradient_tolerance, atol=gradient_tolerance / 10
+    )
+
+
+def refuse(worker: Worker) -> list[str]:
+    """What is said of a class that no rank has, and of logits that are not split over their classes."""
+    said = []
+    with process_grid(worker, Plan(tp=worker.world_size), 60) as grid:
+        whole = torch.zeros(2, 3, 8)
+        mesh = grid.axis("tp")
+        for placement, target in ((Shard(2), 16), (Replicate(), 0)):
+            split = DTensor.from_local(whole, mesh, [placement], run_check=False)
+            try:
+                cross_entropy_sum(split, torch.full((2, 3), target))
+            except (RuntimeError, IndexError, ValueError) as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_class_beyond_the_vocabulary_and_other_splits_are_refused() -> None:
+    (said,) = run_ranks(refuse, 1, ())
+    assert "out of bounds" in said[0]
+    assert "not over their last dim" in said[1]
