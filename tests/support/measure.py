@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
@@ -124,6 +127,26 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         classification_loss(model(*batch.inputs, **batch.keywords), batch)
     return size(kept.values())
+
+
+def held_after(run: Callable[[], Any]) -> int:
+    """Bytes that `run` allocates and that are still held when it is over, whoever holds them."""
+    made: dict[int, StorageWeakRef] = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            given = {storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and storage(leaf) not in given:
+                    reference = StorageWeakRef(leaf.untyped_storage())
+                    made.setdefault(reference.cdata, reference)
+            return result
+
+    with Watch():
+        run()
+    alive = [reference for reference in made.values() if not reference.expired()]
+    return sum(UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes() for reference in alive)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,16 +1,109 @@
-"""Trade memory for compute: keep only each block's input and run the block again in backward."""
+"""Trade memory for compute: keep less of each block than backward needs, and run the block again there.
+
+full        a block's inputs are kept, and all of it runs again (Chen et al. 2016)
+selective   beside them the results of what costs most to run again (`models.costly`), so that about
+            half of the products and all that is cheap runs again (Korthikanti et al. 2022, section 5)
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from wanma.job.plan import Plan
-from wanma.models.dropout import recompute_context
+from wanma.models.costly import Costly
+from wanma.models.dropout import KeyedDropout, recompute_context
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around the first run of a block, and around the second."""
 
 
 def recompute(blocks: list[nn.Module], plan: Plan) -> None:
-    """Apply `plan.recompute` to each block in place; parameter names stay as they are."""
-    if plan.recompute == "full":
-        for block in blocks:
-            checkpoint(block, use_reentrant=False, context_fn=recompute_context(block))
+    """Apply `plan.recompute` to a stage's blocks in place; parameter names stay as they are.
+
+    A block's forward is replaced and no hook added, so that FSDP2's hooks stay outside of what runs again
+    and torch.compile sees an operator that it knows.
+    """
+    if plan.recompute == "none":
+        return
+    if plan.compile:
+        # Dropout counts its calls. A compiled block computes its masks once more, from the same keys.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for index in chosen(len(blocks), plan.recompute_share):
+        block = blocks[index]
+        contexts = _contexts(block, keeps_some=plan.recompute == "selective")
+        block.forward = _recomputing(block.forward, contexts)
+
+
+def chosen(blocks: int, share: float) -> list[int]:
+    """Which of a stage's blocks recompute: at least `share` of them, spread evenly."""
+    count = recomputed(blocks, share)
+    return [index for index in range(blocks) if (index + 1) * count // blocks > index * count // blocks]
+
+
+def recomputed(blocks: int, share: float) -> int:
+    """How many of a stage's blocks recompute."""
+    return math.ceil(round(blocks * share, 9))
+
+
+def _recomputing(forward: Callable[..., Any], contexts: Callable[[], _Contexts]) -> Callable[..., Any]:
+    # torch.compile takes a function here, but no functools.partial.
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+
+    return run
+
+
+def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts]:
+    """What `checkpoint` asks for at every run: with the dropout of the first run in the second."""
+    if not keeps_some and not any(isinstance(module, KeyedDropout) for module in block.modules()):
+        return noop_context_fn
+    keyed = recompute_context(block)
+
+    def contexts() -> _Contexts:
+        if get_proxy_mode() is not None:
+            # torch.compile wants nothing but modes that say what is kept. The second run is part of the
+            # graph that it makes, and so are the samples that dropout was told.
+            keep, take = create_selective_checkpoint_contexts(_Policy(Costly() if keeps_some else None))
+            return keep, take
+        first, again = keyed()
+        if not keeps_some:
+            return first, again
+        keep, take = create_selective_checkpoint_contexts(_Policy(Costly()))
+        return _together(first, keep), _together(again, take)
+
+    return contexts
+
+
+class _Policy:
+    """Keep what is costly; nothing without a `costly`."""
+
+    def __init__(self, costly: Costly | None) -> None:
+        self._costly = costly
+        self._costly_again = Costly()
+        """For the second run, in which torch 2.11 asks again."""
+
+    def __call__(self, context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        costly = self._costly_again if context.is_recompute else self._costly
+        keeps = self._costly is not None and costly is not None and costly.keeps(operator)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -1,0 +1,47 @@
+"""The operators whose results selective recompute keeps: those that cost much to run again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
+"""Matrix products, of which every second one is kept: half of them run again, for about half of the memory
+(as in torchtitan, `distributed/activation_checkpoint.py`)."""
+
+ALWAYS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.aten.convolution.default,
+        # What other ranks would have to send again.
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
+    }
+)
+
+
+class Costly:
+    """Says of the operators of one run of a block, one after the other, whether their results are kept."""
+
+    def __init__(self) -> None:
+        self._products = 0
+
+    def keeps(self, operator: Any) -> bool:
+        if operator in PRODUCTS:
+            self._products += 1
+            return self._products % 2 == 1
+        return operator in ALWAYS

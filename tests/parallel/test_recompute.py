@@ -1,0 +1,161 @@
+"""Recompute changes what is kept for backward, and not one bit of what comes out."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.compare import one_process, same_bits, same_numbers, spread_over
+from support.measure import held_after, size, storage
+from wanma.job.plan import Plan
+from wanma.job.sections import Recompute
+from wanma.models.decoder import Decoder
+from wanma.models.dropout import keyed_samples
+from wanma.models.presets import DecoderDimensions
+from wanma.parallel.recompute import chosen, recompute, recomputed
+
+DECODER: dict[str, Any] = {
+    "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
+    "data": {"text": [str(Path(__file__).parent)], "sequence_length": 16},
+    "train": {
+        "steps": 3,
+        "global_batch": 6,
+        "precision": "fp64",
+        "learning_rate": 1e-2,
+        "deterministic": True,
+        "validation_samples": 2,
+    },
+    "checkpoint": {"every_steps": 0},
+}
+
+
+@given(blocks=st.integers(1, 200), share=st.floats(0.001, 1))
+def test_a_share_is_rounded_up_and_spread_evenly(blocks: int, share: float) -> None:
+    indices = chosen(blocks, share)
+    assert len(indices) == recomputed(blocks, share)
+    assert blocks * share - 1e-6 <= len(indices) < blocks * share + 1
+    gaps = {later - earlier for earlier, later in pairwise(indices)}
+    assert max(gaps, default=1) - min(gaps, default=1) <= 1
+
+
+def test_the_share_of_a_stage_by_hand() -> None:
+    assert chosen(4, 0.5) == [1, 3]
+    assert chosen(4, 1.0) == [0, 1, 2, 3]
+    assert chosen(3, 0.5) == [1, 2]
+    assert recomputed(10, 0.7) == 7
+
+
+def build(plan: Plan) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(DecoderDimensions(4, 32, 4, 2, 96, 64, dropout=0.1))
+    names = [name for name, _ in model.named_parameters()]
+    recompute(list(model.layers.values()), plan)
+    assert [name for name, _ in model.named_parameters()] == names
+    return model
+
+
+def forward(model: Decoder) -> Tensor:
+    tokens = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(1))
+    with keyed_samples(model, 1, torch.arange(3)):
+        loss: Tensor = model(tokens).square().sum()
+    return loss
+
+
+def gradients(plan: Plan) -> tuple[float, dict[str, Tensor], int]:
+    """Loss and gradients of one forward and backward, and bytes held between the two."""
+    model = build(plan)
+    losses: list[Tensor] = []
+    held = held_after(lambda: losses.append(forward(model)))
+    losses[0].backward()
+    return losses[0].item(), of(model), held
+
+
+def of(model: Decoder) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def test_every_mode_and_share_gives_the_same_bits_and_keeps_less_the_more_it_recomputes() -> None:
+    loss, expected, all_kept = gradients(Plan())
+    held = {}
+    for mode in ("selective", "full"):
+        for share in (0.5, 1.0):
+            got, gradient, held[mode, share] = gradients(Plan(recompute=mode, recompute_share=share))
+            assert got == loss
+            assert gradient.keys() == expected.keys()
+            assert all(torch.equal(gradient[name], expected[name]) for name in expected)
+    assert all_kept > held["selective", 0.5] > held["selective", 1.0] > held["full", 1.0]
+    assert held["selective", 0.5] > held["full", 0.5] > held["full", 1.0]
+
+
+PLANS = {
+    "2 ranks ZeRO 3, selective": Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="selective"),
+    "2 ranks ZeRO 1, half of the blocks": Plan(
+        dp_shard=2, shard="optimizer", micro_batch=1, recompute="full", recompute_share=0.5
+    ),
+    "tensor 2, selective": Plan(tp=2, micro_batch=3, recompute="selective"),
+    "pipeline 2, selective": Plan(pp=2, micro_batch=1, recompute="selective", recompute_share=0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("one")
+    return one_process(folder, job(folder), 6)
+
+
+def job(folder: Path) -> dict[str, Any]:
+    return {**DECODER, "data": {**DECODER["data"], "cache": str(folder / "cache")}}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_follows_one_process(name: str, tmp_path: Path, one: Any) -> None:
+    same_numbers(one, spread_over(tmp_path / "run", job(tmp_path), PLANS[name]))
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_low_precision_repeats_the_same_bits(mode: Recompute, tmp_path: Path) -> None:
+    text = job(tmp_path)
+    text["train"] = {**text["train"], "precision": "bf16"}
+    same_bits(
+        one_process(tmp_path / "plain", text, 3),
+        spread_over(tmp_path / "again", text, Plan(micro_batch=3, recompute=mode)),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
+)
+def test_compiled_blocks_recompute_too() -> None:
+    loss, expected, _ = gradients(Plan())
+    held = {}
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    for mode in modes:
+        torch._dynamo.reset()
+        model = build(Plan(recompute=mode, compile=True))
+        for block in model.layers.values():
+            block.compile()
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept[storage(tensor)] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            got = forward(model)
+        held[mode] = size(kept.values())
+        got.backward()
+        assert got.item() == pytest.approx(loss, rel=1e-6)
+        for name, tensor in of(model).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+    assert held["none"] > 1.5 * held["selective"] > 1.5 * held["full"]
