@@ -170,12 +170,14 @@ def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches
     inputs' and one for the weights' gradients. In units of one stage's forward, with p ranks, v stages
     each and m micro-batches, a rank works 3·v·m and waits
 
-        gpipe, 1f1b               3 (p − 1)      Huang et al. 2019, Narayanan et al. 2021 (section 2.2.1)
-        interleaved_1f1b          3 (p − 1)      Narayanan et al. 2021 (section 2.2.2)
-        interleaved_zero_bubble     (p − 1)      Qi et al. 2023 (section 2.3, ZB-H1)
-        zbv                         (p − 1)      Qi et al. 2023 (section 6): nothing but the ranks' start one
-                                                 after the other, from m = 2p − 1 on
-        dualpipev                 2 (p − 1)      DeepSeek 2024 (table 2), without overlapped computation
+        gpipe, 1f1b               3 (p − 1)   Huang et al. 2019, Narayanan et al. 2021 (section 2.2.1)
+        interleaved_1f1b          3 (p − 1)   Narayanan et al. 2021 (section 2.2.2)
+        interleaved_zero_bubble     (p − 1)   Qi et al. 2023 (section 2.3, ZB-H1)
+        zbv                         (p − 1)   Qi et al. 2023 (section 6), which leaves out that the ranks
+                                              begin one after the other and wait for each other at the end
+        dualpipev                   (p − 1)   DeepSeek 2025 (DualPipe's table), likewise
+
+    from m = p micro-batches on (zbv: 2p − 1). Fewer do not fill the pipeline, and ranks wait longer.
     """
-    waits = {"gpipe": 3, "1f1b": 3, "interleaved_1f1b": 3, "dualpipev": 2}.get(schedule, 1) * (pp - 1)
+    waits = (3 if schedule in ("gpipe", "1f1b", "interleaved_1f1b") else 1) * (pp - 1)
     return waits / (3 * virtual_stages * micro_batches + waits)

@@ -1,0 +1,201 @@
+"""Pipelines before anything starts: cuts against all possible ones, schedules against torch's own classes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from support.schedules import comes_to_an_end, fake_stages, step_time
+from wanma.job.forecast import Layer, Workload
+from wanma.job.plan import Plan
+from wanma.job.sections import Schedule
+from wanma.parallel.pipeline import SCHEDULES
+from wanma.planner.stages import (
+    INTERLEAVED,
+    VIRTUAL_STAGES,
+    balanced_cuts,
+    bubble_share,
+    planned_cuts,
+    wrong_cuts,
+    wrong_micro_batches,
+    wrong_stages,
+)
+
+# ------------------------------------------------------------------ cuts
+
+
+def stage_costs(
+    costs: list[float], cuts: tuple[int, ...], first: float | None, last: float | None
+) -> list[float] | None:
+    """None where a stage would hold nothing."""
+    bounds = [0, *cuts, len(costs)]
+    stages = []
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        held = [first] if stage == 0 and first is not None else []
+        held += [last] if stage == len(cuts) and last is not None else []
+        if start == stop and not held:
+            return None
+        stages.append(sum(costs[start:stop]) + sum(held))
+    return stages
+
+
+@given(
+    costs=st.lists(st.integers(0, 9), max_size=7),
+    stages=st.integers(1, 5),
+    first=st.none() | st.integers(0, 12),
+    last=st.none() | st.integers(0, 12),
+)
+def test_no_other_cuts_have_a_cheaper_dearest_stage_or_are_as_good_and_more_even(
+    costs: list[float], stages: int, first: float | None, last: float | None
+) -> None:
+    possible = {}
+    for cuts in itertools.combinations_with_replacement(range(len(costs) + 1), stages - 1):
+        of_stages = stage_costs(costs, cuts, first, last)
+        if of_stages is not None:
+            possible[cuts] = (max(of_stages), sum(cost * cost for cost in of_stages), cuts)
+    if not possible:
+        with pytest.raises(ValueError, match=f"{len(costs)} blocks cannot be cut into {stages} stages"):
+            balanced_cuts(costs, stages, first, last)
+        return
+    chosen = balanced_cuts(costs, stages, first, last)
+    best = min(possible.values())
+    assert possible[chosen][0] == best[0]
+    assert math.isclose(possible[chosen][1], best[1], rel_tol=1e-5)  # evenness is compared in a million steps
+    assert wrong_cuts(chosen, len(costs), stages, first is not None, last is not None) is None
+
+
+def test_of_equal_cuts_earlier_stages_get_fewer_blocks() -> None:
+    assert balanced_cuts([1.0] * 5, 2, 0.0, 0.0) == (2,)
+    assert balanced_cuts([1.0] * 6, 4, 0.0, 0.0) == (1, 2, 4)
+
+
+def test_a_head_that_costs_as_much_as_three_blocks_leaves_the_last_stage_three_blocks_less() -> None:
+    assert balanced_cuts([1.0] * 9, 2, 0.0, 3.0) == (6,)
+    assert balanced_cuts([1.0] * 3, 2, 0.0, 9.0) == (3,), "a stage with only the head"
+
+
+def test_a_126_block_model_on_16_ranks_is_cut_in_a_moment() -> None:
+    cuts = balanced_cuts([1.0] * 126, 16, 0.0, 2.0)
+    sizes = [stop - start for start, stop in itertools.pairwise((0, *cuts, 126))]
+    assert max(sizes) == 8
+    assert sizes[-1] == 6
+
+
+DECODER = Workload(
+    (
+        Layer("embedding", 1, 1000, 0.0, 0.0),
+        Layer("layers", 8, 1000, 10.0, 1.0),
+        Layer("head", 1, 1000, 40.0, 1.0),
+    ),
+    tokens_per_sample=16,
+)
+
+
+def test_a_models_cuts_follow_its_flops() -> None:
+    assert planned_cuts(DECODER, Plan(pp=2), 8) == (6,)
+    assert planned_cuts(DECODER, Plan(pp=2, schedule="zbv", virtual_stages=2), 8) == (2, 5, 8)
+
+
+def test_recompute_makes_blocks_dearer_next_to_the_head() -> None:
+    plan = Plan(pp=2, recompute="full")
+    blocks = Workload((*DECODER.layers[:2], Layer("head", 1, 1000, 35.0, 1.0)), 16)
+    assert planned_cuts(blocks, Plan(pp=2), 8) == (6,)
+    assert planned_cuts(blocks, plan, 8) == (5,)
+
+
+def test_blocks_that_nobody_measured_count_alike() -> None:
+    assert planned_cuts(None, Plan(pp=4), 8) == (2, 4, 6)
+    assert planned_cuts(None, Plan(pp=4), 1) == ()
+
+
+@pytest.mark.parametrize(
+    ("cuts", "says"),
+    [
+        ((2,), "3 stages need 2 cuts, not 1"),
+        ((2, 9), "cuts lie between 0 and 4"),
+        ((3, 2), "cuts rise: 2 comes after 3"),
+        ((2, 2), "stage 1 of 3 would hold nothing"),
+        ((0, 2), None),
+        ((2, 4), None),
+    ],
+)
+def test_wrong_cuts_are_told(cuts: tuple[int, ...], says: str | None) -> None:
+    reason = wrong_cuts(cuts, 4, 3, first=True, last=True)
+    assert reason is None if says is None else says in str(reason)
+
+
+def test_an_end_without_anything_else_needs_a_block() -> None:
+    assert wrong_cuts((0,), 4, 2, first=False, last=True) == "stage 0 of 2 would hold nothing"
+    assert wrong_cuts((4,), 4, 2, first=True, last=False) == "stage 1 of 2 would hold nothing"
+    assert wrong_cuts((1,), 1, 4, first=True, last=True) == "1 blocks cannot be cut into 4 stages"
+
+
+# ------------------------------------------------------------------ schedules
+
+
+def made(plan: Plan, micro_batches: int) -> Any:
+    """torch's schedule on rank 0.
+
+    Raises:
+        ValueError: torch refuses it.
+    """
+    kind: Any = SCHEDULES[plan.schedule]
+    stages = fake_stages(plan)
+    first = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    return kind(first, n_microbatches=micro_batches)
+
+
+SCHEDULE: st.SearchStrategy[Schedule] = st.sampled_from(list(SCHEDULES))
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=SCHEDULE, pp=st.integers(2, 6), virtual=st.integers(1, 3), count=st.integers(1, 20))
+def test_a_schedule_is_admitted_exactly_where_torch_takes_it_and_then_cannot_hang(
+    schedule: Schedule, pp: int, virtual: int, count: int
+) -> None:
+    virtual = virtual if schedule in INTERLEAVED else VIRTUAL_STAGES[schedule]
+    plan = Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
+    reason = wrong_micro_batches(schedule, pp, count)
+    if reason is not None:
+        with pytest.raises(ValueError, match="microbatches"):
+            made(plan, count)
+        return
+    torchs = made(plan, count)
+    if not isinstance(torchs, PipelineScheduleSingle):
+        assert comes_to_an_end(torchs.pipeline_order_with_comms, plan)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_v_shaped_schedules_want_two_stages_per_rank_in_torch_too(schedule: Schedule) -> None:
+    assert "2 stages on each rank" in str(wrong_stages(schedule, 3))
+    with pytest.raises(ValueError, match="exactly 2 stages"):
+        SCHEDULES[schedule](fake_stages(Plan(pp=2, virtual_stages=3, schedule="interleaved_1f1b")), 8)  # type: ignore[arg-type]
+
+
+def test_only_interleaved_schedules_take_any_number_of_stages_per_rank() -> None:
+    assert wrong_stages("1f1b", 2) == "schedule '1f1b' has 1 stage on each rank"
+    assert wrong_stages("gpipe", 1) is None
+    assert wrong_stages("interleaved_1f1b", 4) is None
+    assert wrong_stages("interleaved_zero_bubble", 1) is None
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
+@pytest.mark.parametrize(("pp", "count"), [(2, 4), (2, 8), (4, 8), (4, 16)])
+def test_the_bubble_is_what_torchs_own_order_of_actions_costs(
+    schedule: Schedule, pp: int, count: int
+) -> None:
+    # torch has a list of actions for 1F1B too, but does not run it.
+    virtual = VIRTUAL_STAGES[schedule]
+    plan = Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
+    total = step_time(made(plan, count).pipeline_order, plan)
+    assert bubble_share(schedule, pp, virtual, count) == pytest.approx(1 - 3 * virtual * count / total)
+
+
+def test_the_bubble_of_1f1b_is_gpipes() -> None:
+    assert bubble_share("1f1b", 4, 1, 8) == bubble_share("gpipe", 4, 1, 8) == 3 / 11
