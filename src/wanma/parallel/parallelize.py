@@ -134,7 +134,7 @@ def _apply(part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: 
     sharded = shard_data(
         part,
         blocks,
-        _experts(part, spec.layout) if plan.ep > 1 else [],
+        _experts(part, spec.layout),
         plan,
         grid,
         stopwatch,

@@ -51,7 +51,8 @@ def shard_data(
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
 
     Args:
-        experts: modules whose parameters are split over `ep`; units of their own, on their own mesh.
+        experts: modules whose parameters have experts as dim 0. Where `ep` splits them, they are units of
+            their own, on their own mesh.
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
     """
     policy = MixedPrecisionPolicy()
@@ -68,34 +69,49 @@ def shard_data(
         # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole
         # gradients to the end of the step anyway; the price is a second copy while they are reduced.
         blocks = []
-    # Experts take what the block hands them, in its precision.
-    expert_policy = replace(policy, cast_forward_inputs=False)
-    for module in experts:
-        fully_shard(
-            module,
-            mesh=grid.expert_mesh,
-            mp_policy=expert_policy,
-            reshard_after_forward=reshard,
-            shard_placement_fn=partial(_expert_placement, shards=grid.expert_mesh.size(1)),
-        )
+    of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
+    if plan.ep > 1:
+        # Experts take what the block hands them, in its precision.
+        expert_policy = replace(policy, cast_forward_inputs=False)
+        for module in experts:
+            fully_shard(
+                module,
+                mesh=grid.expert_mesh,
+                mp_policy=expert_policy,
+                reshard_after_forward=reshard,
+                shard_placement_fn=partial(_placement, experts=of_experts, shards=grid.expert_mesh.size(1)),
+            )
+    placement = partial(_placement, experts=of_experts, shards=plan.shard_ranks) if of_experts else None
     for block in blocks:
-        fully_shard(block, mesh=grid.state_mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=grid.state_mesh, mp_policy=root_policy, reshard_after_forward=False)
+        fully_shard(
+            block,
+            mesh=grid.state_mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=placement,
+        )
+    fully_shard(
+        model,
+        mesh=grid.state_mesh,
+        mp_policy=root_policy,
+        reshard_after_forward=False,
+        shard_placement_fn=placement,
+    )
 
     # With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
     # tensor and copies), its default division by the replicas one in place, and none without replicas.
-    # Not in fp16: a loss multiplied by the replicas would overflow where one process's does not.
-    divides = plan.shard_ranks == 1 and plan.precision != "fp16"
+    # Not in fp16: a loss multiplied by the replicas would overflow where one process's does not. And not
+    # where experts have fewer replicas than the rest.
+    divides = plan.shard_ranks == 1 and plan.ep == 1 and plan.precision != "fp16"
     divisor = plan.replicas if divides else 1
-    expert_ids = {id(module) for module in experts}
+    spread = {id(module) for module in experts} if plan.ep > 1 else set()
     for unit in _units(model):
-        is_expert = id(unit) in expert_ids
-        mesh = grid.expert_mesh if is_expert else grid.state_mesh
+        mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
             _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1)
-        if is_expert or not divides:
-            unit.set_gradient_divide_factor(float(divisor))
+        if not divides:
+            unit.set_gradient_divide_factor(1.0)
     return Sharded(stopwatch, divisor)
 
 
@@ -110,13 +126,23 @@ class Sharded:
     """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
 
 
-def _expert_placement(parameter: nn.Parameter, shards: int) -> Shard:
-    """Along a dim that `ep` and `tp` leave whole, where one divides; dim 0, the experts', else."""
+def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard | None:
+    """Which dim of a parameter its shards cut: experts' dim 0 if it divides, so that each shard has whole
+    experts; else another that divides and is whole, so that none has more than its share.
+
+    Args:
+        experts: ids of the parameters that have experts as dim 0.
+
+    Returns:
+        None for FSDP2's own choice, which is dim 0 too.
+    """
+    if id(parameter) not in experts:
+        return None
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     split = {placement.dim for placement in placements if isinstance(placement, Shard)}
-    dims = (dim for dim in range(1, parameter.ndim) if dim not in split)
-    free = (dim for dim in dims if parameter.shape[dim] % shards == 0)
-    return Shard(next(free, 0))
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    whole = (dim for dim in range(1, parameter.ndim) if dim not in split)
+    return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
 
 
 def begin_micro_batch(model: nn.Module, plan: Plan, last: bool) -> None:
