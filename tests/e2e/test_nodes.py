@@ -35,6 +35,11 @@ def check(
     training = desk.training(name)
     assert training.losses == whole.losses
     assert_bitwise_equal(training.state(), whole.state())
+    second = next(one.out for one in ended if "finished at step 60" not in one.out)
+    assert f"the 2 nodes of the run meet at {place}\n" in second
+    assert f"joined the run at {place}: this is node 1 of 2, with rank 1 of 2 (both counted from" in second
+    assert f"logs of this node: {training.path}/logs/rank-1.log\n" in second
+    assert "the run is finished on all 2 nodes\n" in second
     logs = [(training.path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     assert [f"on node {rank} " in log for rank, log in enumerate(logs)] == [True, True]
 
@@ -53,6 +58,18 @@ def test_a_rank_that_fails_on_one_node_ends_both(desk: Desk) -> None:
     for one in ended:
         assert "error: rank 1 (node 1, " in one.text
         assert one.text.count("Traceback") == 1
+    assert sum("the run failed on node 1 (" in one.out for one in ended) == 1, "on the other node"
+
+
+def test_a_job_that_is_wrong_on_one_machine_only_is_told_with_that_machine(desk: Desk) -> None:
+    place = f"127.0.0.1:{free_port()}"
+    command = ("train", "own.toml", "--run-dir", "two-wrong", "--nodes", "2", "--rendezvous", place)
+    both = [desk.start(*command, "model.factory=faulty:on_first_machine_only") for _ in range(2)]
+    ended = [one.end() for one in both]
+    assert [one.code for one in ended] == [2, 2]
+    for one in ended:
+        assert "FileNotFoundError: weights.pt" in one.told_once()
+    assert sum("the run failed on node 1 (" in one.out for one in ended) == 1, "on the other node"
 
 
 @pytest.fixture

@@ -39,6 +39,15 @@ def test_the_odd_one_out_comes_first_and_the_others_are_one_line() -> None:
     assert report.count("/torch/x.py:1 in all_reduce") == 1
 
 
+def test_on_several_nodes_each_group_is_told_with_its_own() -> None:
+    where = ((0, 0, "a"), (2, 1, "b"), (3, 1, "b"))
+    ranks = [dataclasses.replace(WAITING, rank=rank, node=node, host=host) for rank, node, host in where]
+    summary, _ = hang_report([*ranks, LOADING], 12, "limit")
+    odd, others = summary.splitlines()[1:]
+    assert odd.startswith("  rank 1 (node 0, a) is in data loading")
+    assert others.startswith("  ranks 0, 2-3 (nodes 0-1) are in gradient exchange")
+
+
 def test_of_two_ranks_the_one_that_is_missing_in_the_collective_is_odd() -> None:
     summary, _ = hang_report([WAITING, LOADING], 12, "limit")
     assert summary.splitlines()[1].startswith("  rank 1 is in data loading")

@@ -79,6 +79,11 @@ class Supervisor:
     def message(self) -> str:
         return str(self.lines[-1]["message"])
 
+    @property
+    def texts(self) -> list[str]:
+        """What its user is told beside rank 0's events."""
+        return [line["text"] for line in self.lines if line["kind"] in ("message", "joined")]
+
     def logs(self) -> dict[str, str]:
         return {path.name: path.read_text() for path in (self.folder / "logs").glob("rank-*.log")}
 
@@ -131,6 +136,14 @@ def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: st
     assert (first.end(), second.end()) == (0, 0)
     assert list(first.logs()) == ["rank-0.log"]
     assert list(second.logs()) == ["rank-1.log"]
+    for number, node in enumerate((first, second)):
+        meets, joined, *rest = node.texts
+        assert meets == f"the 2 nodes of the run meet at {rendezvous}"
+        assert joined == (
+            f"joined the run at {rendezvous}: this is node {number} of 2, with rank {number} of 2 "
+            f"(both counted from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log"
+        )
+        assert rest == ([] if number == 0 else ["the run is finished on all 2 nodes"])
 
 
 def test_a_failure_on_one_node_is_the_same_message_on_both(start: Any, rendezvous: str) -> None:
@@ -142,6 +155,8 @@ def test_a_failure_on_one_node_is_the_same_message_on_both(start: Any, rendezvou
     assert nodes[0].message == nodes[1].message
     assert nodes[0].message.startswith("rank 1 (node 1, ")
     assert "ValueError: no such column: prize" in nodes[0].message
+    elsewhere = f"the run failed on node 1 ({socket.gethostname()}), so the ranks here were ended too"
+    assert [elsewhere in node.texts for node in nodes] == [True, False]
 
 
 def test_an_interrupt_on_any_node_stops_all_in_order(start: Any, rendezvous: str) -> None:
@@ -152,6 +167,8 @@ def test_an_interrupt_on_any_node_stops_all_in_order(start: Any, rendezvous: str
     assert (first.end(), second.end()) == (130, 130)
     assert "stopped in order" in first.logs()["rank-0.log"]
     assert "stopped in order" in second.logs()["rank-1.log"]
+    assert "stopping in order after this step: Ctrl-C on another node" in first.texts
+    assert "stopping in order after this step: Ctrl-C (again: leave at once)" in second.texts
 
 
 def test_a_lost_node_ends_the_run_of_the_other(start: Any, rendezvous: str) -> None:
@@ -254,7 +271,7 @@ def test_garbage_at_the_rendezvous_harms_nobody(start: Any, rendezvous: str) -> 
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(1 << 16):
                     pass
-            except ConnectionError:
+            except OSError:  # sent away: reset, or connected no longer
                 continue
     second = start("b", "finish", rendezvous=rendezvous)
     assert (first.end(), second.end()) == (0, 0)

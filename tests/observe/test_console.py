@@ -83,6 +83,15 @@ def test_a_nan_loss_is_shown_as_such(run: RunDirectory) -> None:
     assert all("loss nan" in line for line in lines[1:3])
 
 
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_node_without_rank_0_says_what_it_is_and_waits_for_no_step(run: RunDirectory, mode: str) -> None:
+    text = "joined the run at 10.0.0.1:29500: this is node 1 of 2"
+    said = "\n".join(shown(run, mode, [{"kind": "joined", "text": text, "shows_the_run": False}]))
+    assert text in said
+    assert ("the node with rank 0 shows the steps" in said) == (mode == "live")
+    assert "waiting for the first step" not in said
+
+
 def test_without_a_terminal_auto_is_plain(run: RunDirectory) -> None:
     console = open_console(run, ObserveSection(), 30, io.StringIO())
     assert isinstance(console, PlainConsole)

@@ -20,8 +20,9 @@ def hang_report(standings: Sequence[Standing], seconds: float, limit: str) -> tu
     ranks wait in a collective for the one that does not come.
     """
     groups = sorted(_groups(standings), key=lambda group: (len(group), bool(group[0].collective)))
+    several = len({standing.node for standing in standings}) > 1
     lines = [f"no rank has moved for {seconds:.0f} s ({limit})"]
-    lines += [f"  {_describe(group, odd=_is_odd(group, groups[-1]))}" for group in groups]
+    lines += [f"  {_describe(group, _is_odd(group, groups[-1]), several)}" for group in groups]
     summary = "\n".join(lines)
     details = [summary, ""]
     for group in groups:
@@ -78,14 +79,15 @@ def _is_odd(group: list[Standing], most: list[Standing]) -> bool:
     return len(group) < len(most)
 
 
-def _describe(group: list[Standing], odd: bool) -> str:
+def _describe(group: list[Standing], odd: bool, several: bool) -> str:
+    """One line; names the nodes where there are `several`."""
     first = group[0]
     silence = max(one.silent_seconds for one in group)
     be = "is" if len(group) == 1 else "are"
     where = f"{be} in {first.phase}" if first.phase else f"{be} before the first report"
     if first.step is not None:
         where += f" of step {first.step}"
-    text = f"{_ranks(group)} {where} since {silence:.0f} s"
+    text = f"{_ranks(group)}{_nodes(group) if several else ''} {where} since {silence:.0f} s"
     if first.state:
         text += f", the process is {first.state}"
     if first.collective:
@@ -106,12 +108,24 @@ def _place(stack: tuple[str, ...]) -> str:
 
 
 def _ranks(group: list[Standing]) -> str:
-    """'rank 3', 'ranks 0-2, 5': runs are joined, so that thousands of ranks stay readable."""
+    """'rank 3', 'ranks 0-2, 5'."""
+    return f"rank{'s' if len(group) > 1 else ''} {_joined([one.rank for one in group])}"
+
+
+def _nodes(group: list[Standing]) -> str:
+    """' (node 1, HOST)', ' (nodes 0-2, 5)'."""
+    hosts = {one.node: one.host for one in group}
+    if len(hosts) == 1:
+        return "".join(f" (node {node}, {host})" for node, host in hosts.items())
+    return f" (nodes {_joined(sorted(hosts))})"
+
+
+def _joined(numbers: list[int]) -> str:
+    """'0-2, 5' for 0, 1, 2, 5: runs are joined, so that thousands of ranks stay readable."""
     runs: list[list[int]] = []
-    for one in group:
-        if runs and one.rank == runs[-1][1] + 1:
-            runs[-1][1] = one.rank
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([one.rank, one.rank])
-    names = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return f"rank{'s' if len(group) > 1 else ''} {', '.join(names)}"
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

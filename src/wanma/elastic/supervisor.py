@@ -49,6 +49,7 @@ from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
+from wanma.elastic.told import ended_text, joined_text, stopping_text
 from wanma.elastic.watch import Watch
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
@@ -64,7 +65,8 @@ def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | Non
     """Run this node's ranks to their end, whatever that is; no process of theirs survives the call.
 
     Args:
-        on_event: gets the events of rank 0 (on its node) and the supervisor's own of kind `message`.
+        on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message` and,
+            on several nodes, `joined` when all have come.
         node: a fork server started earlier by `Node.start`; it is used up.
 
     Raises:
@@ -106,12 +108,15 @@ class Supervisor:
         self._link = open_link(
             self._launch, os.environ, self._loop, self._join, self._told, self._coordinator_lost
         )
+        if self._launch.nodes > 1:
+            self._message(f"the {self._launch.nodes} nodes of the run meet at {self._launch.rendezvous}")
         try:
             self._loop.run_until(lambda: self._ending is not None and all(rank.gone for rank in self._ranks))
         finally:
             self._loop.forget(self._node.control)
             self._link.close(linger=self._ending is not None)
         assert self._ending is not None
+        self._tell_end(self._ending)
         failure = self._ending.failure if isinstance(self._ending, Abort) else None
         return Outcome(self._ending.exit_code, failure)
 
@@ -142,13 +147,15 @@ class Supervisor:
                 pass
             case Start():
                 self._start = message
+                if self._launch.nodes > 1:
+                    text = joined_text(self._launch, message)
+                    self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
                 self._fork_when_ready()
             case Stop(exit_code):
                 self._stop = True
                 if self._board is not None:
                     self._board.request_stop()
-                why = "Ctrl-C (again: leave at once)" if exit_code == EXIT_CODES[signal.SIGINT] else "SIGTERM"
-                self._message(f"stopping in order after this step: {why}")
+                self._message(stopping_text(exit_code, here=self._signals > 0))
             case Inspect():
                 self._inspect()
             case Abort() | Over():
@@ -169,6 +176,14 @@ class Supervisor:
                 self._message(f"the hang report cannot be written: {error}", level="warning")
         self._kill(signal.SIGTERM)
         self._loop.call_later(KILL_SECONDS, lambda: self._kill(signal.SIGKILL))
+
+    def _tell_end(self, ending: Abort | Over) -> None:
+        """On several nodes: what neither rank 0's record nor the failure tells here."""
+        if self._start is not None and self._launch.nodes > 1:
+            start = self._start
+            text = ended_text(ending, self._launch.nodes, start.node_rank, start.first_rank == 0)
+            if text:
+                self._message(text)
 
     def _kill(self, number: signal.Signals) -> None:
         for rank in self._ranks:

@@ -96,7 +96,7 @@ class PlainConsole(Console):
                 self.line(self._step_line())
         elif kind == "start":
             self.line(start_text(self.progress))
-        elif kind == "message":
+        elif kind in ("message", "joined"):
             self.show(event)
         elif kind == "validation":
             self.line(validation_text(event))

@@ -44,7 +44,7 @@ class LiveConsole(Console):
     def write(self, event: Event) -> None:
         with self._lock:
             self.progress.see(event)
-        if event["kind"] == "message":
+        if event["kind"] in ("message", "joined"):
             self.show(event)
 
     def show(self, event: Event) -> None:
@@ -60,6 +60,8 @@ class LiveConsole(Console):
 
     def _draw(self) -> RenderableType:
         with self._lock:
+            if self.progress.elsewhere:
+                return Text("the node with rank 0 shows the steps", "dim")
             return Group(self._bar(), self._numbers(), self._milestones())
 
     def _bar(self) -> Table:

@@ -53,6 +53,8 @@ class Progress:
 
     steps: int
     first_step: int = 1
+    elsewhere: bool = False
+    """Another node has rank 0, and shows the steps."""
     last: Event | None = None
     """The newest step record."""
     validation: Event | None = None
@@ -80,6 +82,8 @@ class Progress:
             self.checkpoint = event
         elif kind == "finish":
             self.finish = event
+        elif kind == "joined":
+            self.elsewhere = not event["shows_the_run"]
 
     @property
     def step(self) -> int:

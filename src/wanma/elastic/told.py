@@ -1,0 +1,52 @@
+"""What one node of several tells its user of the run that it is a part of. Pure: facts in, text out."""
+
+from __future__ import annotations
+
+from wanma.elastic.launch import Launch
+from wanma.elastic.messages import Abort, Over, Start
+from wanma.job.run_directory import RunDirectory
+
+STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
+"""Exit code of a run that was asked to stop → by what."""
+
+
+def joined_text(launch: Launch, start: Start) -> str:
+    """Where this node met the others, which one it is, which ranks run here and where their logs are."""
+    first, last = start.first_rank, start.first_rank + launch.ranks_per_node - 1
+    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    run = RunDirectory(launch.run_directory)
+    logs = str(run.log(first)) if first == last else f"{run.log(first)} to {run.log(last).name}"
+    return (
+        f"joined the run at {launch.rendezvous}: this is node {start.node_rank} of {launch.nodes}, "
+        f"with {ranks} of {start.world_size} (both counted from 0)\n  logs of this node: {logs}"
+    )
+
+
+def stopping_text(exit_code: int, here: bool) -> str:
+    """That the run stops after this step, and who asked for it: this node's user or another's."""
+    what = STOPPED.get(exit_code, f"exit code {exit_code}")
+    if not here:
+        what += " on another node"
+    elif exit_code == 130:
+        what += " (again: leave at once)"
+    return f"stopping in order after this step: {what}"
+
+
+def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool) -> str:
+    """How the run ended, as far as nothing else tells the user of node `node`; empty when all is told.
+
+    Args:
+        shows_the_run: rank 0 is here, whose own record of the end is on this node's console.
+    """
+    if isinstance(ending, Over):
+        if shows_the_run:
+            return ""
+        if ending.exit_code:
+            return f"the run was stopped in order on all {nodes} nodes; the same command on each carries on"
+        return f"the run is finished on all {nodes} nodes"
+    if ending.failure is None:
+        return "the run was ended at once, as asked for; the same command on every node carries on"
+    failure = ending.failure
+    if failure.node is None or failure.node == node:
+        return ""
+    return f"the run failed on node {failure.node} ({failure.host}), so the ranks here were ended too"
