@@ -177,5 +177,6 @@ class _Factory:
     def _command(self) -> str:
         """The same call, for a shell."""
         module, _, name = self.path.partition(":")
-        code = f"import {module}; {module}.{name}(**{self.arguments!r})"
+        given = f"**{self.arguments!r}" if self.arguments else ""
+        code = f"import {module}; {module}.{name}({given})"
         return f"python -c {shlex.quote(code)}"
