@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from support.command import Desk, Training
+from wanma.observe.recorder import STEP_KEYS
+from wanma.observe.units import number_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,19 +30,32 @@ def test_a_finished_run_is_listed_shown_reported_and_sampled_from(desk: Desk, wh
     assert shown.out.startswith(f"{name}: Finished: 60 of 60 steps.")
     reported = desk.run("report", name)
     assert Path(desk.folder / reported.out.strip()).read_text().startswith("<!doctype html>")
-    sampled = desk.run("sample", name, "--prompt", "def ", "--tokens", "8", "--temperature", "0")
+    sample = ("sample", name, "--prompt", "def ", "--tokens", "8", "--temperature", "0")
+    sampled = desk.run(*sample)
     assert (sampled.code, sampled.err) == (0, "")
     assert sampled.out.startswith("def ")
+    assert desk.run(*sample).out == sampled.out
+
+
+def test_the_perplexity_of_text_is_recorded_and_shown(desk: Desk) -> None:
+    ran = desk.run("train", "text.toml", "--run-dir", "perplexity", "train.steps=2")
+    (event,) = (event for event in desk.training("perplexity").events if event["kind"] == "validation")
+    assert event["perplexity"] == math.exp(event["loss"])
+    perplexity = f"perplexity {number_text(event['perplexity'])}"
+    assert f"validation loss {number_text(event['loss'])}, {perplexity} (step 2)\n" in ran.out
+    assert perplexity in desk.run("show", "perplexity").out
+    assert perplexity in (desk.training("perplexity").path / "report.html").read_text()
 
 
 def test_a_dry_run_starts_and_writes_nothing(desk: Desk) -> None:
-    running = desk.start("train", "text.toml", "--dry-run", "--run-dir", "dry")
+    sharded = ("parallel.dp_replicate=1", "parallel.dp_shard=2")
+    running = desk.start("train", "text.toml", "--dry-run", "--run-dir", "dry", *sharded)
     while running.process.poll() is None:
         assert not any("fork_server" in " ".join(one.cmdline()) for one in running.look())
         time.sleep(0.05)
     ran = running.end()
     assert (ran.code, ran.err) == (0, "")
-    assert "dp_replicate 2" in ran.out
+    assert "dp_shard 2" in ran.out
     assert not (desk.folder / "dry").exists()
 
 
@@ -113,4 +130,11 @@ def test_the_files_of_a_run_are_what_the_guide_says(whole: Training) -> None:
         "checkpoints", "environment.json", "events.jsonl", "job.toml", "logs", "metrics.jsonl",
         "plan.json", "report.html", "tokenizer",
     }  # fmt: skip
+    job = tomllib.loads((whole.path / "job.toml").read_text())
+    assert (job["train"]["steps"], job["observe"]["name"]) == (60, "text")
     assert json.loads((whole.path / "plan.json").read_text())["plan"]["dp_replicate"] == 2
+    environment = json.loads((whole.path / "environment.json").read_text())
+    assert environment["command_line"][:3] == ["wanma", "train", "text.toml"]
+    assert [step["step"] for step in whole.metrics] == list(range(1, 61))
+    assert all(set(STEP_KEYS) <= step.keys() for step in whole.metrics)
+    assert {path.name for path in (whole.path / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
