@@ -79,18 +79,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Name -> (arguments of `wanma train`, what the message must hold)."""
 
 REFUSED_BY_RANKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tensor parallel with tied embeddings": (
-        ("text.toml", "parallel.dp_replicate=1", "parallel.tp=2", "model.tie_embeddings=true"),
-        ("parallel.tp = 2: embedding.weight and head.weight are one tensor", "tie_embeddings = false"),
-    ),
-    "pipeline with tied embeddings": (
-        (
-            "text.toml",
-            "parallel.dp_replicate=1",
-            "parallel.pp=2",
-            "model.tie_embeddings=true",
-            "model.layers=2",
-        ),
         ("parallel.pp = 2: embedding.weight and head.weight", "tie_embeddings = false"),
     ),
     "factory that is not there": (

@@ -20,8 +20,8 @@ def test_a_decoder_declares_what_to_do_with_each_of_its_modules() -> None:
     block = {
         "attention_norm": "norm",
         "attention.query": "column",
-        "attention.key": "column",
-        "attention.value": "column",
+        "attention.key": "key_value",
+        "attention.value": "key_value",
         "attention.output": "row",
         "attention.query_norm": "head_norm",
         "attention.key_norm": "head_norm",

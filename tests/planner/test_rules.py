@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from wanma.job.cluster import Cluster, Node
+from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
@@ -14,6 +15,9 @@ from wanma.models.presets import DecoderDimensions
 from wanma.planner.rules import check_axes, check_dimensions
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
+BOX = Cluster(
+    (Node("box", 64, 512 << 30, (Device("cuda", "H100", 80 << 30, {"bf16": 989e12, "fp8": 1979e12}),)),)
+)
 
 
 def job(model: dict[str, Any] | None = None, **sections: Any) -> Job:
@@ -77,3 +81,67 @@ def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
     with pytest.raises(JobError, match=r"model.heads = 6 after parallel.tp = 2") as error:
         check_dimensions(asked, Plan(cp=2, tp=2, context="all_to_all"), decoder)
     assert "parallel.context = 'ring'" in error.value.hint
+
+
+# ------------------------------------------------------------------ tensor and sequence parallel
+
+
+@pytest.mark.parametrize(
+    ("plan", "refused", "accepted"),
+    [(Plan(tp=2, sequence=True), 33, 34), (Plan(tp=3, sequence=True), 32, 33)],
+    ids=str,
+)
+def test_tensor_ranks_want_a_sequence_that_they_can_share(plan: Plan, refused: int, accepted: int) -> None:
+    check_axes(job(data=text(accepted)), plan, LAPTOP)
+    with pytest.raises(
+        JobError, match=rf"data.sequence_length = {refused} .*parallel.tp = {plan.tp}"
+    ) as error:
+        check_axes(job(data=text(refused)), plan, LAPTOP)
+    assert f"a multiple of {plan.tp}, or set parallel.sequence = false" in error.value.hint
+    check_axes(job(data=text(refused)), Plan(tp=plan.tp), LAPTOP)  # the activations are whole
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "possible"),
+    [("heads", 6, "1 or 2"), ("feed_forward", 90, "1 or 2"), ("vocabulary", 321, "1")],
+)
+def test_tensor_ranks_want_equal_shares_of_the_dimensions(key: str, size: int, possible: str) -> None:
+    plan, given = Plan(tp=4), {"heads": 8, "kv_heads": 2, "feed_forward": 96, "vocabulary": 320}
+    # Two key and value heads for four ranks are no hindrance.
+    check_dimensions(job(), plan, DecoderDimensions(2, 48, **given))
+    with pytest.raises(JobError, match=rf"parallel.tp = 4 does not divide model.{key} = {size}\n") as error:
+        check_dimensions(job(), plan, DecoderDimensions(2, 48, **{**given, key: size}))
+    assert error.value.hint == f"set parallel.tp to {possible}, or make model.{key} a multiple of 4"
+
+
+# ------------------------------------------------------------------ memory and low precision
+
+
+@pytest.mark.parametrize("kind", ["parameters", "optimizer", "activations"])
+def test_on_a_cpu_everything_is_in_the_hosts_memory_already(kind: str) -> None:
+    asked = {f"offload_{kind}": "host"}
+    with pytest.raises(JobError, match=rf"parallel\.offload_{kind} = 'host'.*already") as error:
+        check_axes(job(parallel=asked), Plan(**asked), LAPTOP)
+    assert "'disk'" in error.value.hint
+    check_axes(job(parallel={f"offload_{kind}": "disk"}), Plan(**{f"offload_{kind}": "disk"}), LAPTOP)
+    check_axes(job(parallel=asked), Plan(**asked, device="cuda"), BOX)
+
+
+@pytest.mark.parametrize("mode", ["none", "auto"])
+def test_a_share_of_nothing_recomputes_nothing(mode: str) -> None:
+    asked = job(parallel={"recompute": mode, "recompute_share": 0.5})
+    with pytest.raises(JobError, match=r"parallel\.recompute_share = 0\.5"):
+        check_axes(asked, Plan(), LAPTOP)
+
+
+def test_fp8_needs_gpus_that_compute_it_and_bf16_between() -> None:
+    asked = job(train={"fp8": True, "precision": "bf16"})
+    plan = Plan(fp8=True, precision="bf16", device="cuda")
+    check_axes(asked, plan, BOX)
+    with pytest.raises(JobError, match=r"train\.fp8: .*CPUs"):
+        check_axes(asked, replace(plan, device="cpu"), LAPTOP)
+    with pytest.raises(JobError, match=r"train\.fp8 with train\.precision = 'fp32'"):
+        check_axes(asked, replace(plan, precision="fp32"), BOX)
+    older = Cluster((Node("box", 8, 1 << 30, (Device("cuda", "A100", 40 << 30, {"bf16": 312e12}),)),))
+    with pytest.raises(JobError, match=r"train\.fp8: A100"):
+        check_axes(asked, plan, older)

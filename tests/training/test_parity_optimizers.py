@@ -42,24 +42,9 @@ TENSOR_ZERO_3 = Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=3)
 def test_every_optimizer_gives_the_numbers_of_one_process_when_replicated(
     optimizer: str, tmp_path: Path
 ) -> None:
-    # Muon orthogonalises in bf16 whatever the weights are in: one bit of bf16 is 2⁻⁸, of which its five
-    # iterations leave less than a thousandth in the weights after so few steps.
-    tolerance = 1e-3 if optimizer == "muon" else 1e-9
     text = job(tmp_path, optimizer=optimizer)
     one = one_process(tmp_path / "one", text, 6)
-    same_numbers(one, spread_over(tmp_path / "run", text, REPLICATE), tolerance)
-
-
-@pytest.mark.parametrize("plan", [ZERO_3, TENSOR], ids=str)
-def test_muon_on_shards_equals_one_process_up_to_its_own_bf16_rounding(plan: Plan, tmp_path: Path) -> None:
-    """Newton-Schulz iterates on the whole matrix in bf16: only the rounding of its products may differ."""
-    text = job(tmp_path, optimizer="muon")
-    one = one_process(tmp_path / "one", text, 6)
-    other = spread_over(tmp_path / "run", text, plan)
-    assert other.losses == pytest.approx(one.losses, rel=1e-3)
-    expected, got = one.tensors(), other.tensors()
-    name = "model.layers.0.feed_forward.up.weight"
-    assert (got[name] - expected[name]).norm() < 0.01 * expected[name].norm()
+    same_numbers(one, spread_over(tmp_path / "run", text, REPLICATE), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +99,9 @@ def test_a_frozen_run_resumes_on_another_layout(tmp_path: Path) -> None:
         Plan(dp_shard=2, shard="optimizer", micro_batch=2),
         ZERO_3,
         Plan(dp_shard=4, shard="parameters", micro_batch=1, recompute="full"),
+        TENSOR,
+        TENSOR_ZERO_3,
+        Plan(pp=2, micro_batch=3),
     ],
     ids=str,
 )
@@ -125,12 +113,6 @@ def test_tied_embeddings_stay_one_tensor(plan: Plan, tmp_path: Path) -> None:
     assert not [name for name in tensors if "head" in name]
     assert tensors["model.embedding.weight"].std() > 0
     same_numbers(one, spread_over(tmp_path / "run", text, plan), 1e-9)
-
-
-@pytest.mark.parametrize("plan", [TENSOR, Plan(pp=2, micro_batch=3)], ids=str)
-def test_tied_embeddings_are_refused_where_they_would_be_torn_apart(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="tie_embeddings = false"):
-        spread_over(tmp_path / "run", job(tmp_path, {"tie_embeddings": True}), plan)
 
 
 @pytest.mark.parametrize("plan", [REPLICATE, ZERO_3], ids=str)
