@@ -79,8 +79,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Name -> (arguments of `wanma train`, what the message must hold)."""
 
 REFUSED_BY_RANKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-        ("parallel.pp = 2: embedding.weight and head.weight", "tie_embeddings = false"),
-    ),
     "factory that is not there": (
         ("own.toml", "model.factory=faulty:modell"),
         ("model.factory = 'faulty:modell': faulty has no 'modell'. Did you mean 'model'?",),
