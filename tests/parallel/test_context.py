@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch import Tensor
 
 from support.compare import one_process, same_numbers, spread_over
 from support.ranks import Outcome
+from wanma.data.batch import IGNORED
 from wanma.job.plan import Plan
 
 
@@ -65,10 +68,14 @@ PLANS: list[tuple[str, Plan]] = [
     ("tied, dropout", Plan(cp=2, shard="parameters", micro_batch=2, recompute="full")),
     ("documents", Plan(cp=2, dp_shard=2, shard="parameters", micro_batch=1)),
     ("tied, dropout", Plan(cp=2, dp_shard=2, shard="gradients", context="all_to_all", micro_batch=1)),
-    ("tied, dropout", Plan(cp=2, dp_replicate=2, micro_batch=2)),
+    ("tied, dropout", Plan(cp=2, dp_replicate=2, micro_batch=2, recompute="selective")),
     ("documents", Plan(cp=2, dp_replicate=2, shard="optimizer", context="all_to_all", micro_batch=2)),
     ("documents", Plan(cp=2, pp=2, micro_batch=1)),
     ("tied, dropout", Plan(cp=2, pp=2, schedule="gpipe", context="all_to_all", micro_batch=2)),
+    ("documents", Plan(cp=2, tp=2, micro_batch=2)),
+    ("documents", Plan(cp=2, tp=2, sequence=True, context="all_to_all", micro_batch=5)),
+    ("tied, dropout", Plan(cp=2, tp=2, sequence=True, micro_batch=2, shard="parameters")),
+    ("one key/value head, documents, dropout", Plan(cp=2, tp=2, sequence=True, micro_batch=2)),
 ]
 
 
@@ -93,6 +100,62 @@ def test_ranks_that_share_sequences_follow_one_process(
     other = spread_over(tmp_path / "run", job(tmp_path, **JOBS[name]), plan)
     same_numbers(reference(name), other)
     assert validation(other) == pytest.approx(validation(reference(name)), rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_a_dataset_and_a_loss_of_ones_own_follow_one_process(kind: Any, tmp_path: Path) -> None:
+    """Some of its sequences have targets on one rank only, some have none."""
+    text = own_data({"sequence": 8})
+    objects = {"loss": squared_cross_entropy}
+    one = one_process(tmp_path / "one", text, 5, objects=objects)
+    plan = Plan(cp=2, dp_replicate=2, context=kind, micro_batch=1)
+    same_numbers(one, spread_over(tmp_path / "run", text, plan, objects=objects))
+
+
+def test_a_dataset_without_sequences_is_refused(tmp_path: Path) -> None:
+    text = own_data({"sequence": 6})
+    with pytest.raises(AssertionError, match=r"parallel.cp = 2: samples of 6 positions cannot be cut evenly"):
+        spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
+
+
+def own_data(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "vocabulary": 16},
+        "data": {"factory": "support.own:PartlyLabelled", "arguments": arguments},
+        "train": {
+            "steps": 3,
+            "global_batch": 5,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "validation_samples": 5,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+def squared_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
+    return losses.view(targets.shape).square()
+
+
+def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
+    """Blocks are added up in fp32, whatever the model computes in."""
+    text = job(tmp_path, data={"document_masks": True})
+    text["train"]["precision"] = "bf16"
+    one = one_process(tmp_path / "one", text, 5)
+    for kind in ("ring", "all_to_all"):
+        other = spread_over(tmp_path / kind, text, Plan(cp=2, context=kind, micro_batch=5))
+        assert other.losses == pytest.approx(one.losses, rel=2e-3)
+        assert other.norms == pytest.approx(one.norms, rel=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
+    text = job(tmp_path, data={"document_masks": True})
+    one = one_process(tmp_path / "one", text, 5)
+    plan = Plan(cp=2, context=kind, micro_batch=5, compile=True, recompute="full")
+    same_numbers(one, spread_over(tmp_path / "run", text, plan, seconds=280), 1e-8)
 
 
 def validation(outcome: Outcome) -> list[float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError
@@ -98,7 +99,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = x.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    # The functional form is one that torch.compile can trace, and whose result selective recompute keeps.
+    received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
     return received

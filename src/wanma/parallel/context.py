@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError
@@ -65,14 +65,11 @@ class GatheredDocuments(nn.Module):
         self._group = group
         self.mask = mask
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def forward(self, documents: Tensor | None) -> Tensor | None:
         """From this rank's part (rows, local sequence) to what the attention beside it takes."""
-        gathered = None
+        gathered = documents
         if documents is not None:
-            parts = [torch.empty_like(documents) for _ in range(self._group.size())]
-            dist.all_gather(parts, documents.contiguous(), group=self._group)
-            gathered = torch.cat(parts, dim=1)
+            gathered = functional.wait_tensor(functional.all_gather_tensor(documents, 1, self._group))
         if self.mask is None:
             return gathered
         mask: Tensor | None = self.mask(gathered)
@@ -86,7 +83,6 @@ class RingAttention(nn.Module):
         super().__init__()
         self._group = group
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None = None
     ) -> Tensor:
@@ -110,7 +106,6 @@ class AllToAllAttention(nn.Module):
         self.core = core
         self._group = group
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
     ) -> Tensor:

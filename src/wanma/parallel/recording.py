@@ -13,6 +13,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wanma.parallel.ring import messages as ring_messages
+
 _KINDS = {
     "allreduce_": "all-reduce",
     "allreduce_coalesced_": "all-reduce",
@@ -61,6 +63,10 @@ class CollectiveRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        ring, messages = ring_messages(func, args)
+        for size in messages:
+            for way in ("send", "receive"):
+                self.counts[Collective(way, _ranks([ring]), size)] += 1
         kind = _KINDS.get(func._schema.name.partition("::")[2]) if func.namespace in _NAMESPACES else None
         if kind is not None:
             leaves = tree_leaves((args, kwargs))
