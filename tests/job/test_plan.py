@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -58,3 +59,19 @@ def test_a_plan_from_another_version_and_a_rank_outside_the_world_are_refused() 
         Plan.from_json({"zp": 1})
     with pytest.raises(ValueError, match="rank 2 outside a world of 2"):
         Plan(tp=2).coordinates(2)
+
+
+@given(blocks=st.integers(1, 200), share=st.floats(0.001, 1))
+def test_a_share_of_the_blocks_is_rounded_up_and_spread_evenly(blocks: int, share: float) -> None:
+    indices = Plan(recompute="full", recompute_share=share).recomputed(blocks)
+    assert blocks * share - 1e-6 <= len(indices) < blocks * share + 1
+    gaps = {later - earlier for earlier, later in pairwise(indices)}
+    assert max(gaps, default=1) - min(gaps, default=1) <= 1
+
+
+def test_the_blocks_that_recompute_by_hand() -> None:
+    assert Plan(recompute="full", recompute_share=0.5).recomputed(4) == [1, 3]
+    assert Plan(recompute="selective").recomputed(3) == [0, 1, 2]
+    assert Plan(recompute="full", recompute_share=0.5).recomputed(3) == [1, 2]
+    assert len(Plan(recompute="full", recompute_share=0.7).recomputed(10)) == 7
+    assert Plan(recompute="none").recomputed(4) == []

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from support.compare import one_process, same_bits, same_numbers, spread_over
@@ -20,7 +17,7 @@ from wanma.job.sections import Recompute
 from wanma.models.decoder import Decoder
 from wanma.models.dropout import keyed_samples
 from wanma.models.presets import DecoderDimensions
-from wanma.parallel.recompute import chosen, recompute, recomputed
+from wanma.parallel.recompute import recompute
 
 DECODER: dict[str, Any] = {
     "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
@@ -35,22 +32,6 @@ DECODER: dict[str, Any] = {
     },
     "checkpoint": {"every_steps": 0},
 }
-
-
-@given(blocks=st.integers(1, 200), share=st.floats(0.001, 1))
-def test_a_share_is_rounded_up_and_spread_evenly(blocks: int, share: float) -> None:
-    indices = chosen(blocks, share)
-    assert len(indices) == recomputed(blocks, share)
-    assert blocks * share - 1e-6 <= len(indices) < blocks * share + 1
-    gaps = {later - earlier for earlier, later in pairwise(indices)}
-    assert max(gaps, default=1) - min(gaps, default=1) <= 1
-
-
-def test_the_share_of_a_stage_by_hand() -> None:
-    assert chosen(4, 0.5) == [1, 3]
-    assert chosen(4, 1.0) == [0, 1, 2, 3]
-    assert chosen(3, 0.5) == [1, 2]
-    assert recomputed(10, 0.7) == 7
 
 
 def build(plan: Plan) -> Decoder:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -116,17 +115,10 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     assert spec.layout.blocks is not None
     recompute(list(model.get_submodule(spec.layout.blocks).children()), plan)
     batch = data.batch(range(plan.micro_batch))
-    known = {storage(tensor) for tensor in (*model.parameters(), *batch.inputs, batch.targets)}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if storage(tensor) not in known:
-            kept[storage(tensor)] = tensor  # held, so that no storage's identity is used twice
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        classification_loss(model(*batch.inputs, **batch.keywords), batch)
-    return size(kept.values())
+    losses: list[Any] = []
+    return held_after(
+        lambda: losses.append(classification_loss(model(*batch.inputs, **batch.keywords), batch))
+    )
 
 
 def held_after(run: Callable[[], Any]) -> int:

@@ -18,6 +18,10 @@ class Layer:
     """Forward multiply-adds × 2 of one layer for one sample; backward is twice that."""
     activation_elements_per_sample: float
     """Elements that one layer keeps for backward, for one sample, without recompute."""
+    input_elements_per_sample: float | None = None
+    """Of them those that full recompute keeps: the layer's inputs; None where nobody counted."""
+    costly_elements_per_sample: float | None = None
+    """What selective recompute keeps beside the inputs (`models.costly`); None likewise."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class Forecast:
     logits_bytes: int
     runtime_bytes: int = 0
     """Python, torch and its libraries themselves; only where the measure counts them (CPU)."""
+    host_bytes: int = 0
+    """What waits in the host's memory, not on the device (parallel.offload_*)."""
+    disk_bytes: int = 0
+    """What waits on disk."""
     reasons: tuple[str, ...] = ()
 
     @property

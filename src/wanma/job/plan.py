@@ -16,6 +16,9 @@ from wanma.job.sections import ContextKind, Offload, Precision, Recompute, Sched
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
 
+UPDATED_TOGETHER = 1 << 25
+"""Parameters whose optimizer state is on the device at once, where it otherwise waits elsewhere."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -120,6 +123,11 @@ class Plan:
     def stages(self) -> int:
         """Pipeline stages of the whole model."""
         return self.pp * self.virtual_stages
+
+    def recomputed(self, blocks: int) -> list[int]:
+        """Which of a stage's `blocks` recompute: at least the share that the plan asks, spread evenly."""
+        count = 0 if self.recompute == "none" else math.ceil(round(blocks * self.recompute_share, 9))
+        return [index for index in range(blocks) if (index + 1) * count // blocks > index * count // blocks]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` on every axis of `AXES`."""

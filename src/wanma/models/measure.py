@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from wanma.job.errors import WanmaError
 from wanma.job.forecast import Layer
+from wanma.models.costly import Costly
 from wanma.models.dropout import keyed_samples
 
 
@@ -36,8 +39,9 @@ def measure(module: nn.Module, example_inputs: Sequence[Tensor]) -> tuple[Layer,
     for name, unit in units:
         ledger.follow(name, unit)
     hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
+    watch = _Watch(ledger)
     try:
-        with mode, ledger.counter, torch.enable_grad(), keyed_samples(shadow, 0, samples), hooks:
+        with mode, ledger.counter, torch.enable_grad(), keyed_samples(shadow, 0, samples), hooks, watch:
             shadow(*inputs)
     except Exception as error:
         raise WanmaError(
@@ -57,6 +61,8 @@ class _Line:
     parameters: int
     flops_per_sample: float
     elements_per_sample: float
+    input_elements_per_sample: float
+    costly_elements_per_sample: float
 
 
 class _Ledger:
@@ -68,6 +74,9 @@ class _Ledger:
         self._booked = 0
         self._flops: defaultdict[str, int] = defaultdict(int)
         self._elements: defaultdict[str, int] = defaultdict(int)
+        self._inputs: defaultdict[str, int] = defaultdict(int)
+        self._costly: defaultdict[str, int] = defaultdict(int)
+        self._judge = Costly()
         # Tensors are held so that no storage's identity is used twice.
         self._known: dict[int, Tensor] = {}
         self._counted: set[int] = set()
@@ -75,13 +84,23 @@ class _Ledger:
             self._known[_storage(tensor)] = tensor
 
     def follow(self, name: str, unit: nn.Module) -> None:
-        unit.register_forward_pre_hook(lambda *_: self.turn_to(name))
+        def enter(_: nn.Module, arguments: Any, keywords: Any) -> None:
+            self.turn_to(name)
+            self._inputs[name] += _elements((arguments, keywords))
+
+        unit.register_forward_pre_hook(enter, with_kwargs=True)
         unit.register_forward_hook(lambda *_: self.turn_to(""))
 
     def turn_to(self, name: str) -> None:
         total = self.counter.get_total_flops()
         self._flops[self._unit] += total - self._booked
         self._booked, self._unit = total, name
+        self._judge = Costly()
+
+    def run(self, operator: Any, result: Any) -> None:
+        """Note what an operator has computed."""
+        if self._judge.keeps(operator):
+            self._costly[self._unit] += _elements(result)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Saved-tensor hook: several views of one storage, and parameters, keep nothing more."""
@@ -95,8 +114,27 @@ class _Ledger:
         new = {key: size for key, size in new.items() if key not in self._counted}
         self._counted.update(new)
         return _Line(
-            name, type(part), sum(new.values()), self._flops[name] / rows, self._elements[name] / rows
+            name,
+            type(part),
+            sum(new.values()),
+            self._flops[name] / rows,
+            self._elements[name] / rows,
+            self._inputs[name] / rows,
+            self._costly[name] / rows,
         )
+
+
+class _Watch(TorchDispatchMode):
+    """Tells the ledger of every operator."""
+
+    def __init__(self, ledger: _Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        result = func(*args, **(kwargs or {}))
+        self._ledger.run(func, result)
+        return result
 
 
 def _units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -122,7 +160,8 @@ def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
         if len(same) > 1:
             name = str(container) or f"{name}-{same[-1].name}"
         kept = max(line.elements_per_sample for line in same)
-        yield Layer(name, len(same), same[0].parameters, same[0].flops_per_sample, kept)
+        inputs, costly = same[0].input_elements_per_sample, same[0].costly_elements_per_sample
+        yield Layer(name, len(same), same[0].parameters, same[0].flops_per_sample, kept, inputs, costly)
     if outside.parameters or outside.flops_per_sample or outside.elements_per_sample:
         yield Layer(whole, 1, outside.parameters, outside.flops_per_sample, outside.elements_per_sample)
 
@@ -136,6 +175,12 @@ def _without_storage(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     return copy.deepcopy(module, copies)
+
+
+def _elements(tree: Any) -> int:
+    """Of all floating-point tensors in it."""
+    leaves = tree_leaves(tree)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
 def _storage(tensor: Tensor) -> int:

@@ -66,7 +66,9 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
         4 feed_forward      gate, SiLU of gate, up, and their product
         2                   both normalisations' scales
 
-    and with dropout the mask of both branches (2 hidden, of one byte each).
+    and with dropout the mask of both branches (2 hidden, of one byte each). Full recompute keeps the
+    block's input (hidden), selective recompute (`models.costly`) also query, value, attention's output,
+    gate and down.
 
     Args:
         sequence_length: tokens per sample.
@@ -96,6 +98,8 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
                 parameters,
                 2.0 * sequence_length * matrices + 4.0 * scores * query,
                 float(sequence_length * kept),
+                float(sequence_length * hidden),
+                float(sequence_length * (2 * query + key + dimensions.heads + wide + hidden)),
             ),
             # Its logits are kept by the loss.
             Layer(

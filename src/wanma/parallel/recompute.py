@@ -7,7 +7,6 @@ selective   beside them the results of what costs most to run again (`models.cos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -36,26 +35,13 @@ def recompute(blocks: list[nn.Module], plan: Plan) -> None:
     A block's forward is replaced and no hook added, so that FSDP2's hooks stay outside of what runs again
     and torch.compile sees an operator that it knows.
     """
-    if plan.recompute == "none":
-        return
-    if plan.compile:
+    if plan.compile and plan.recompute != "none":
         # Dropout counts its calls. A compiled block computes its masks once more, from the same keys.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for index in chosen(len(blocks), plan.recompute_share):
+    for index in plan.recomputed(len(blocks)):
         block = blocks[index]
         contexts = _contexts(block, keeps_some=plan.recompute == "selective")
         block.forward = _recomputing(block.forward, contexts)
-
-
-def chosen(blocks: int, share: float) -> list[int]:
-    """Which of a stage's blocks recompute: at least `share` of them, spread evenly."""
-    count = recomputed(blocks, share)
-    return [index for index in range(blocks) if (index + 1) * count // blocks > index * count // blocks]
-
-
-def recomputed(blocks: int, share: float) -> int:
-    """How many of a stage's blocks recompute."""
-    return math.ceil(round(blocks * share, 9))
 
 
 def _recomputing(forward: Callable[..., Any], contexts: Callable[[], _Contexts]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from wanma.job.sections import Job, ParallelSection
 from wanma.models.presets import DecoderDimensions
 from wanma.observe.units import bytes_text
 from wanma.planner.memory import forecast_memory
+from wanma.planner.recompute import least_recompute
 from wanma.planner.rules import (
     admitted_micro_batches,
     check_axes,
@@ -85,6 +86,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device,
+        approximate=("fp8",) if job.train.fp8 else (),
     )
     check_axes(job, plan, cluster)
     node = cluster.nodes[0]
@@ -115,6 +117,11 @@ def complete(
     if dimensions is not None and plan.pp > 1:
         plan = _cut(job, plan, workload, dimensions.layers)
     if workload is None:
+        if job.parallel.recompute == "auto":
+            raise JobError(
+                "parallel.recompute = 'auto' needs a forecast, which a model of one's own does not have",
+                "say parallel.recompute = 'none', 'selective' or 'full'",
+            )
         sizes = admitted_micro_batches(job, plan, max(rows // plan.pp, 1)) or [1]
         plan = replace(plan, micro_batch=job.parallel.micro_batch or sizes[0])
         check_micro_batches(job, plan)
@@ -122,8 +129,7 @@ def complete(
 
     limit = _memory_per_rank(plan, cluster, job) * MEMORY_SHARE
 
-    def needs(micro_batch: int) -> Forecast:
-        sized = replace(plan, micro_batch=micro_batch)
+    def needs(sized: Plan) -> Forecast:
         return forecast_memory(
             workload,
             sized,
@@ -131,6 +137,9 @@ def complete(
             micro_batches=sized.accumulation(max(global_batches(job))),
             weight_average=job.train.weight_average > 0,
         )
+
+    def fits(sized: Plan) -> bool:
+        return needs(sized).memory_bytes <= limit
 
     if job.parallel.micro_batch is not None:
         micro_batch = job.parallel.micro_batch
@@ -142,20 +151,25 @@ def complete(
             largest = min(largest, max(CPU_TOKENS // workload.tokens_per_sample, 1))
         sizes = _micro_batches(job, plan, largest)
         largest = sizes[0]
-        micro_batch = next((size for size in sizes if needs(size).memory_bytes <= limit), sizes[-1])
+        fitting = (size for size in sizes if fits(replace(plan, micro_batch=size)))
+        micro_batch = next(fitting, sizes[-1])
         reasons.append(
             f"micro_batch {micro_batch}: the largest that fits, at most {largest} "
             f"({rows} samples per rank and step)"
         )
     plan = replace(plan, micro_batch=micro_batch)
     check_micro_batches(job, plan)
-    forecast = needs(micro_batch)
+    if job.parallel.recompute == "auto":
+        plan, reason = least_recompute(plan, workload, fits)
+        reasons.append(reason)
+    forecast = needs(plan)
+    _check_host(forecast, plan, cluster, job)
     if forecast.memory_bytes > limit:
         raise JobError(
             f"the plan does not fit: a rank needs about {bytes_text(forecast.memory_bytes)} of "
             f"{bytes_text(limit)}: {_largest_kind(forecast)}",
-            "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'full', "
-            "or take a smaller model, micro-batch or sequence",
+            "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'auto', offload "
+            "(parallel.offload_*), or take a smaller model, micro-batch or sequence",
         )
     return Planned(plan, replace(forecast, reasons=tuple(reasons)))
 
@@ -242,6 +256,18 @@ def _memory_per_rank(plan: Plan, cluster: Cluster, job: Job) -> float:
     if plan.device == "cuda":
         return min(device.memory_bytes for node in cluster.nodes for device in node.devices)
     return node.memory_bytes / (plan.world_size // job.cluster.nodes)
+
+
+def _check_host(forecast: Forecast, plan: Plan, cluster: Cluster, job: Job) -> None:
+    """What waits in the host's memory must fit there."""
+    node = min(cluster.nodes, key=lambda node: node.memory_bytes)
+    needed = forecast.host_bytes * (plan.world_size // job.cluster.nodes)
+    if needed > node.memory_bytes * MEMORY_SHARE:
+        raise JobError(
+            f"the plan does not fit: {bytes_text(needed)} would wait in the memory of {node.name}, "
+            f"which has {bytes_text(node.memory_bytes)}",
+            "offload less to 'host' (parallel.offload_*), or to 'disk'",
+        )
 
 
 def _largest_kind(forecast: Forecast) -> str:

@@ -7,8 +7,10 @@ Activations are the workload's elements per layer (Korthikanti et al. 2022, sect
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from wanma.job.forecast import Forecast, Layer, Workload
-from wanma.job.plan import Plan
+from wanma.job.plan import UPDATED_TOGETHER, Plan
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -20,7 +22,11 @@ WHOLE_SHARE = 0.25
 its normalisations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section 4.2.1: 10 of 34 bytes)."""
 
 INPUT_SHARE = 1 / 16
-"""Share of a block's kept activations that is its input; about 1 of 16 hidden-sized tensors in a decoder."""
+"""Share of a block's kept activations that is its input, where nobody counted; about 1 of 16 hidden-sized
+tensors in a decoder."""
+
+COSTLY_SHARE = 3 / 8
+"""Share of them that selective recompute keeps beside the input, likewise; about 6 of 16 in a decoder."""
 
 
 def forecast_memory(
@@ -52,15 +58,16 @@ def forecast_memory(
     # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
     # In a pipeline blocks stay gathered from their backward on, and gradients whole to the step's end.
     around = 1 if plan.device == "cpu" else 2
-    by_block = plan.shard == "parameters" and plan.pp == 1
+    away = plan.offload_parameters != "nothing"
+    by_block = (plan.shard == "parameters" or away) and plan.pp == 1
     gathered = rest + around * block if by_block else held
-    parameters = sharded * master + gathered * compute
+    parameters = sharded * master
 
     # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
     # micro-batch, whole gradients are accumulated in fp32 until the last.
     # On a CPU they are one unit where they are whole anyway (`parallel.shard`), and with one shard the
     # buffer becomes the gradient.
-    one_unit = plan.device == "cpu" and plan.shard in ("nothing", "optimizer")
+    one_unit = plan.device == "cpu" and plan.shard in ("nothing", "optimizer") and not away
     unit = held if one_unit else max(rest, block)
     whole = micro_batches > 1 and (plan.pp > 1 or plan.shard in ("nothing", "optimizer"))
     if whole:
@@ -70,34 +77,78 @@ def forecast_memory(
     else:
         gradients = sharded * master + unit * (compute + master)
 
-    state = sharded * master * int(weight_average)
-    state += master * _state_elements(optimizer, blocks, others) * sharded / max(workload.parameters, 1)
+    average = sharded * master * int(weight_average)
+    state = master * _state_elements(optimizer, blocks, others) * sharded / max(workload.parameters, 1)
 
-    activations, logits = _activations(workload, plan, micro_batches)
+    activations = _activations(workload, plan, micro_batches)
+    elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
+    elsewhere[plan.offload_activations] += activations.away * compute
+    elsewhere[plan.offload_parameters] += parameters
+    if away and plan.device == "cuda":
+        # Then the update runs on the host: what belongs to the shards is there.
+        here = "host" if plan.offload_optimizer == "nothing" else plan.offload_optimizer
+        elsewhere[here] += state
+        elsewhere["host"] += average + sharded * master
+        gradients, state, average = gradients - (0 if whole else sharded * master), 0.0, 0.0
+    elif plan.offload_optimizer != "nothing":
+        elsewhere[plan.offload_optimizer] += state
+        state = min(state, state / max(sharded, 1) * UPDATED_TOGETHER)
     return Forecast(
-        parameters_bytes=int(parameters),
+        parameters_bytes=int((0 if away else parameters) + gathered * compute),
         gradients_bytes=int(gradients),
-        optimizer_bytes=int(state),
-        activations_bytes=int(activations * compute),
-        logits_bytes=int(logits * compute),
+        optimizer_bytes=int(state + average),
+        activations_bytes=int(activations.here * compute),
+        logits_bytes=int(activations.logits * compute),
         runtime_bytes=CPU_RUNTIME_BYTES if plan.device == "cpu" else 0,
+        host_bytes=int(elsewhere["host"]),
+        disk_bytes=int(elsewhere["disk"]),
     )
 
 
-def _activations(workload: Workload, plan: Plan, micro_batches: int) -> tuple[float, float]:
-    """Elements that a rank keeps of its blocks, and of all else."""
+class _Activations(NamedTuple):
+    """Elements that a rank keeps for backward."""
+
+    here: float
+    """Of its blocks, on the device."""
+    away: float
+    """Of its blocks, where the plan offloads them to."""
+    logits: float
+    """Of all else."""
+
+
+def _activations(workload: Workload, plan: Plan, micro_batches: int) -> _Activations:
     blocks, others = _units(workload)
     if not blocks:
         blocks, others = others, []
-    kept = sum(layer.count * layer.activation_elements_per_sample for layer in blocks) / plan.pp
-    if plan.recompute == "full":
-        deepest = max((layer.activation_elements_per_sample for layer in blocks), default=0.0)
-        kept = kept * INPUT_SHARE + deepest
+    here = away = deepest = 0.0
+    for layer in blocks:
+        every = layer.activation_elements_per_sample
+        inputs = _known(layer.input_elements_per_sample, every * INPUT_SHARE)
+        costly = _known(layer.costly_elements_per_sample, every * COSTLY_SHARE)
+        in_stage = max(round(layer.count / plan.pp), 1)
+        again = len(plan.recomputed(in_stage)) / in_stage * layer.count / plan.pp
+        kept = (layer.count / plan.pp - again) * every + again * inputs
+        by_operator = again * costly if plan.recompute == "selective" else 0.0
+        if plan.offload_activations == "nothing":
+            here += kept + by_operator
+        else:  # the results that selective recompute keeps stay on the device
+            here, away = here + by_operator, away + kept
+        if again or plan.offload_activations != "nothing":
+            deepest = max(deepest, every)
     whole = WHOLE_SHARE / plan.tp if plan.sequence else WHOLE_SHARE
-    kept *= (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp
+    size = (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp * plan.micro_batch
+    in_flight = _in_flight(plan, micro_batches)
+    # While backward runs it again or fetches it, one block is here as a whole; on a GPU the next one comes.
+    around = 2 if plan.device == "cuda" and plan.offload_activations != "nothing" else 1
     # Logits once as the loss keeps them and once as their gradient, split over the vocabulary.
     logits = 2 * sum(layer.activation_elements_per_sample for layer in others) / (plan.tp * plan.cp)
-    return kept * plan.micro_batch * _in_flight(plan, micro_batches), logits * plan.micro_batch
+    return _Activations(
+        (here * in_flight + around * deepest) * size, away * in_flight * size, logits * plan.micro_batch
+    )
+
+
+def _known(counted: float | None, typical: float) -> float:
+    return typical if counted is None else counted
 
 
 def _in_flight(plan: Plan, micro_batches: int) -> int:

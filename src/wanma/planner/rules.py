@@ -68,6 +68,8 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
     if plan.cp > 1:
         _check_context(job, plan)
     _check_sequence(job, plan)
+    _check_memory(job, plan)
+    _check_fp8(plan, cluster)
     if min(global_batches(job)) < plan.data_ranks:
         raise JobError(
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
@@ -244,4 +246,44 @@ def _check_pipeline(plan: Plan) -> None:
             f"{key} with parallel.recompute = '{plan.recompute}': the gradients of inputs and of weights are "
             "computed apart, and each part would run the block again",
             "set parallel.recompute = 'none', or parallel.schedule = 'interleaved_1f1b'",
+        )
+
+
+def _check_memory(job: Job, plan: Plan) -> None:
+    parallel = job.parallel
+    kinds = ("parameters", "optimizer", "activations")
+    at_host = [f"parallel.offload_{kind}" for kind in kinds if getattr(plan, f"offload_{kind}") == "host"]
+    if plan.device == "cpu" and at_host:
+        raise JobError(
+            f"{' and '.join(at_host)} = 'host': on CPUs all of it is in the host's memory already",
+            "offload to 'disk', or leave the key out",
+        )
+    if parallel.recompute_share < 1 and parallel.recompute in ("none", "auto"):
+        raise JobError(
+            f"parallel.recompute_share = {parallel.recompute_share:g} with parallel.recompute = "
+            f"'{parallel.recompute}'" + (", which chooses the share" if parallel.recompute == "auto" else ""),
+            "leave parallel.recompute_share out, or set parallel.recompute = 'full' or 'selective'",
+        )
+
+
+def _check_fp8(plan: Plan, cluster: Cluster) -> None:
+    if not plan.fp8:
+        return
+    if plan.device == "cpu":
+        raise JobError(
+            "train.fp8: there are no matrix products in fp8 on CPUs",
+            "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)",
+        )
+    devices = [device for node in cluster.nodes for device in node.devices]
+    for device in devices:
+        # A rate is known for every GPU of the catalogue, and for fp8 where it computes that.
+        if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
+            raise JobError(
+                f"train.fp8: {device.name} computes no matrix products in fp8",
+                "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)",
+            )
+    if plan.precision != "bf16":
+        raise JobError(
+            f"train.fp8 with train.precision = '{plan.precision}': between the products in fp8 is bf16",
+            "set train.precision = 'bf16'",
         )

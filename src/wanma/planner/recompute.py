@@ -1,0 +1,38 @@
+"""How much to recompute: as little as lets the plan fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from wanma.job.forecast import Workload
+from wanma.job.plan import Plan
+
+SELECTIVE_COST = 0.5
+"""What running a block again selectively costs, next to running all of it again: every second product."""
+
+
+def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]) -> tuple[Plan, str]:
+    """`plan` with the cheapest recompute under which it fits, or the most thorough if none does.
+
+    Returns:
+        the plan, and the reason in words.
+    """
+    blocks = sum(layer.count for layer in workload.layers if layer.count > 1)
+    in_stage = max(-(-blocks // plan.stages), 1)
+    options = [replace(plan, recompute="none", recompute_share=1.0)]
+    for number in range(1, in_stage + 1):
+        share = number / in_stage
+        options.append(replace(plan, recompute="selective", recompute_share=share))
+        options.append(replace(plan, recompute="full", recompute_share=share))
+    chosen = next((option for option in sorted(options, key=_cost) if fits(option)), options[-1])
+    if chosen.recompute == "none":
+        return chosen, "recompute none: all activations fit"
+    count = len(chosen.recomputed(in_stage))
+    return chosen, f"recompute {chosen.recompute} of {count} of {in_stage} blocks: the least that fits"
+
+
+def _cost(plan: Plan) -> float:
+    """Blocks that run again, as a share."""
+    by_block = {"none": 0.0, "selective": SELECTIVE_COST, "full": 1.0}[plan.recompute]
+    return by_block * plan.recompute_share
