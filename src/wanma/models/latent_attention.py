@@ -28,7 +28,9 @@ class LatentAttention(nn.Module):
         self.latent_width = dimensions.key_value_rank
         self.query_latent = nn.Linear(hidden, dimensions.query_rank, bias=False)
         self.query_latent_norm = RMSNorm(dimensions.query_rank, eps=epsilon)
-        self.query = nn.Linear(dimensions.query_rank, heads * (self.head_width + self.rotary_width), bias=False)
+        self.query = nn.Linear(
+            dimensions.query_rank, heads * (self.head_width + self.rotary_width), bias=False
+        )
         self.key_value_latent = nn.Linear(hidden, self.latent_width + self.rotary_width, bias=False)
         self.key_value_latent_norm = RMSNorm(self.latent_width, eps=epsilon)
         self.key_value = nn.Linear(

@@ -64,18 +64,17 @@ class Experts(nn.Module):
         Returns:
             (rows, sequence, hidden).
         """
-        choices = chosen.shape[-1]
         flat = chosen.flatten()
         counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
         order = flat.argsort(stable=True)
         if self.drops:
             order = order[: int(counts.sum())]
-        places = positions_in(order, flat.numel()).view(-1, choices)
-        rows = spread(x.flatten(0, 1), order, places)
-        row_weights = spread(weights.reshape(-1, 1), order, places.view(-1, 1))
+        places = positions_in(order, flat.numel()).view_as(chosen)
+        rows = spread(x, order, places)
+        row_weights = spread(weights.unsqueeze(-1), order, places.unsqueeze(-1))
         results = self.core(rows, row_weights, counts, self.gate, self.up, self.down)
-        return collect(results, order, places).view_as(x)
+        return collect(results, order, places)
 
 
 class GroupedFeedForward(nn.Module):
@@ -113,7 +112,12 @@ class GroupedFeedForward(nn.Module):
         results = [
             F.linear(weighted_swiglu(F.linear(mine, g), F.linear(mine, u), weight), d)
             for mine, weight, g, u, d in zip(
-                rows.split(sizes), weights.split(sizes), gate.unbind(), up.unbind(), down.unbind(), strict=True
+                rows.split(sizes),
+                weights.split(sizes),
+                gate.unbind(),
+                up.unbind(),
+                down.unbind(),
+                strict=True,
             )
         ]
         return torch.cat(results)
@@ -138,18 +142,27 @@ def positions_in(order: Tensor, size: int) -> Tensor:
 
 
 def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Copy (n, width) to rows: row i is x[order[i] // choices]. Backward is `collect`.
+    """Copy vectors to rows: row i is vector order[i] // choices. Backward is `collect`.
 
     Args:
-        order: (rows,), each number in [0, n · choices) at most once.
-        places: (n, choices), of `positions_in`.
+        x: (..., width).
+        order: (rows,), each number in [0, vectors · choices) at most once.
+        places: (..., choices), of `positions_in`.
+
+    Returns:
+        (rows, width).
     """
     rows: Tensor = _Spread.apply(x, order, places)  # type: ignore[no-untyped-call]  # torch's
     return rows
 
 
 def collect(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """Add up, per line of `places` and in its order, the rows that it names. Backward is `spread`."""
+    """Add up, for each vector and in the order of its choices, the rows that it was copied to. Backward is
+    `spread`; arguments are as there.
+
+    Returns:
+        (..., width).
+    """
     result: Tensor = _Collect.apply(rows, order, places)  # type: ignore[no-untyped-call]  # torch's
     return result
 
@@ -166,14 +179,14 @@ def _can_be_grouped(rows: Tensor, gate: Tensor) -> bool:
 
 
 def _spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    choices = places.shape[1]
-    return x[order if choices == 1 else order // choices]
+    choices = places.shape[-1]
+    return x.flatten(0, -2)[order if choices == 1 else order // choices]
 
 
 def _collect(rows: Tensor, places: Tensor) -> Tensor:
     if len(rows) < places.numel():  # some have been dropped
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return rows[places[:, 0]] if places.shape[1] == 1 else rows[places].sum(1)
+    return rows[places.squeeze(-1)] if places.shape[-1] == 1 else rows[places].sum(-2)
 
 
 class _Spread(torch.autograd.Function):

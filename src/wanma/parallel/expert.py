@@ -93,9 +93,7 @@ def _of_all_parts(
     """`Experts.forward` between the residual stream and matrices that the ranks of `mesh` share."""
 
     def summed(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        x, weights, chosen = (
-            convert(part, mesh, residual, Replicate()) for part in (x, weights, chosen)
-        )
+        x, weights, chosen = (convert(part, mesh, residual, Replicate()) for part in (x, weights, chosen))
         return convert(forward(x, weights, chosen), mesh, Partial(), residual)
 
     return summed

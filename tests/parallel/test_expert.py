@@ -1,0 +1,160 @@
+"""Law 1 for mixtures of experts: under expert parallelism, and under every other axis without it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.compare import one_process, same_tensors, spread_over
+from support.ranks import Outcome
+from wanma.job.plan import Plan
+from wanma.job.sections import ModelSection
+from wanma.models.build import build_model, model_spec
+
+STEPS = 3
+SAMPLES = 6
+BIAS = {
+    "family": "decoder",
+    "layers": 3,
+    "hidden": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "feed_forward": 32,
+    "experts": 4,
+    "experts_per_token": 2,
+    "shared_experts": 1,
+    "expert_feed_forward": 8,
+    "dense_layers": 1,
+    "router": "sigmoid",
+    "balance": "bias",
+    "balance_rate": 0.01,
+}
+LOSS = {
+    **BIAS,
+    "router": "softmax",
+    "balance": "loss",
+    "balance_rate": 0.1,
+    "shared_experts": 0,
+    "dense_layers": 0,
+    "layers": 2,
+}
+GROUPS = {**LOSS, "balance_group": 2, "capacity": 0.9, "router": "sigmoid"}
+LATENT = {"preset": "gpt-moe-3m-1m", "layers": 2, "hidden": 32, "heads": 4, "experts": 4, "feed_forward": 32}
+LATENT |= {"expert_feed_forward": 16}
+MODELS = {"bias": BIAS, "loss": LOSS, "groups": GROUPS, "latent": LATENT}
+
+
+def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "data": {
+            "text": [str(folder / "text.py")],
+            "sequence_length": 16,
+            "cache": str(folder / "cache"),
+        },
+        "train": {
+            "precision": "fp64",
+            "steps": STEPS,
+            "global_batch": SAMPLES,
+            "learning_rate": 1e-2,
+            "gradient_clip": 0.5,
+            "validation_samples": 3,
+            "deterministic": True,
+            **train,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def compare(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs a model under a plan and compares it with one process, which runs once per model."""
+    folder = tmp_path_factory.mktemp("expert")
+    shutil.copy(__file__, folder / "text.py")
+    made: dict[str, Outcome] = {}
+
+    def run(into: Path, name: str, plan: Plan, **train: Any) -> tuple[Outcome, Outcome]:
+        text = job(folder, MODELS[name], **train)
+        if str(text) not in made:
+            made[str(text)] = one_process(tmp_path_factory.mktemp("one"), text, SAMPLES)
+        one, other = made[str(text)], spread_over(into, text, plan)
+        same_run(one, other, text)
+        return one, other
+
+    return run
+
+
+def same_run(one: Outcome, other: Outcome, text: dict[str, Any]) -> None:
+    """Losses, norms, what is told of experts, all state, and the change of every weight agree."""
+    for key in ("loss", "grad_norm", "expert_load", "balance_loss"):
+        assert [s[key] for s in other.steps] == pytest.approx([s[key] for s in one.steps], rel=1e-10), key
+    expected, got = one.tensors(), other.tensors()
+    same_tensors(expected, got, 1e-10)
+    spec = model_spec(
+        ModelSection.model_validate(text["model"]),
+        vocabulary=257,
+        sequence_length=16,
+        image_shape=None,
+        classes=None,
+    )
+    start = build_model(spec, 1, torch.float64)
+    for name, initial in start.named_parameters():
+        change = (expected[f"model.{name}"] - initial).norm()
+        assert change > 0, name
+        assert (got[f"model.{name}"] - expected[f"model.{name}"]).norm() / change < 1e-9, name
+    for name, bias in expected.items():
+        if name.endswith("routing.bias"):
+            assert bias.abs().max() > 0, name
+            assert torch.equal(got[name], bias), name
+
+
+EXPERT_PLANS = {
+    "ep 2": Plan(dp_replicate=2, ep=2, micro_batch=3),
+    "ep 2, accumulating": Plan(dp_replicate=2, ep=2, micro_batch=1),
+    "ep 2, ZeRO 3": Plan(dp_shard=2, ep=2, shard="parameters", micro_batch=2),
+    "ep 2, ZeRO 3 recomputing": Plan(dp_shard=2, ep=2, shard="parameters", micro_batch=2, recompute="full"),
+    "4 ranks, ep 2, ZeRO 1": Plan(dp_shard=4, ep=2, shard="optimizer", micro_batch=1),
+    "4 ranks, ep 2, ZeRO 2": Plan(dp_shard=4, ep=2, shard="gradients", micro_batch=1),
+    "4 ranks, ep 2, ZeRO 3": Plan(dp_shard=4, ep=2, shard="parameters", micro_batch=1),
+    "4 ranks, ep 2, hybrid": Plan(dp_replicate=2, dp_shard=2, ep=2, shard="parameters", micro_batch=1),
+    "4 ranks, ep beyond the shards": Plan(
+        dp_replicate=2, dp_shard=2, ep=4, shard="parameters", micro_batch=1
+    ),
+    "ep 4": Plan(dp_replicate=4, ep=4, micro_batch=2),
+    "ep 2 of 4 replicas": Plan(dp_replicate=4, ep=2, micro_batch=1),
+    "ep 2 × tp 2": Plan(dp_shard=2, tp=2, ep=2, shard="parameters", micro_batch=3),
+    "ep 2 × tp 2, sequence": Plan(dp_shard=2, tp=2, ep=2, shard="optimizer", sequence=True, micro_batch=2),
+    "ep 2 × pp 2": Plan(dp_shard=2, pp=2, ep=2, shard="gradients", micro_batch=1),
+    "ep over cp": Plan(cp=2, ep=2, shard="parameters", micro_batch=3),
+    "ep 4 over dp and cp": Plan(dp_shard=2, cp=2, ep=4, shard="parameters", micro_batch=3),
+}
+OTHER_PLANS = {
+    "accumulating": Plan(micro_batch=2),
+    "recomputing": Plan(micro_batch=2, recompute="full"),
+    "2 replicas": Plan(dp_replicate=2, micro_batch=2),
+    "4 ranks, ZeRO 3": Plan(dp_shard=4, shard="parameters", micro_batch=1),
+    "tp 2": Plan(tp=2, micro_batch=3),
+    "tp 2, sequence": Plan(tp=2, sequence=True, micro_batch=3, recompute="full"),
+    "tp 2, sequence, ZeRO 3": Plan(tp=2, dp_shard=2, sequence=True, shard="parameters", micro_batch=3),
+    "pp 2": Plan(pp=2, micro_batch=2),
+    "cp 2": Plan(cp=2, micro_batch=3),
+    "cp 2 × tp 2, sequence": Plan(cp=2, tp=2, sequence=True, micro_batch=3),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_PLANS)
+@pytest.mark.parametrize("model", ["bias", "loss"])
+def test_spread_experts_follow_one_process(name: str, model: str, tmp_path: Path, compare: Any) -> None:
+    compare(tmp_path, model, EXPERT_PLANS[name])
+
+
+@pytest.mark.parametrize("name", OTHER_PLANS)
+@pytest.mark.parametrize("model", ["bias", "loss"])
+def test_experts_under_the_other_axes_follow_one_process(
+    name: str, model: str, tmp_path: Path, compare: Any
+) -> None:
+    compare(tmp_path, model, OTHER_PLANS[name])
