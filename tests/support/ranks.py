@@ -20,7 +20,9 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["wanma.training.main", "torch.distributed.fsdp", "torch._dynamo"])
+_context.set_forkserver_preload(
+    ["wanma.training.main", "torch.distributed.fsdp", "torch._dynamo", "wanma.models.huggingface"]
+)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.build import model_spec
-from wanma.models.presets import decoder_dimensions, model_kind
+from wanma.models.presets import model_kind
+from wanma.models.workload import section_dimensions
 from wanma.observe.units import bytes_text
 from wanma.planner.choose import complete, layout
 from wanma.planner.explain import group_of
@@ -50,7 +51,7 @@ def plan_job(
     workload = job_workload(job)
     dimensions = None
     if model_kind(job.model) == "tokens":
-        dimensions = decoder_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
+        dimensions = section_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
     planned = complete(job, start, cluster, workload, dimensions)
     plan = planned.plan
     if rank is not None and not 0 <= rank < plan.world_size:

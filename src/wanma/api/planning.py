@@ -16,8 +16,8 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.presets import decoder_dimensions, model_kind
-from wanma.models.workload import section_workload
+from wanma.models.presets import model_kind
+from wanma.models.workload import section_dimensions, section_workload
 from wanma.planner.choose import Planned, complete, layout
 
 
@@ -96,7 +96,7 @@ def prepare_job(
     workload = None if "model" in objects else job_workload(job, objects)
     dimensions = None
     if workload is not None and model_kind(job.model) == "tokens":
-        dimensions = decoder_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
+        dimensions = section_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
     planned = complete(job, start, cluster, workload, dimensions)
     return Prepared(cluster, planned, workload, peak_flops_per_second(planned.plan, cluster))
 

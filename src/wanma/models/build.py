@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import JobError, WanmaError, missing_extra
 from wanma.job.imports import import_object
 from wanma.job.sections import ModelSection
 from wanma.job.user_code import users_line
@@ -56,7 +56,7 @@ def model_spec(
     section: ModelSection,
     *,
     vocabulary: int | None,
-    sequence_length: int | None,  # noqa: ARG001  # the next family may have a longest sequence
+    sequence_length: int | None,
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
 ) -> ModelSpec:
@@ -64,7 +64,7 @@ def model_spec(
 
     Args:
         vocabulary: tokens that the tokenizer knows; None without one.
-        sequence_length: of the data; rotary positions have no longest sequence, so no model limits it.
+        sequence_length: of the data; only some Hugging Face models have a longest one.
         image_shape: (channels, height, width); None without images.
         classes: of labelled data; None without labels.
 
@@ -73,14 +73,18 @@ def model_spec(
             cannot be imported.
     """
     kind = model_kind(section)
-    name = section.preset or section.family or section.factory or ""
+    name = section.preset or section.family or section.factory or section.huggingface or ""
     if kind == "custom":
         return ModelSpec(name, kind, _factory(section), None, True)
+    if kind == "tokens" and image_shape is not None:
+        raise JobError(f"model '{name}' reads tokens, but the data are images", "name a vision preset")
+    if section.huggingface is not None:
+        return _huggingface(section, vocabulary, sequence_length)
     if section.arguments:
-        raise JobError("model.arguments are for model.factory only", "remove model.arguments")
+        raise JobError(
+            "model.arguments are for model.factory and model.huggingface only", "remove model.arguments"
+        )
     if kind == "tokens":
-        if image_shape is not None:
-            raise JobError(f"model '{name}' reads tokens, but the data are images", "name a vision preset")
         decoder = decoder_dimensions(section, vocabulary)
         return ModelSpec(name, kind, lambda: Decoder(decoder), decoder_layout(decoder), False)
     if image_shape is None and vocabulary is not None:
@@ -125,6 +129,20 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
         if callable(reset):
             reset()
     return model
+
+
+def _huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> ModelSpec:
+    try:
+        from wanma.models.huggingface import HuggingFaceModel, build_huggingface, huggingface_config
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise missing_extra("transformers", "huggingface", "model.huggingface") from error
+    config = huggingface_config(section, vocabulary, sequence_length)
+    with torch.device("meta"):
+        model = build_huggingface(config)
+    assert isinstance(model, HuggingFaceModel)
+    return ModelSpec(type(model).__name__, "tokens", lambda: build_huggingface(config), model.layout, False)
 
 
 def _factory(section: ModelSection) -> _Factory:

@@ -22,7 +22,9 @@ from wanma.models.costly import Costly
 from wanma.models.dropout import keyed_samples
 
 
-def measure(module: nn.Module, example_inputs: Sequence[Tensor]) -> tuple[Layer, ...]:
+def measure(
+    module: nn.Module, example_inputs: Sequence[Tensor], opened: Sequence[str] = ()
+) -> tuple[Layer, ...]:
     """The layers of `module_workload`; see there.
 
     The tensors pretend to be on the CPU rather than on the meta device, because there attention is
@@ -34,7 +36,7 @@ def measure(module: nn.Module, example_inputs: Sequence[Tensor]) -> tuple[Layer,
         shadow = _without_storage(module).train()
         inputs = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in example_inputs]
         samples = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    units = list(_units(shadow, ""))
+    units = list(_units(shadow, "", opened))
     ledger = _Ledger(shadow)
     for name, unit in units:
         ledger.follow(name, unit)
@@ -137,13 +139,14 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Top-level children; those without a forward of their own count as their children."""
+def _units(module: nn.Module, prefix: str, opened: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Top-level children; `opened` ones and those without a forward of their own count as their children."""
     for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _units(child, f"{prefix}{name}.")
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or path in opened:
+            yield from _units(child, f"{path}.", opened)
         else:
-            yield f"{prefix}{name}", child
+            yield path, child
 
 
 def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from wanma.job.forecast import Layer, Workload
 from wanma.job.sections import ModelSection
+from wanma.models.huggingface_config import decoder_of, read_config
 from wanma.models.presets import DecoderDimensions, decoder_dimensions, model_kind
 
 if TYPE_CHECKING:
@@ -37,18 +38,33 @@ def section_workload(
     if kind == "custom":
         return None
     if kind == "tokens":
-        return decoder_workload(decoder_dimensions(section, vocabulary), sequence_length)
+        dimensions = section_dimensions(section, vocabulary)
+        if dimensions is None:
+            return _measured_huggingface(section, vocabulary, sequence_length)
+        return decoder_workload(dimensions, sequence_length)
     import torch
 
     from wanma.models.presets import vision_dimensions
     from wanma.models.vision import build_vision
 
-    dimensions = vision_dimensions(section, image_shape, classes)
+    vision = vision_dimensions(section, image_shape, classes)
     with torch.device("meta"):
-        images = torch.empty(
-            dimensions.statistics_group, dimensions.channels, dimensions.height, dimensions.width
-        )
-        return module_workload(build_vision(dimensions), (images,))
+        images = torch.empty(vision.statistics_group, vision.channels, vision.height, vision.width)
+        return module_workload(build_vision(vision), (images,))
+
+
+def section_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions | None:
+    """Of the decoder that a `[model]` section of kind "tokens" describes; arguments as for `model_spec`.
+
+    Returns:
+        None for a Hugging Face model of another architecture than our decoder's.
+
+    Raises:
+        JobError: as `model_spec`.
+    """
+    if section.huggingface is None:
+        return decoder_dimensions(section, vocabulary)
+    return decoder_of(read_config(section))
 
 
 def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal: bool = True) -> Workload:
@@ -115,7 +131,10 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
 
 
 def module_workload(
-    module: nn.Module, example_inputs: Sequence[Tensor], targets_per_sample: int = 1
+    module: nn.Module,
+    example_inputs: Sequence[Tensor],
+    targets_per_sample: int = 1,
+    opened: Sequence[str] = (),
 ) -> Workload:
     """Of any module, by one forward on tensors that have no storage, per top-level child.
 
@@ -127,10 +146,27 @@ def module_workload(
         module: on any device, the meta device too; neither run nor changed.
         example_inputs: positional arguments of its forward, dim 0 the samples; only shapes and types count.
         targets_per_sample: of the loss.
+        opened: children that count as theirs, though they have a forward.
 
     Raises:
         WanmaError: the forward fails on such tensors, e.g. because it looks at values.
     """
     from wanma.models.measure import measure
 
-    return Workload(measure(module, example_inputs), targets_per_sample)
+    return Workload(measure(module, example_inputs, opened), targets_per_sample)
+
+
+def _measured_huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int) -> Workload:
+    import torch
+
+    from wanma.models.build import model_spec
+
+    spec = model_spec(
+        section, vocabulary=vocabulary, sequence_length=sequence_length, image_shape=None, classes=None
+    )
+    with torch.device("meta"):
+        tokens = torch.zeros(1, sequence_length, dtype=torch.int64)
+        model = spec.make()
+    blocks = spec.require_layout("model.huggingface").blocks
+    assert blocks is not None
+    return module_workload(model, (tokens,), sequence_length, opened=(blocks.partition(".")[0],))

@@ -64,8 +64,14 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
     absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
     for path in absent:
         parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, None)
+        setattr(model.get_submodule(parent), child, _in_its_place(model, path))
     return model
+
+
+def _in_its_place(model: nn.Module, path: str) -> nn.Module | None:
+    """Of a part that another stage holds: nothing; or what a model that is not ours can do without it."""
+    absent = getattr(model, "absent_part", None)
+    return absent(path) if callable(absent) else None
 
 
 def _cuts_by_parameters(blocks: nn.Module, layout: Layout, plan: Plan) -> tuple[int, ...]:

@@ -1,0 +1,185 @@
+"""Causal models of `transformers` as wanma sees a decoder: tokens, documents and positions to logits.
+
+    spec = huggingface_spec(section, vocabulary, sequence_length)
+
+A model is built from its config alone, on the meta device; nothing is downloaded and no code from
+elsewhere is run. It stays transformers' own, parameter names included, but for what
+`huggingface_parts` replaces: what no plan could split, or what computes in fp32 whatever the precision.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.sections import ModelSection
+from wanma.models.attention import AttentionMask
+from wanma.models.huggingface_config import read_config
+from wanma.models.huggingface_layout import Plans, layout_of, plans_of
+from wanma.models.huggingface_parts import ATTENTION, MASK, Absent, AbsentPositions, replace_parts
+from wanma.models.huggingface_published import HuggingFacePublished
+from wanma.models.huggingface_refusals import refuse_config, refuse_model
+from wanma.models.layout import Layout, tie_parameters
+
+
+def huggingface_config(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> Any:
+    """The transformers config that `model.huggingface` and `model.arguments` describe.
+
+    Raises:
+        JobError: transformers do not know the family, or it has settings that would be ignored.
+    """
+    given = read_config(section)
+    try:
+        config = AutoConfig.for_model(**given)
+    except Exception as error:  # whatever a config's own validation raises
+        raise JobError(
+            f"model.huggingface = '{section.huggingface}': transformers cannot use it: {error}",
+            "is it of a newer family? pip install --upgrade transformers",
+        ) from error
+    refuse_config(config, vocabulary, sequence_length)
+    config.name_or_path = str(section.huggingface)
+    return config
+
+
+def build_huggingface(config: PreTrainedConfig) -> HuggingFaceModel:
+    """The model, on the current device, ready to be split.
+
+    Raises:
+        JobError: it is no causal model, or not built as wanma needs it.
+    """
+    try:
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=ATTENTION, dtype=torch.float32
+        )
+    except (ValueError, ImportError) as error:
+        raise JobError(f"model.huggingface: {error}", "name the config of a causal language model") from error
+    refuse_model(model)
+    replace_parts(model)
+    kind = type(model)
+    # A class of its own, as FSDP2 makes one: the names of parameters are not those of a wrapper's child.
+    model.__class__ = type(kind.__name__, (HuggingFaceModel, kind), {})
+    assert isinstance(model, HuggingFaceModel)
+    adapted: HuggingFaceModel = model
+    adapted.mask = AttentionMask()
+    adapted.layout = layout_of(cast(PreTrainedModel, model))
+    adapted.plans = plans_of(cast(PreTrainedModel, model))
+    tie_parameters(adapted, adapted.layout.tied)
+    return adapted
+
+
+class HuggingFaceModel(HuggingFacePublished):
+    """Comes before a transformers class among the bases of a model's class."""
+
+    layout: Layout
+    plans: Plans
+    config: Any
+    mask: nn.Module
+
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the next token at every position; arguments as of `Decoder`."""
+        self._check_tie()
+        embedding = cast(PreTrainedModel, self).get_input_embeddings()
+        hidden = tokens if isinstance(embedding, Absent) else embedding(tokens)
+        if positions is not None and positions.ndim == 1:
+            positions = positions.unsqueeze(0)
+        output = super().forward(
+            inputs_embeds=hidden, position_ids=positions, use_cache=False, **{MASK: self.mask(documents)}
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def absent_part(self, path: str) -> nn.Module:
+        """What takes the place of a part that another pipeline stage holds."""
+        return AbsentPositions() if path == self.plans.positions else Absent()
+
+    def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a tile of parameter `name` in place, as transformers begin it.
+
+        But for the token that pads: wanma's data never contain it, and it begins like others.
+        """
+        path, _, kind = name.rpartition(".")
+        owner = self.get_submodule(path)
+        deviation = getattr(self.config, "initializer_range", None) or 0.02
+        if self.config.model_type == "gpt2" and name.endswith("c_proj.weight"):
+            # Of all families transformers know of this one alone what adds to the residual stream
+            # (Radford et al. 2019, section 2.3), and looks for it in modules that are ours here.
+            tensor.normal_(0.0, deviation / math.sqrt(2 * self.config.n_layer), generator=generator)
+        elif type(owner).__module__.startswith("wanma.") and tensor.ndim > 1:
+            tensor.normal_(0.0, deviation, generator=generator)
+        else:
+            _initialize(cast(PreTrainedModel, self), owner, name, kind, tensor, generator)
+
+    def reset_buffers(self) -> None:
+        """Give the buffers their values again, which a model built on the meta device has lost."""
+        for path, module in self.named_modules():
+            if not any(True for _ in module.buffers(recurse=False)):
+                continue
+            if not type(module).__module__.startswith("transformers."):
+                continue
+            for name, value in _buffers(cast(PreTrainedModel, self), module, path).items():
+                module.get_buffer(name).copy_(value)
+
+    def _check_tie(self) -> None:
+        held = dict(self.named_parameters(remove_duplicate=False))
+        for kept, other in self.layout.tied:
+            if kept in held and other in held and held[kept] is not held[other]:
+                raise RuntimeError(f"{kept} and {other} have come apart and would be trained as two")
+
+
+def _initialize(
+    model: PreTrainedModel, owner: nn.Module, name: str, kind: str, tensor: Tensor, generator: torch.Generator
+) -> None:
+    """Let transformers' own rule fill `tensor` in the place of a parameter of `owner`."""
+    alike = _copy(owner)
+    alike._parameters = {
+        other: torch.empty(0) if value is not None else None  # type: ignore[misc]  # only stand-ins
+        for other, value in owner._parameters.items()
+    }
+    alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # likewise
+    if isinstance(alike, nn.Embedding):
+        alike.padding_idx = None  # a tile does not know whether it holds that row
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(generator.initial_seed())
+        model._init_weights(alike)
+    if bool(tensor.isnan().any()):
+        raise WanmaError(
+            f"transformers does not say how parameter {name} of {type(model).__name__} begins",
+            "start from published weights: checkpoint.start_from",
+        )
+
+
+def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[str, Tensor]:
+    """The buffers of one module as transformers compute them; found not to depend on what was there."""
+    made: list[dict[str, Tensor]] = []
+    for before in (0, 1):
+        alike = _copy(module)
+        alike._buffers = {
+            name: torch.full(buffer.shape, before, dtype=buffer.dtype)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        model._init_weights(alike)
+        made.append(cast(dict[str, Tensor], alike._buffers))
+    for name, value in made[0].items():
+        if not torch.equal(value, made[1][name]):
+            raise WanmaError(
+                f"transformers does not say how buffer {path}.{name} of {type(model).__name__} begins",
+                "build the model yourself (model.factory): it is then made whole, on the CPU",
+            )
+    return made[0]
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A module of that class with the same attributes; `copy` would have FSDP2 call its constructor."""
+    alike = object.__new__(type(module))
+    alike.__dict__.update(module.__dict__)
+    return alike

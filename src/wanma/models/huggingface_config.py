@@ -1,0 +1,103 @@
+"""A transformers `config.json` as a job names it: read, overridden, checked. Neither torch nor transformers.
+
+Where the architecture is that of our own decoder, its dimensions are read off, so that a forecast for
+a published model costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import JobError
+from wanma.job.sections import ModelSection
+from wanma.models.presets import DecoderDimensions, reject_dimension_keys
+
+FILE = "config.json"
+
+
+def read_config(section: ModelSection) -> dict[str, Any]:
+    """The config that `model.huggingface` names, with `model.arguments` in the place of its keys.
+
+    Raises:
+        JobError: it is no local file, needs code from elsewhere, or has settings that would be ignored.
+    """
+    assert section.huggingface is not None
+    reject_dimension_keys(section, "model.huggingface")
+    config = read_config_file(Path(section.huggingface).expanduser(), "model.huggingface")
+    return {**config, **section.arguments}
+
+
+def read_config_file(path: Path, key: str) -> dict[str, Any]:
+    """One config.json, or that of a folder.
+
+    Args:
+        key: of the job, for the message.
+
+    Raises:
+        JobError: there is none there, it is malformed, or it needs code from elsewhere.
+    """
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise JobError(
+            f"{key} = '{path}': there is no such file or folder with a {FILE}",
+            "wanma downloads nothing: give the path of a config.json, or of the folder that holds it",
+        )
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise JobError(f"{key}: {file} cannot be read: {error}", "it must be the JSON of a config") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise JobError(f"{key}: {file} is no transformers config: it has no model_type", f"name a {FILE}")
+    if "auto_map" in config:
+        raise JobError(
+            f"{key}: {file} wants code that comes with the weights (auto_map), which wanma does not run",
+            "use a model that transformers itself has, or give your own module as model.factory",
+        )
+    if config.get("quantization_config"):
+        raise JobError(
+            f"{key}: {file} is of quantized weights (quantization_config), which cannot be trained",
+            "take the config of the weights in full precision",
+        )
+    return config
+
+
+def decoder_of(config: dict[str, Any]) -> DecoderDimensions | None:
+    """Dimensions of our own decoder with the parameters and arithmetic of `config`; None if it has none."""
+    kind = config["model_type"]
+    if kind not in _LIKE_OURS or config.get("hidden_act", "silu") != "silu":
+        return None
+    if config.get("mlp_bias") or (kind in ("llama", "qwen3") and config.get("attention_bias")):
+        return None  # a bias on the output projections, which ours has not
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return None
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    width = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
+    return DecoderDimensions(
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        feed_forward=int(config["intermediate_size"]),
+        vocabulary=int(config["vocab_size"]),
+        rope_theta=float(rope["rope_theta"]),
+        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        head_size=None if int(width) * heads == hidden else int(width),
+        attention_bias=kind == "qwen2",
+        head_norm=kind == "qwen3",
+    )
+
+
+def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """How rotary angles are made, in the one form of `rope_parameters`, whichever way the config says it."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    return {**given, "rope_type": kind, "rope_theta": theta}
+
+
+_LIKE_OURS = ("llama", "mistral", "qwen2", "qwen3")

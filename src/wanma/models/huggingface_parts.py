@@ -1,0 +1,141 @@
+"""What takes the place of modules of transformers that no plan could split, or that compute in fp32 only.
+
+Each has the arithmetic of what it replaces, and is found by what a module is rather than by its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from wanma.job.errors import WanmaError
+from wanma.models.attention import DotProductAttention
+from wanma.models.normalization import RMSNorm
+
+ATTENTION = "wanma"
+"""Name under which transformers finds `attend`."""
+MASK = "wanma_mask"
+"""Keyword under which the mask travels from the model to `attend`, past transformers' own masks."""
+
+_PLAIN_NORMS = tuple(
+    f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+)
+"""Classes that compute what our `RMSNorm` does; others of that name add one to the weight, or more."""
+_HARMLESS = (
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "sliding_window",
+    "output_attentions",
+    "is_causal",
+)
+"""Keywords that change nothing here: windows are refused where they would be narrower than a sequence."""
+
+
+def replace_parts(model: PreTrainedModel) -> None:
+    """Put ours in the place of transformers' own, in place; call it on the meta device."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ == "GPT2Attention":
+            model.set_submodule(path, SplitAttention(module))
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ in _PLAIN_NORMS:
+            # Theirs rounds to fp32 whatever the precision, and is six operations on a CPU.
+            weight = module.get_parameter("weight")
+            model.set_submodule(path, RMSNorm(weight.shape[0], eps=module.variance_epsilon))
+        elif isinstance(module, Conv1D):
+            model.set_submodule(path, nn.Linear(module.nx, module.nf))
+    for _, attention in attentions(model):
+        attention.core = DotProductAttention()
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that call `attend`."""
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("Attention") and hasattr(module, "scaling"):
+            yield path, module
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface, by the core of that layer, which context parallelism replaces.
+
+    Args:
+        query: (rows, heads, sequence, head_width), and so are key and value.
+
+    Returns:
+        (rows, sequence, heads, head_width), and no weights.
+
+    Raises:
+        WanmaError: the model wants something of its attention that the core does not do.
+    """
+    if MASK not in keywords:
+        raise WanmaError(
+            f"{type(module).__name__} was not handed the mask: its model passes no keyword arguments on",
+            "this family cannot be used as model.huggingface; give the model as model.factory",
+        )
+    mask = keywords.pop(MASK)
+    wants = sorted(name for name, value in keywords.items() if value is not None and name not in _HARMLESS)
+    if wants or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
+        wants += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+        raise WanmaError(
+            f"{type(module).__name__} wants what would be ignored of its attention: "
+            f"{', '.join(wants) or 'later tokens'}",
+            "this family cannot be used as model.huggingface; give the model as model.factory",
+        )
+    core = cast(DotProductAttention, module.core)
+    attended = core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, scaling)
+    return attended, None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+class SplitAttention(nn.Module):
+    """GPT-2's attention with query, key and value as matrices of their own, each split by whole heads."""
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        hidden = fused.embed_dim
+        self.head_dim = fused.head_dim
+        self.scaling = fused.scaling
+        self.c_attn = nn.ModuleDict({name: nn.Linear(hidden, hidden) for name in ("query", "key", "value")})
+        self.c_proj = nn.Linear(hidden, hidden)
+        self.resid_dropout = fused.resid_dropout
+
+    def forward(self, hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
+        """(rows, sequence, hidden) to the same."""
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in self.c_attn.values()
+        )
+        keywords.pop("past_key_values", None)
+        attended, _ = attend(self, query, key, value, scaling=self.scaling, **keywords)
+        joined: Tensor = self.resid_dropout(self.c_proj(attended.flatten(2)))
+        return joined, None
+
+
+class Absent(nn.Module):
+    """In the place of a part that another pipeline stage holds: hands on what it is given."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+
+class AbsentPositions(nn.Module):
+    """In the place of an embedding of positions that the first pipeline stage has added already."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)

@@ -1,0 +1,126 @@
+"""Where published checkpoints keep the parameters of a transformers model, fused and split ones too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from wanma.models.huggingface_config import rope_parameters
+from wanma.models.layout import Layout
+from wanma.models.published import Alternative, Piece, Shape, one_by_one, whole
+
+
+class HuggingFacePublished(nn.Module):
+    """What makes a transformers model a `Published` one; see there."""
+
+    layout: Layout
+    config: Any
+
+    @property
+    def published_ties(self) -> tuple[tuple[str, str], ...]:
+        return self.layout.tied
+
+    def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
+        names = next((pair for pair in self.layout.tied if name in pair), (name,))
+        found = tuple(way for other in names for way in _ways(other, shape, self.config.model_type))
+        # Some checkpoints are of the model without its head: names lack the first part.
+        prefix = f"{cast(PreTrainedModel, self).base_model_prefix}."
+        return found + tuple(_without(prefix, way) for way in found)
+
+    def published_ignores(self, tensor: str) -> bool:
+        patterns = [*(cast(PreTrainedModel, self)._keys_to_ignore_on_load_unexpected or ())]
+        if self.config.model_type == "gpt2":
+            patterns.append(r"\.attn\.(masked_)?bias$")
+        tied = [other for _, other in self.layout.tied]
+        return (
+            tensor in tied
+            or tensor.endswith("rotary_emb.inv_freq")  # stored by old versions
+            or any(re.search(pattern, tensor) for pattern in patterns)
+        )
+
+    def published_differences(self, config: Mapping[str, Any]) -> list[str]:
+        ours = json.loads(self.config.to_json_string(use_diff=False))
+        theirs = {**config, "rope_parameters": rope_parameters(dict(config))}
+        here = {**ours, "rope_parameters": rope_parameters(ours)}
+        if "rope_parameters" not in ours:
+            theirs.pop("rope_parameters")
+        return [
+            f"{key}: {here.get(key)} here, {theirs[key]} in its config.json"
+            for key in _ARITHMETIC
+            if theirs.get(key) is not None and here.get(key) != theirs[key]
+        ]
+
+    def published_config(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
+        return {**values, "architectures": [type(self).__name__]}
+
+
+_ARITHMETIC = (
+    "model_type",
+    "hidden_act",
+    "activation_function",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+    "tie_word_embeddings",
+)
+"""What changes the arithmetic and not a shape."""
+
+
+def _ways(name: str, shape: Shape, family: str) -> list[Alternative]:
+    if family == "gpt2":
+        return [_gpt2(name, shape)]
+    expert = re.fullmatch(r"(.+)\.mlp\.experts\.(gate|up|down)", name)
+    if expert is not None:
+        return _experts(expert[1], expert[2], shape, family)
+    router = re.fullmatch(r"(.+)\.mlp\.router\.weight", name)
+    if router is not None:
+        ways: list[Alternative] = [(whole(f"{router[1]}.mlp.gate.weight", shape),)]
+        if family == "mixtral":
+            ways.insert(0, (whole(f"{router[1]}.block_sparse_moe.gate.weight", shape),))
+        return ways
+    return [(whole(name, shape),)]
+
+
+def _gpt2(name: str, shape: Shape) -> Alternative:
+    """Linears are published as `Conv1D`, (inputs, outputs); query, key and value as one."""
+    fused = re.fullmatch(r"(.+\.c_attn)\.(query|key|value)\.(weight|bias)", name)
+    if fused is not None:
+        path, part, kind = fused.groups()
+        start = ("query", "key", "value").index(part) * shape[0]
+        offset = (0, start) if kind == "weight" else (start,)
+        return (Piece(f"{path}.{kind}", 0, shape, offset, transposed=kind == "weight"),)
+    is_linear = re.search(r"\.(c_fc|c_proj)\.weight$", name) is not None
+    return (whole(name, shape, transposed=is_linear),)
+
+
+def _experts(path: str, part: str, shape: Shape, family: str) -> list[Alternative]:
+    """One tensor per expert as weights are published, or all of them stacked as transformers hold them."""
+    if family == "mixtral":
+        matrix = {"gate": "w1", "up": "w3", "down": "w2"}[part]
+        single = f"{path}.block_sparse_moe.experts.{{}}.{matrix}.weight"
+    else:
+        single = f"{path}.mlp.experts.{{}}.{part}_proj.weight"
+    if part == "down":
+        stacked = whole(f"{path}.mlp.experts.down_proj", shape)
+    else:
+        start = shape[1] if part == "up" else 0
+        stacked = Piece(f"{path}.mlp.experts.gate_up_proj", 0, shape, (0, start, 0))
+    return [one_by_one(single, shape), (stacked,)]
+
+
+def _without(prefix: str, pieces: Alternative) -> Alternative:
+    return tuple(replace(piece, tensor=piece.tensor.removeprefix(prefix)) for piece in pieces)

@@ -1,0 +1,125 @@
+"""Settings and families of transformers that wanma would compute otherwise: refused, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from wanma.job.errors import JobError
+from wanma.models.huggingface_parts import attentions
+from wanma.models.layout import find_blocks
+
+TESTED = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Families that are trained in wanma's own tests."""
+
+_IN_ATTENTION = ("attention_dropout", "attn_pdrop", "attn_dropout")
+_AS_MODULES = ("resid_pdrop", "embd_pdrop")
+"""Of GPT-2: modules, whose draws are keyed by sample."""
+_UNUSED = ("summary_first_dropout", "classifier_dropout")
+
+
+def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_length: int | None) -> None:
+    """Refuse what the config asks for and training would not do.
+
+    Args:
+        vocabulary: tokens that the tokenizer knows.
+        sequence_length: of the data.
+
+    Raises:
+        JobError: names the config's key, and what to write into model.arguments.
+    """
+    settings = config.to_dict()
+    for key, value in settings.items():
+        is_drop = ("dropout" in key or "pdrop" in key) and isinstance(value, (int, float)) and value > 0
+        if key in _IN_ATTENTION and is_drop:
+            _refuse(key, value, "attention's weights are dropped by the rank's own generator", f"{key} = 0.0")
+        if is_drop and not (key in _AS_MODULES and config.model_type in TESTED) and key not in _UNUSED:
+            _refuse(key, value, "its draws would depend on the rank", f"{key} = 0.0")
+    if settings.get("router_jitter_noise"):
+        _refuse("router_jitter_noise", settings["router_jitter_noise"], "it draws by rank", "it = 0.0")
+    if settings.get("output_router_logits"):
+        _refuse(
+            "output_router_logits",
+            True,
+            "the balancing loss that it stands for couples the samples of a micro-batch, and is not computed",
+            "output_router_logits = false",
+        )
+    for key in ("add_cross_attention", "is_encoder_decoder", "reorder_and_upcast_attn"):
+        if settings.get(key):
+            _refuse(key, True, "wanma trains decoders with its own attention", f"{key} = false")
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        _refuse("layer_types", sorted(kinds), "wanma's attention sees the whole sequence", "another model")
+    if window is not None and (sequence_length is None or sequence_length > window):
+        _refuse(
+            "sliding_window",
+            window,
+            f"attention sees all of the data's {sequence_length} tokens",
+            f"sliding_window = {{}}, or a data.sequence_length of at most {window}",
+        )
+    _refuse_positions(config, sequence_length)
+    if vocabulary is not None and config.vocab_size < vocabulary:
+        raise JobError(
+            f"model.huggingface: its vocabulary of {config.vocab_size} is smaller than the tokenizer's "
+            f"{vocabulary}",
+            "use the model's own tokenizer, or set model.arguments = {vocab_size = ...}",
+        )
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Refuse a family that is not built as wanma needs it.
+
+    Raises:
+        JobError: says what is missing.
+    """
+    kind = type(model).__name__
+    lacks = None
+    if not model._supports_attention_backend:
+        lacks = "its attention cannot be replaced (transformers' attention interface)"
+    elif find_blocks(model) is None:
+        lacks = "it has no list of equal blocks"
+    elif model.get_input_embeddings() is None or model.get_output_embeddings() is None:
+        lacks = "its embedding or its head is not known"
+    elif not any(True for _ in attentions(model)):
+        lacks = "its attention is not found"
+    elif model.config.model_type not in TESTED and any(_is_mixture(module) for module in model.modules()):
+        lacks = f"its routed experts are unknown (known: {', '.join(TESTED)})"
+    if lacks:
+        raise JobError(
+            f"model.huggingface: {kind} cannot be used: {lacks}",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> None:
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        longest = config.max_position_embeddings
+        if sequence_length is not None and sequence_length > longest:
+            raise JobError(
+                f"data.sequence_length = {sequence_length}, but the model has learned {longest} positions",
+                f"use at most {longest}",
+            )
+        return
+    # One set of parameters, or one for each kind of layer.
+    for kind in [part.get("rope_type") for part in ([rope] if "rope_type" in rope else rope.values())]:
+        if kind in ("dynamic", "longrope"):
+            _refuse(
+                "rope_parameters",
+                kind,
+                "its angles follow the longest position of a batch, which differs between ranks",
+                'rope_parameters = {rope_type = "linear", ...}, or another fixed kind',
+            )
+
+
+def _refuse(key: str, value: Any, why: str, instead: str) -> None:
+    raise JobError(
+        f"model.huggingface: its config has {key} = {value!r}: {why}", f"set model.arguments = {{{instead}}}"
+    )

@@ -1,0 +1,82 @@
+"""Models of transformers under every axis: the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.compare import one_process, spread_over
+from support.huggingface import FAMILIES, write_config
+from support.ranks import Outcome
+from wanma.job.plan import Plan
+
+STEPS = 3
+
+PLANS = {
+    "zero 3": Plan(dp_shard=2, shard="parameters", micro_batch=2),
+    "tensor 2, sequence": Plan(tp=2, sequence=True, micro_batch=2),
+    "pipeline 2": Plan(pp=2, micro_batch=2),
+    "tensor 2 × zero 3": Plan(tp=2, dp_shard=2, shard="parameters", micro_batch=2, recompute="full"),
+}
+
+
+def job(folder: Path, family: str, **arguments: Any) -> dict[str, Any]:
+    return {
+        "model": {"huggingface": str(write_config(folder / "config", family, **arguments))},
+        "data": {
+            "text": [str(Path(json.__file__).parent)],
+            "sequence_length": 16,
+            "cache": str(folder / "cache"),
+        },
+        "train": {
+            "steps": STEPS,
+            "global_batch": 6,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "gradient_clip": 0.5,
+            "deterministic": True,
+            "validation_samples": 3,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(the job, its run in one process, the weights before), made once per family."""
+    made: dict[str, tuple[dict[str, Any], Outcome, Outcome]] = {}
+
+    def run(family: str) -> tuple[dict[str, Any], Outcome, Outcome]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            text = job(folder, family)
+            train = {**text["train"], "learning_rate": 1e-30, "weight_decay": 0.0, "steps": 1}
+            still = {**text, "train": train}
+            one = one_process(folder / "one", text, micro_batch=6)
+            made[family] = text, one, one_process(folder / "initial", still, micro_batch=6)
+        return made[family]
+
+    return run
+
+
+def follows(one: Outcome, other: Outcome, start: Outcome) -> None:
+    """Losses, norms and the change of every parameter agree."""
+    assert len(one.losses) == STEPS
+    assert other.losses == pytest.approx(one.losses, rel=1e-10)
+    assert other.norms == pytest.approx(one.norms, rel=1e-10)
+    initial, expected, got = start.tensors(), one.tensors(), other.tensors()
+    assert got.keys() == expected.keys()
+    for name in (n for n in expected if n.startswith("model.")):
+        change = (expected[name] - initial[name]).norm()
+        assert change > 0, name
+        assert (got[name] - expected[name]).norm() / change <= 1e-9, name
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_plan_follows_one_process(family: str, name: str, tmp_path: Path, reference: Any) -> None:
+    text, one, start = reference(family)
+    follows(one, spread_over(tmp_path / "run", text, PLANS[name]), start)
