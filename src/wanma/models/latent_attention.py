@@ -22,15 +22,12 @@ class LatentAttention(nn.Module):
     def __init__(self, dimensions: DecoderDimensions) -> None:
         super().__init__()
         hidden, epsilon, heads = dimensions.hidden, dimensions.norm_epsilon, dimensions.heads
-        self.head_width = dimensions.head_width
-        self.rotary_width = dimensions.rotary_width
+        query_latent, self.latent_width = dimensions.query_rank, dimensions.key_value_rank
+        self.head_width, self.rotary_width = dimensions.head_width, dimensions.rotary_width
         self.value_width = dimensions.value_width
-        self.latent_width = dimensions.key_value_rank
-        self.query_latent = nn.Linear(hidden, dimensions.query_rank, bias=False)
-        self.query_latent_norm = RMSNorm(dimensions.query_rank, eps=epsilon)
-        self.query = nn.Linear(
-            dimensions.query_rank, heads * (self.head_width + self.rotary_width), bias=False
-        )
+        self.query_latent = nn.Linear(hidden, query_latent, bias=False)
+        self.query_latent_norm = RMSNorm(query_latent, eps=epsilon)
+        self.query = nn.Linear(query_latent, heads * (self.head_width + self.rotary_width), bias=False)
         self.key_value_latent = nn.Linear(hidden, self.latent_width + self.rotary_width, bias=False)
         self.key_value_latent_norm = RMSNorm(self.latent_width, eps=epsilon)
         self.key_value = nn.Linear(

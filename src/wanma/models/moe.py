@@ -109,16 +109,12 @@ class GroupedFeedForward(nn.Module):
         sizes = counts.tolist()
         # All experts, also those without rows: every parameter then has a gradient on every rank, which
         # the reduction between them counts on.
+        parts = zip(
+            *(rows.split(sizes), weights.split(sizes), gate.unbind(), up.unbind(), down.unbind()), strict=True
+        )
         results = [
             F.linear(weighted_swiglu(F.linear(mine, g), F.linear(mine, u), weight), d)
-            for mine, weight, g, u, d in zip(
-                rows.split(sizes),
-                weights.split(sizes),
-                gate.unbind(),
-                up.unbind(),
-                down.unbind(),
-                strict=True,
-            )
+            for mine, weight, g, u, d in parts
         ]
         return torch.cat(results)
 

@@ -468,7 +468,7 @@ def _check_experts(dimensions: DecoderDimensions) -> None:
     open_to_token = experts * dimensions.groups_per_token // dimensions.expert_groups
     if experts % dimensions.expert_groups:
         raise JobError(
-            f"model.experts = {experts} cannot be in {dimensions.expert_groups} groups, as the preset has them",
+            f"model.experts = {experts} cannot be in the preset's {dimensions.expert_groups} groups",
             f"use a multiple of {dimensions.expert_groups}",
         )
     if per_token > open_to_token:

@@ -47,7 +47,7 @@ class Routing(SampleAware):
             the experts that had less than their share of the step's tokens (Wang et al. 2024)
     loss    per group of `balance_group` samples, experts · Σ over experts of (share of the group's choices
             · mean probability), times `balance_rate` (Fedus et al. 2021, eq. 4; DeepSeek-V3, eq. 17 to 20).
-            The job's objective has it once per token: (Σ of losses + Σ over groups of tokens · loss) / targets
+            The job's objective is (Σ of losses + Σ over groups of tokens · balancing loss) / targets
 
     and capacity, which may join either, drops what an expert gets of a group beyond `capacity` times an
     even share, in order of position; evaluation drops nothing.

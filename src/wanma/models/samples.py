@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class SampleAware(nn.Module, ABC):
-    """Told by `dropout.keyed_samples` which samples a forward computes, and again where backward runs it again."""
+    """Told by `dropout.keyed_samples` which samples a forward computes, also when backward runs it again."""
 
     @abstractmethod
     def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Any:

@@ -25,7 +25,7 @@ class NotesStatistics(Protocol):
         """What has been noted since the last call: sums over samples; begins again from zero."""
 
     def commit(self, *sums: Tensor) -> None:
-        """Change once per optimizer step, by what `take` gave, added up over all ranks with different samples."""
+        """Change once per optimizer step, by what `take` gave, added up over ranks with different samples."""
 
 
 class GroupedBatchNorm(nn.Module):

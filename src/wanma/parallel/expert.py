@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 import torch.distributed as dist
