@@ -276,12 +276,13 @@ def describe_environment(venv: Path) -> dict[str, Any]:
         [str(venv / "bin" / "python"), "-c", script, *PACKAGES], check=True, capture_output=True, text=True
     )
     return {
-        "machine": _machine(),
+        "machine": machine(),
         "versions": {"Python": platform.python_version(), **json.loads(found.stdout)},
     }
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Processor, cores, memory and kernel in words."""
     cpu = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -330,8 +331,28 @@ def install_peers(venv: Path, pip_arguments: Sequence[str]) -> None:
         (venv / ".gitignore").write_text("*\n")
 
 
-def add_common_options(parser: argparse.ArgumentParser, benchmark: str) -> None:
-    """Options that every comparison takes."""
+def carry_out(
+    options: argparse.Namespace,
+    run: Callable[[argparse.Namespace], None],
+    report: Callable[[Sequence[dict[str, Any]]], str],
+) -> None:
+    """The command of a comparison: print its report, set up the peers, or measure with `run`."""
+    try:
+        if options.report:
+            print(report(Results(options.results).pieces))
+            return
+        ensure_peers(options)
+        if not options.setup:
+            run(options)
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
+
+
+def common_parser(description: str, benchmark: str) -> argparse.ArgumentParser:
+    """A parser with the options that every comparison takes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=7, help="undisturbed rounds of every piece (default 7)")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="start no round after this; run again to carry on"
@@ -353,6 +374,7 @@ def add_common_options(parser: argparse.ArgumentParser, benchmark: str) -> None:
         "--venv", type=Path, default=Path(os.environ.get("WANMA_BENCH_VENV", ROOT / ".venv-bench")),
         help="the peers' environment (default: $WANMA_BENCH_VENV or .venv-bench); made when missing",
     )  # fmt: skip
+    return parser
 
 
 def ensure_peers(options: argparse.Namespace) -> None:

@@ -25,13 +25,16 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import spawn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
+
+from benchmarks.common import machine
 
 from wanma.checkpoint.writer import Checkpointer
 
@@ -183,20 +186,10 @@ def table(samples: dict[str, list[Sample]], size: int, ranks: int, rounds: int, 
             "",
             f"{size / 1e9:.2f} GB of state, {ranks} ranks, medians of {rounds} alternating rounds.",
             f"`{command}`",
-            f"{cpu_name()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB; "
-            f"load average {load:.1f}; torch {torch.__version__}, Python {platform.python_version()}; "
-            f"{datetime.date.today().isoformat()}",
+            f"{machine()}; load average {load:.1f}; torch {torch.__version__}, "
+            f"Python {platform.python_version()}; {datetime.date.today().isoformat()}",
         ]
     )
-
-
-def cpu_name() -> str:
-    names = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -23,14 +23,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
 from benchmarks.common import (
-    BenchmarkError,
     Noise,
     Results,
-    add_common_options,
+    carry_out,
     clean_environment,
+    common_parser,
     describe_environment,
     describe_environments,
-    ensure_peers,
     estimate,
     run_command,
     table,
@@ -50,16 +49,7 @@ PEER = ("benchmarks/startup/train_ddp.py", "--tokens", "tokens.npy", "--result",
 
 
 def main() -> None:
-    options = parse()
-    try:
-        if options.report:
-            print(report(Results(options.results).pieces))
-            return
-        ensure_peers(options)
-        if not options.setup:
-            run(options)
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    carry_out(parse(), run, report)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -226,11 +216,8 @@ def report(pieces: Sequence[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_parser(__doc__, "startup")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 8], help="default: 2 8")
-    add_common_options(parser, "startup")
     return parser.parse_args()
 
 

@@ -25,12 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
 from benchmarks.common import (  # after the path is set
-    BenchmarkError,
     Noise,
     Results,
-    add_common_options,
+    carry_out,
+    common_parser,
     describe_environment,
-    ensure_peers,
     estimate,
     take_pairs,
 )
@@ -41,16 +40,7 @@ from wanma.job.load import load_job
 
 
 def main() -> None:
-    options = parse()
-    try:
-        if options.report:
-            print(report(Results(options.results).pieces))
-            return
-        ensure_peers(options)
-        if not options.setup:
-            run(options)
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    carry_out(parse(), run, report)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -131,9 +121,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_parser(__doc__, "train")
     add = parser.add_argument
     add("--table", nargs="+", choices=["a", "b"], default=["a", "b"], help="quick start, or same switches")
     add("--precision", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
@@ -146,7 +134,6 @@ def parse() -> argparse.Namespace:
     add("--preset", default="gpt-17m", help="wanma's name of the model (default gpt-17m)")
     add("--vocabulary", type=int, default=8192)
     add("--sequence", type=int, default=256)
-    add_common_options(parser, "train")
     options = parser.parse_args()
     if options.warmup < 1:
         parser.error("--warmup is at least 1: the window starts at the end of a step")

@@ -23,6 +23,26 @@ def quiet(value):
     return {"value": value, "foreign_cpu": 0.0}
 
 
+@pytest.mark.parametrize("benchmark", ["startup", "train"])
+def test_the_options_of_a_comparison_lead_to_its_report_or_to_an_error_in_words(
+    common, benchmark, tmp_path, monkeypatch, capsys
+):
+    run = importlib.import_module(f"benchmarks.{benchmark}.run")
+    results = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["run.py", "--report", "--results", str(results), "--ranks", "2"])
+    run.main()
+    assert "othing has been measured yet" in capsys.readouterr().out
+
+    def fail(_options):
+        raise common.BenchmarkError("wait for a quiet machine")
+
+    options = run.parse()
+    options.report, options.setup = False, False
+    monkeypatch.setattr(common, "ensure_peers", lambda _options: None)
+    with pytest.raises(SystemExit, match="error: wait for a quiet machine"):
+        common.carry_out(options, fail, run.report)
+
+
 def test_an_estimate_is_the_median_with_an_interval_that_holds_it(common):
     found = common.estimate([1.0, 1.2, 1.1, 1.4, 1.3, 1.15, 1.25])
     assert found.median == 1.2
