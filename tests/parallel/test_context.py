@@ -154,7 +154,7 @@ def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
 def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
     text = job(tmp_path, data={"document_masks": True})
     one = one_process(tmp_path / "one", text, 5)
-    plan = Plan(cp=2, context=kind, micro_batch=5, compile=True, recompute="full")
+    plan = Plan(cp=2, context=kind, micro_batch=5, compile=True)
     same_numbers(one, spread_over(tmp_path / "run", text, plan, seconds=280), 1e-8)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError
@@ -67,9 +67,11 @@ class GatheredDocuments(nn.Module):
 
     def forward(self, documents: Tensor | None) -> Tensor | None:
         """From this rank's part (rows, local sequence) to what the attention beside it takes."""
-        gathered = documents
+        gathered = None
         if documents is not None:
-            gathered = functional.wait_tensor(functional.all_gather_tensor(documents, 1, self._group))
+            parts = [torch.empty_like(documents) for _ in range(self._group.size())]
+            dist.all_gather(parts, documents.contiguous(), group=self._group)
+            gathered = torch.cat(parts, dim=1)
         if self.mask is None:
             return gathered
         mask: Tensor | None = self.mask(gathered)
