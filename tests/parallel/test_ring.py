@@ -20,6 +20,7 @@ from wanma.models.attention import AttentionMask, DotProductAttention
 from wanma.models.layout import Layout
 from wanma.parallel.context import split_context
 from wanma.parallel.mesh import process_grid
+from wanma.parallel.recompute import recompute
 from wanma.parallel.recording import CollectiveRecorder
 from wanma.parallel.sequence import context_positions
 
@@ -161,6 +162,32 @@ def test_no_rank_holds_scores_of_a_whole_sequence(kind: str, documents: bool) ->
         assert taken >= length * fp32  # something was seen
         # A ring holds a mask of its own block at most; flash operators hold a tile of 256 × 512 scores.
         assert taken <= length * length * fp32 // 16
+
+
+def messages_of_backward(worker: Worker, kind: Any) -> int:
+    """How many messages a ring sends in the backward of a block that recomputes."""
+    with process_grid(worker, Plan(cp=worker.world_size), 60) as grid:
+        model = Attention()
+        split_context(model, model.layout, grid)
+        recompute([model], Plan(recompute=kind))
+        query = torch.randn(1, 4, 4, 8, requires_grad=True)
+        output = model(query, query, query, None, None)
+        sent = 0
+        begin = dist.batch_isend_irecv
+
+        def count(operations: list[dist.P2POp]) -> list[dist.Work]:
+            nonlocal sent
+            sent += 1
+            return begin(operations)
+
+        dist.batch_isend_irecv = count
+        output.sum().backward()
+        return sent
+
+
+@pytest.mark.parametrize(("kind", "messages"), [("none", 3), ("selective", 3), ("full", 4)])
+def test_selective_recompute_keeps_a_rings_result_and_full_sends_again(kind: str, messages: int) -> None:
+    assert run_ranks(messages_of_backward, 2, (kind,)) == [messages] * 2
 
 
 def sent_and_told(worker: Worker, dtype: torch.dtype) -> tuple[list[int], dict[str, list[int]]]:

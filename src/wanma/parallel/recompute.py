@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from wanma.job.plan import Plan
 from wanma.models.costly import Costly
 from wanma.models.dropout import KeyedDropout, recompute_context
+from wanma.parallel.ring import OPERATOR as RING_ATTENTION
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around the first run of a block, and around the second."""
@@ -83,7 +84,11 @@ class _Policy:
 
     def __call__(self, context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         costly = self._costly_again if context.is_recompute else self._costly
-        keeps = self._costly is not None and costly is not None and costly.keeps(operator)
+        keeps = (
+            self._costly is not None
+            and costly is not None
+            and (costly.keeps(operator) or operator is RING_ATTENTION)
+        )
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
