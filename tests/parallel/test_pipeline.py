@@ -82,3 +82,105 @@ def test_every_schedule_follows_one_process(name: str, tmp_path: Path, reference
     other = spread_over(tmp_path / "run", text, PLANS[name])
     same_numbers(one, other)
     assert validation_losses(other) == pytest.approx(validation_losses(one), rel=1e-10)
+
+
+TOGETHER = {
+    "1f1b × ZeRO 1": Plan(pp=2, dp_shard=2, shard="optimizer", micro_batch=2),
+    "gpipe × ZeRO 2": Plan(pp=2, dp_shard=2, shard="gradients", schedule="gpipe", micro_batch=1),
+    "interleaved × ZeRO 3": Plan(
+        pp=2, dp_shard=2, shard="parameters", schedule="interleaved_1f1b", micro_batch=2, **TWO
+    ),
+    "zero bubble × replicas": Plan(
+        pp=2, dp_replicate=2, schedule="interleaved_zero_bubble", micro_batch=2, **TWO
+    ),
+    "zbv × ZeRO 3": Plan(pp=2, dp_shard=2, shard="parameters", schedule="zbv", micro_batch=1, **TWO),
+    "zbv × tensor": Plan(pp=2, tp=2, sequence=True, schedule="zbv", micro_batch=2, **TWO),
+    "dualpipev × ZeRO 2": Plan(
+        pp=2, dp_shard=2, shard="gradients", schedule="dualpipev", micro_batch=1, **TWO
+    ),
+    "interleaved × context": Plan(pp=2, cp=2, schedule="interleaved_1f1b", micro_batch=2, **TWO),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_schedules_compose_with_the_other_axes(name: str, tmp_path: Path, reference: Any) -> None:
+    text = job(tmp_path)
+    same_numbers(reference("plain", text), spread_over(tmp_path / "run", text, TOGETHER[name]), 1e-9)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=2, micro_batch=2, recompute="full"),
+        Plan(pp=2, schedule="interleaved_1f1b", micro_batch=2, recompute="full", **TWO),
+        Plan(pp=2, schedule="zbv", micro_batch=2, **TWO),
+    ],
+    ids=lambda plan: f"{plan.schedule}, recompute {plan.recompute}",
+)
+def test_dropout_masks_are_those_of_one_process_in_every_stage_and_micro_batch(
+    plan: Plan, tmp_path: Path, reference: Any
+) -> None:
+    text = job(tmp_path, {"dropout": 0.3})
+    one = reference("dropout", text)
+    assert one.losses != reference("plain", job(tmp_path)).losses
+    same_numbers(one, spread_over(tmp_path / "run", text, plan))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=2, stage_cuts=(4,), micro_batch=2),
+        Plan(pp=2, stage_cuts=(0,), micro_batch=2),
+        Plan(pp=2, schedule="zbv", stage_cuts=(1, 2, 4), micro_batch=2, **TWO),
+    ],
+    ids=lambda plan: f"{plan.schedule}, cuts {plan.stage_cuts}",
+)
+def test_uneven_cuts_and_ends_without_blocks_change_nothing(
+    plan: Plan, tmp_path: Path, reference: Any
+) -> None:
+    text = job(tmp_path)
+    same_numbers(reference("plain", text), spread_over(tmp_path / "run", text, plan))
+
+
+FROZEN = {
+    "the first stage": ["embedding.*", "layers.0.*", "layers.1.*"],
+    "the last stage": ["layers.2.*", "layers.3.*", "norm.*", "head.*"],
+}
+
+
+@pytest.mark.parametrize("which", FROZEN)
+@pytest.mark.parametrize("plan", [Plan(pp=2, micro_batch=2), PLANS["zbv"]], ids=lambda plan: plan.schedule)
+def test_a_stage_that_is_frozen_altogether_passes_on_what_it_gets(
+    which: str, plan: Plan, tmp_path: Path, reference: Any
+) -> None:
+    groups = [{"match": pattern, "frozen": True} for pattern in FROZEN[which]]
+    text = job(tmp_path, parameter_groups=groups)
+    same_numbers(reference(which, text), spread_over(tmp_path / "run", text, plan))
+
+
+def test_a_pipeline_of_which_nothing_is_left_to_train_is_refused(tmp_path: Path) -> None:
+    text = job(tmp_path, parameter_groups=[{"match": "*", "frozen": True}])
+    with pytest.raises(AssertionError, match=r"train\.parameter_groups freezes every parameter"):
+        spread_over(tmp_path / "run", text, Plan(pp=2, micro_batch=2))
+
+
+@pytest.mark.parametrize("plan", [Plan(pp=2, micro_batch=2), PLANS["zbv"]], ids=lambda plan: plan.schedule)
+def test_a_loss_scale_that_overflows_is_halved_by_all_stages_alike(
+    plan: Plan, tmp_path: Path, reference: Any
+) -> None:
+    text = job(tmp_path, precision="fp16", loss_scale=2.0**26, steps=5)
+    one = reference("fp16", text)
+    other = spread_over(tmp_path / "run", text, plan)
+    assert other.losses == pytest.approx(one.losses, rel=2e-3)
+    assert other.steps[0]["grad_norm"] is None, "it is infinite"
+
+
+def test_each_ranks_log_tells_the_loss(tmp_path: Path) -> None:
+    text = job(tmp_path)
+    text["observe"] = {"log_every_steps": 2}
+    outcome = spread_over(tmp_path / "run", text, Plan(pp=2, micro_batch=2))
+    for rank in range(2):
+        lines = (outcome.directory / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert lines[0].startswith("step 2/3  loss ")
+        assert f"{outcome.losses[1]:.6f}" in lines[0]
+        assert len(lines) == 2, "every second step, and the last one"

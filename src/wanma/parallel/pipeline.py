@@ -23,12 +23,13 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from wanma.data.batch import Batch
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
 from wanma.parallel.shard import reshard
+from wanma.planner.stages import SPLIT_BACKWARD
 
 SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
@@ -60,7 +61,11 @@ class Pipeline:
         self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
         """The newest that trains and the newest that evaluates, each with the shape it was made for."""
         self._loss: Loss | None = None
-        self._announcers = [_Announcer(part) for part in parts]
+        cuts_graph = plan.schedule in SPLIT_BACKWARD
+        self._announcers = [
+            _Announcer(part, no_views=cuts_graph and number < plan.stages - 1)
+            for number, part in self._parts.items()
+        ]
 
     def run(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """Forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
@@ -73,10 +78,20 @@ class Pipeline:
             the sum of the micro-batches' losses on the last stage, zero elsewhere.
 
         Raises:
-            JobError: a stage puts out something else than one tensor.
+            WanmaError: a stage puts out something else than one tensor, or the schedule cannot take its
+                backward apart.
         """
         self._tell(positions, seed, loss)
-        return self._drive(self._schedule(batch, count, trains=True).step, batch)
+        try:
+            return self._drive(self._schedule(batch, count, trains=True).step, batch)
+        except RuntimeError as error:
+            if self._plan.schedule in SPLIT_BACKWARD and "backward through the graph a second" in str(error):
+                raise WanmaError(
+                    f"parallel.schedule = '{self._plan.schedule}' computes the gradients of inputs and of "
+                    "weights apart, which torch cannot do for a parameter that one stage uses twice",
+                    "use parallel.schedule = 'interleaved_1f1b'",
+                ) from error
+            raise
 
     def evaluate(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """`run` without backward, and of any number of micro-batches."""
@@ -102,24 +117,19 @@ class Pipeline:
         self._schedules[trains] = shape, schedule
         return schedule
 
-    def _training(
-        self, stages: list[PipelineStage], count: int
-    ) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    def _training(self, stages: list[PipelineStage], count: int) -> Any:
         kind: Any = SCHEDULES[self._plan.schedule]
         mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        schedule: PipelineScheduleSingle | PipelineScheduleMulti = kind(
-            mine, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False
-        )
-        return schedule
+        return kind(mine, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
 
-    def _forward_only(self, stages: list[PipelineStage], count: int) -> PipelineScheduleMulti:
+    def _forward_only(self, stages: list[PipelineStage], count: int) -> Any:
         """A schedule that takes any number of micro-batches, without its backward.
 
         torch's own `eval` skips only the computation of a backward: it still wants as many micro-batches as
         training does, and fails for the schedules in which a rank holds neighbouring stages.
         """
-        kind = ScheduleZBVZeroBubble if self._plan.is_v_shaped else ScheduleLoopedBFS
-        schedule = kind(stages, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
+        kind: Any = ScheduleZBVZeroBubble if self._plan.is_v_shaped else ScheduleLoopedBFS
+        schedule: Any = kind(stages, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
         schedule.pipeline_order_with_comms = {
             rank: [action for action in actions if action.computation_type.name in _FORWARD]
             for rank, actions in schedule.pipeline_order_with_comms.items()
@@ -127,7 +137,7 @@ class Pipeline:
         return schedule
 
     def _stage(self, number: int, boundaries: list[_Boundary]) -> PipelineStage:
-        return PipelineStage(
+        return _Stage(
             self._parts[number],
             number,
             self._plan.stages,
@@ -182,11 +192,14 @@ class Pipeline:
         reshard(part)
         if not isinstance(output, Tensor):
             raise JobError(
-                f"parallel.pp = {self._plan.pp}: stage {number} of {type(part).__name__} puts out a "
-                f"{type(output).__name__}, and stages hand one tensor to each other",
+                f"parallel.pp = {self._plan.pp}: stage {number} puts out a {type(output).__name__}, "
+                "and stages hand one tensor to each other",
                 "let every part of the model return one tensor, or use pp = 1",
             )
-        trains = before.requires_grad or any(parameter.requires_grad for parameter in part.parameters())
+        # A backward that is taken apart finds weights only on the way from a stage's output to its input, so
+        # that an input must have a gradient even if all before it is frozen.
+        trains = self._plan.schedule in SPLIT_BACKWARD or before.requires_grad
+        trains = trains or any(parameter.requires_grad for parameter in part.parameters())
         return _Boundary(tuple(output.shape), output.dtype, trains)
 
     def _drive(self, step: Callable[..., Any], batch: Batch) -> Tensor:
@@ -215,23 +228,38 @@ class _Boundary:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    """Something before it is trained."""
+    """Its gradient is wanted: something before it is trained."""
 
     def example(self) -> Tensor:
         """One without storage, from which torch makes its buffers."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
 
+class _Stage(PipelineStage):
+    """torch's stage; before its first step it says hello to its neighbours, but not to its own rank.
+
+    torch 2.11 does that too where a rank holds neighbouring stages, and Gloo refuses it.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
 class _Announcer:
     """Tells the dropout of one stage its samples: the schedule, and not we, calls the module.
 
     Which samples a call computes comes with its arguments.
+
+    Args:
+        no_views: whether the stage may not put out a view: schedules that take a backward apart cut the graph
+            off what is put out.
     """
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, *, no_views: bool) -> None:
         self.seed = 0
         self.positions: Tensor | None = None
         self._announced = ExitStack()
+        self._no_views = no_views
         part.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         part.register_forward_hook(self._end, always_call=True)
 
@@ -243,8 +271,11 @@ class _Announcer:
         self._announced.enter_context(keyed_samples(module, self.seed, samples, self.positions))
         return arguments, keywords
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
         self._announced.close()
+        return (
+            output.clone() if self._no_views and isinstance(output, Tensor) and output._is_view() else output
+        )
 
 
 _SAMPLES = "wanma_samples"

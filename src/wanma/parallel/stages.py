@@ -28,6 +28,7 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
     if layout is not None and layout.blocks is not None:
         return layout
     if layout is None and type(model) is nn.Sequential:
+        _refuse_shared(model, key)
         return Layout(blocks="")
     raise JobError(
         f"{key}: {name} does not declare its blocks",
@@ -72,6 +73,18 @@ def _in_its_place(model: nn.Module, path: str) -> nn.Module | None:
     """Of a part that another stage holds: nothing; or what a model that is not ours can do without it."""
     absent = getattr(model, "absent_part", None)
     return absent(path) if callable(absent) else None
+
+
+def _refuse_shared(model: nn.Module, key: str) -> None:
+    """Children that share a parameter would be trained as two where a cut comes between them."""
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = seen.setdefault(id(parameter), name)
+        if other.partition(".")[0] != name.partition(".")[0]:
+            raise JobError(
+                f"{key}: {other} and {name} are one parameter, which stages could hold only one copy of each",
+                "use pp = 1, or give each its own",
+            )
 
 
 def _cuts_by_parameters(blocks: nn.Module, layout: Layout, plan: Plan) -> tuple[int, ...]:

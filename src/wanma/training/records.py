@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
@@ -17,3 +20,24 @@ def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
     if job.observe.tensorboard:
         sinks.append(TensorBoardSink())
     return Recorder(RunDirectory(worker.run_directory), sinks, first_step)
+
+
+class StepLog:
+    """A line in this rank's own log every so many steps: each of them tells the run's loss, not only rank 0.
+
+    The log is where a supervisor has sent this process's output; without one nobody else writes it.
+    """
+
+    def __init__(self, job: Job, worker: Worker) -> None:
+        self._every, self._steps = job.observe.log_every_steps, job.train.steps
+        self._path: Path = RunDirectory(worker.run_directory).log(worker.rank)
+
+    def step(self, step: int, loss: float, gradient_norm: float, seconds: float) -> None:
+        """Write the line of `step` if it is due."""
+        if step % self._every and step != self._steps:
+            return
+        numbers = f"loss {loss:.6f}  gradient norm {gradient_norm:.4g}  {seconds:.3f} s"
+        with contextlib.suppress(OSError):  # a full disk costs this line and not the run
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as log:
+                log.write(f"step {step}/{self._steps}  {numbers}\n")

@@ -29,7 +29,7 @@ from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import LossScale
-from wanma.training.records import open_recorder
+from wanma.training.records import StepLog, open_recorder
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
 from wanma.training.state import TrainingState, random_state
@@ -96,6 +96,7 @@ class Trainer:
             replicas=self._stage_ranks(),
         )
         messages = resume(self.state, job, plan, worker, data_fingerprint)
+        self._log = StepLog(job, worker)
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
@@ -181,6 +182,7 @@ class Trainer:
         self._report_saves(self._checkpointer.poll())
         seconds = now - self._step_started - phases["validation"]
         self._step_started = now
+        self._log.step(self.state.step, agreement.loss, agreement.gradient_norm, seconds)
         if self._recorder is None:
             return
         devices = self.plan.world_size
