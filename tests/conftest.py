@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="a skip whose reason does not contain WORD fails the run; may be given several times",
     )
+    parser.addoption("--full", action="store_true", help="run the parity matrix on every kind of model")
 
 
 def pytest_configure(config: pytest.Config) -> None:

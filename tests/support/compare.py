@@ -35,6 +35,24 @@ def same_numbers(one: Outcome, other: Outcome, tolerance: float = 1e-10) -> None
     same_tensors(one.tensors(), other.tensors(), tolerance)
 
 
+def same_training(one: Outcome, other: Outcome, *, curve: float, weights: float, start: Outcome) -> None:
+    """Losses and norms agree to `curve`, relative; the change of every parameter tensor to `weights`.
+
+    Args:
+        start: a run that ended where `one` began.
+    """
+    assert other.losses == pytest.approx(one.losses, rel=curve)
+    assert other.norms == pytest.approx(one.norms, rel=curve)
+    initial, expected, got = start.tensors(), one.tensors(), other.tensors()
+    assert expected.keys() == got.keys()
+    for name in (n for n in expected if n.startswith("model.")):
+        change = (expected[name].double() - initial[name].double()).norm()
+        if change == 0:  # a bias of balancing may end where it began
+            assert torch.equal(got[name], expected[name]), name
+            continue
+        assert (got[name].double() - expected[name].double()).norm() / change <= weights, name
+
+
 def same_tensors(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: float) -> None:
     """Same names, and each tensor's difference is small next to the tensor."""
     assert expected.keys() == got.keys()

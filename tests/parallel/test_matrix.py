@@ -1,0 +1,123 @@
+"""The parity matrix: one job on one process and on every composition of the axes, in fp64.
+
+Losses and gradient norms of every step, and the change of every parameter tensor, equal one process's. By
+default each composition is run on one kind of model; `--full` runs it on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.compare import same_training
+from support.matrix import GLOBAL_BATCH, LENGTH, MODELS, Case, cases, table
+from support.ranks import Outcome, run_job
+from wanma.job.plan import Plan
+
+STEPS = 5
+
+HUGGING_FACE = {
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        found = cases(metafunc.config.getoption("--full"))
+        metafunc.parametrize("case", found, ids=[case.name for case in found])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    """Runs in one process and the weights that they start from, made once per model."""
+    made: dict[str, tuple[Outcome, Outcome]] = {}
+
+    def run(model: str) -> tuple[Outcome, Outcome]:
+        if model not in made:
+            plan = Plan(micro_batch=GLOBAL_BATCH, precision="fp64")
+            start = job(model, folder, steps=1, learning_rate=1e-30, weight_decay=0.0)
+            slug = model.replace(" ", "-").replace(",", "")
+            made[model] = (
+                run_job(folder / f"{slug}-start", start, plan),
+                run_job(folder / f"{slug}-one", job(model, folder), plan),
+            )
+        return made[model]
+
+    return run
+
+
+@pytest.mark.slow
+def test_every_composition_follows_one_process(
+    case: Case, folder: Path, tmp_path: Path, reference: Any
+) -> None:
+    start, one = reference(case.model)
+    other = run_job(tmp_path / "run", job(case.model, folder), case.plan)
+    assert len(one.losses) == STEPS
+    same_training(one, other, curve=1e-9, weights=1e-9, start=start)
+
+
+def job(model: str, folder: Path, **train: Any) -> dict[str, Any]:
+    section = dict(MODELS[model])
+    if name := section.get("huggingface"):
+        path = folder / name / "config.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(HUGGING_FACE[name]))
+        section["huggingface"] = str(path)
+    return {
+        "model": section,
+        "data": {
+            "text": [argparse.__file__],
+            "sequence_length": LENGTH,
+            "cache": str(folder / "cache"),
+        },
+        "train": {
+            "steps": STEPS,
+            "global_batch": GLOBAL_BATCH,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "gradient_clip": 0.5,
+            "deterministic": True,
+            "validation_samples": 5,
+            **train,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+def test_the_documented_table_is_that_of_the_tests() -> None:
+    text = (Path(__file__).parents[2] / "docs/parallelism.md").read_text()
+    written = text.partition("<!-- matrix -->\n")[2].partition("<!-- /matrix -->")[0].strip()
+    assert written == table().strip(), "put the output of `python tests/support/matrix.py` there"
