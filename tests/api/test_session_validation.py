@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import wanma
@@ -89,6 +90,26 @@ def test_two_ranks_validate_as_a_whole_job(
 ) -> None:
     run_ranks(loop_in_rank, 2, (job(parallel=parallel), tmp_path, True))
     same_validation(trained, tmp_path)
+
+
+def test_validation_is_on_the_averaged_weights(tmp_path: Path) -> None:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with wanma.session(job(), run_directory=tmp_path) as session:
+        model = session.prepare(seeded(Plain))
+
+        def losses(batch: wanma.Batch) -> torch.Tensor:
+            seen.append((batch.inputs[0].double(), batch.targets))
+            return per_sample(model, batch)
+
+        for batch in session.batches(Numbers(), validate=losses):
+            session.step(per_sample(model, batch))
+    averaged = seeded(Plain).double()
+    saved = Outcome(tmp_path).tensors()
+    averaged.load_state_dict({name: saved[f"average.{name}"] for name in averaged.state_dict()})
+    inputs, targets = (torch.cat(parts) for parts in zip(*seen[-2:], strict=True))
+    assert len(targets) == 10, "all of the last validation, in two micro-batches"
+    (_, loss, _) = validations(tmp_path)[-1]
+    assert loss == pytest.approx(F.cross_entropy(averaged(inputs), targets).item(), rel=1e-10)
 
 
 def test_without_a_schedule_a_session_validates_at_its_end(tmp_path: Path) -> None:
