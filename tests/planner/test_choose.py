@@ -14,6 +14,7 @@ from wanma.job.errors import JobError
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.models.presets import decoder_dimensions
 from wanma.planner.choose import MEMORY_SHARE, Planned, complete, device_of, layout
 
 GIB = 1 << 30
@@ -188,6 +189,23 @@ def test_batch_normalisation_gets_whole_groups() -> None:
     with pytest.raises(JobError, match=r"model\.statistics_group = 4") as refusal:
         planned(BOX, model=model, train={"global_batch": 12}, parallel={"dp_replicate": 2})
     assert "multiple of 8" in refusal.value.hint
+
+
+def test_experts_balanced_over_several_samples_get_whole_groups() -> None:
+    model = {"preset": "gpt-moe-3m-1m", "balance": "loss", "balance_group": 4}
+
+    def plan(batch: int, **parallel: int) -> Plan:
+        asked = job(model=model, train={"global_batch": batch}, parallel=parallel)
+        dimensions = decoder_dimensions(asked.model, 257)
+        return complete(asked, layout(asked, BOX), BOX, SMALL, dimensions).plan
+
+    for found in (plan(24, dp_replicate=2), plan(24, pp=2)):
+        ranks = range(found.data_ranks)
+        assert all(len(run) in (4, 8, 12) for rank in ranks for run in found.micro_batches(24, rank))
+    with pytest.raises(JobError, match=r"model\.balance_group = 4 samples share the experts'"):
+        plan(12, dp_replicate=2)
+    with pytest.raises(JobError, match=r"model\.balance_group = 4"):
+        plan(24, dp_replicate=2, micro_batch=3)
 
 
 def test_a_factory_trains_a_ranks_samples_in_one_micro_batch_so_that_groups_stay_whole() -> None:

@@ -145,3 +145,63 @@ def test_fp8_needs_gpus_that_compute_it_and_bf16_between() -> None:
     older = Cluster((Node("box", 8, 1 << 30, (Device("cuda", "A100", 40 << 30, {"bf16": 312e12}),)),))
     with pytest.raises(JobError, match=r"train\.fp8: A100"):
         check_axes(asked, plan, older)
+
+
+# ------------------------------------------------------------------ experts
+
+
+MIXTURE = DecoderDimensions(
+    4, 64, 4, 4, 128, 320, experts=6, experts_per_token=2, expert_feed_forward=36, dense_layers=1
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [
+        (Plan(dp_shard=4, shard="parameters", ep=3), "1 or 2 or 4"),
+        (Plan(dp_replicate=2, dp_shard=3, shard="parameters", ep=2), "1 or 3 or 6"),
+        (Plan(ep=2), "1"),
+    ],
+    ids=str,
+)
+def test_expert_ranks_are_cut_out_of_the_data_ranks(plan: Plan, sizes: str) -> None:
+    with pytest.raises(JobError, match=rf"parallel.ep = {plan.ep} cannot be cut out of") as error:
+        check_axes(job({"preset": "gpt-moe-3m-1m"}, train={"global_batch": 12}), plan, LAPTOP)
+    assert f"parallel.ep to {sizes}, or" in error.value.hint
+
+
+def test_expert_ranks_may_be_context_ranks_and_more_than_the_shards() -> None:
+    for plan in (
+        Plan(cp=2, ep=2),
+        Plan(dp_shard=2, cp=2, shard="parameters", ep=4),
+        Plan(dp_replicate=2, dp_shard=2, shard="parameters", ep=4),
+        Plan(dp_replicate=6, ep=3),
+    ):
+        check_axes(job({"preset": "gpt-moe-3m-1m"}, data=text(16)), plan, LAPTOP)
+
+
+@pytest.mark.parametrize("model", [{"preset": "resnet-18"}, {"factory": "models:build"}], ids=str)
+def test_a_model_without_experts_cannot_spread_them(model: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match=r"parallel.ep = 2: .* has no experts"):
+        check_axes(job(model), Plan(dp_replicate=2, ep=2), LAPTOP)
+
+
+def test_a_dense_decoder_cannot_spread_experts() -> None:
+    dense = replace(MIXTURE, experts=0, experts_per_token=0)
+    with pytest.raises(JobError, match=r"parallel.ep = 2, but the model has no experts"):
+        check_dimensions(job(), Plan(dp_replicate=2, ep=2), dense)
+
+
+def test_each_expert_rank_has_as_many_experts_as_the_others() -> None:
+    check_dimensions(job(), Plan(dp_replicate=12, ep=3), MIXTURE)
+    with pytest.raises(JobError, match=r"parallel.ep = 4 does not divide model.experts = 6") as error:
+        check_dimensions(job(), Plan(dp_replicate=12, ep=4), MIXTURE)
+    assert "parallel.ep to 1 or 2 or 3 or 6, or" in error.value.hint
+
+
+def test_tensor_ranks_share_the_width_of_each_expert() -> None:
+    check_dimensions(job(), Plan(tp=2), MIXTURE)
+    with pytest.raises(JobError, match=r"tp = 8 does not divide model.expert_feed_forward = 36"):
+        check_dimensions(job(), Plan(tp=8), replace(MIXTURE, heads=8, kv_heads=8))
+    without_dense = replace(MIXTURE, dense_layers=0, feed_forward=33)  # which no block then has
+    check_dimensions(job(), Plan(tp=2), without_dense)

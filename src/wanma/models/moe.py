@@ -51,7 +51,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, width, hidden))
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
-        self.core = GroupedFeedForward()
+        self.core: nn.Module = GroupedFeedForward()
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sum over a token's experts of weight · expert(token).
@@ -73,7 +73,7 @@ class Experts(nn.Module):
         places = positions_in(order, flat.numel()).view_as(chosen)
         rows = spread(x, order, places)
         row_weights = spread(weights.unsqueeze(-1), order, places.unsqueeze(-1))
-        results = self.core(rows, row_weights, counts, self.gate, self.up, self.down)
+        results: Tensor = self.core(rows, row_weights, counts, self.gate, self.up, self.down)
         return collect(results, order, places)
 
 

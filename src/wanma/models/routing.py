@@ -171,7 +171,7 @@ class Routing(SampleAware):
         counts = self._counts(chosen)
         loss = None
         if self.dimensions.balance == "loss":
-            loss = self._balancing_loss(scores, self._by_group(counts))
+            loss = self._balancing_loss(scores, counts)
         noted: Tensor = _Noted.apply(weights, loss, counts.sum(0), self, self.factor)  # type: ignore[no-untyped-call]
         return noted
 
@@ -181,7 +181,7 @@ class Routing(SampleAware):
         flat = chosen.reshape(rows, -1)
         counts = torch.zeros(rows, self.dimensions.experts, dtype=torch.int64, device=chosen.device)
         counts.scatter_add_(1, flat, torch.ones_like(flat))
-        if self._real is None:
+        if self._real is None:  # outside `keyed_samples`, where nobody pads
             return counts
         if self._real.shape[0] != rows:
             raise WanmaError(
@@ -195,33 +195,32 @@ class Routing(SampleAware):
 
         Args:
             scores: (rows, sequence, experts).
-            counts: (groups, experts), of all parts of the samples.
+            counts: (rows, experts), of this rank's tokens.
         """
         shape = self.dimensions
         probabilities = scores / scores.sum(-1, keepdim=True) if shape.router == "sigmoid" else scores
-        sums = self._by_group(probabilities.sum(1), of_this_rank=True)  # (groups, experts)
-        choices = counts.sum(-1)  # tokens · experts_per_token
-        products = (counts.to(sums.dtype) * sums).sum(-1)
-        losses = shape.experts * products / choices.clamp(min=1)
+        sums = self._by_group(probabilities.sum(1)).sum(1)  # (groups, experts)
+        chosen = self.parts.total(self._by_group(counts).sum(1))  # likewise, of all tokens
+        choices = chosen.sum(-1).clamp(min=1)  # tokens · experts_per_token
+        losses = shape.experts * (chosen.to(sums.dtype) * sums).sum(-1) / choices
         return shape.balance_rate * losses.sum()
 
-    def _by_group(self, of_rows: Tensor, *, of_this_rank: bool = False) -> Tensor:
-        """Sums over groups of samples, (groups, experts), of what each row has."""
+    def _by_group(self, rows: Tensor) -> Tensor:
+        """(rows, ...) to (groups, samples of each, ...)."""
         group = self.dimensions.balance_group
-        if of_rows.shape[0] % group:
+        if rows.shape[0] % group:
             raise WanmaError(
-                f"experts balanced over groups of {group} samples cannot take {of_rows.shape[0]} rows",
+                f"experts that are balanced over groups of {group} samples cannot take {rows.shape[0]} rows",
                 "make every rank's micro-batch a multiple of model.balance_group "
                 "(parallel.micro_batch, train.global_batch), or change model.balance_group",
             )
-        sums = of_rows.unflatten(0, (-1, group)).sum(1)
-        return sums if of_this_rank else self.parts.total(sums)
+        return rows.unflatten(0, (-1, group))
 
     def _within_capacity(self, chosen: Tensor) -> Tensor:
         """The choices with those beyond an expert's capacity replaced by none."""
         shape = self.dimensions
         whole = self.parts.whole(chosen)  # (rows, whole sequence, experts_per_token), by position
-        groups = self._grouped_tokens(whole)
+        groups = self._by_group(whole).flatten(1, 2)  # (groups, tokens, experts_per_token)
         tokens = groups.shape[1]
         room = math.ceil(shape.capacity * tokens * shape.experts_per_token / shape.experts)
         picked = torch.zeros(len(groups), tokens, shape.experts, dtype=torch.int32, device=chosen.device)
@@ -229,17 +228,6 @@ class Routing(SampleAware):
         place = picked.cumsum(1, dtype=torch.int32).gather(-1, groups)
         kept = (place <= room).view_as(whole)
         return chosen.masked_fill(~self.parts.own(kept), shape.experts)
-
-    def _grouped_tokens(self, whole: Tensor) -> Tensor:
-        """(rows, sequence, experts_per_token) to (groups, tokens, experts_per_token)."""
-        group = self.dimensions.balance_group
-        if whole.shape[0] % group == 0:
-            return whole.unflatten(0, (-1, group)).flatten(1, 2)
-        raise WanmaError(
-            f"capacity over groups of {group} samples cannot take {whole.shape[0]} rows",
-            "make every rank's micro-batch a multiple of model.balance_group "
-            "(parallel.micro_batch, train.global_batch), or change model.balance_group",
-        )
 
 
 class WholeSamples(nn.Module):

@@ -9,7 +9,6 @@ know of whole samples it asks the ranks that share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 import torch
@@ -71,31 +70,31 @@ def _split(module: Experts, grid: Grid) -> None:
     # FSDP2 takes parameters on a one-dimensional mesh of `tp`, or a two-dimensional one with `ep` before it.
     if plan.ep > 1:
         assert grid.experts is not None
-        mesh, outer = grid.experts["ep", "expert_tp"], (Shard(0),)
+        mesh = grid.experts["ep", "expert_tp"]
     else:
-        mesh, outer = grid.axis("tp"), ()
+        mesh = grid.axis("tp")
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         whole = module.get_parameter(name)
-        split = distribute_tensor(whole, mesh, [*outer, Shard(dim)], src_data_rank=None)
+        placements = [Shard(0), Shard(dim)][-mesh.ndim :]
+        split = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
     compute_locally(module, dict.fromkeys(("gate", "up", "down"), own_shard))
     if plan.tp > 1:
         residual: Placement = Shard(1) if plan.sequence else Replicate()
-        module.forward = _of_all_parts(module.forward, grid.axis("tp"), residual)
+        _sum_parts(module, grid.axis("tp"), residual)
     if plan.ep > 1:
         module.core = Exchange(module.core, grid.axis("ep").get_group())
 
 
-def _of_all_parts(
-    forward: Callable[[Tensor, Tensor, Tensor], Tensor], mesh: DeviceMesh, residual: Placement
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """`Experts.forward` between the residual stream and matrices that the ranks of `mesh` share."""
+def _sum_parts(module: nn.Module, mesh: DeviceMesh, residual: Placement) -> None:
+    """Put `Experts`, whose matrices the ranks of `mesh` share, between their parts of the residual stream."""
+    forward = module.forward
 
     def summed(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         x, weights, chosen = (convert(part, mesh, residual, Replicate()) for part in (x, weights, chosen))
         return convert(forward(x, weights, chosen), mesh, Partial(), residual)
 
-    return summed
+    module.forward = summed
 
 
 class Exchange(nn.Module):

@@ -111,6 +111,7 @@ def complete(
         JobError: the plan splits what this model cannot, or not even one sample per micro-batch fits.
     """
     rows = math.ceil(min(global_batches(job)) / plan.data_ranks)
+    group = _group(job, dimensions)
     reasons = [_layout_reason(job, plan)]
     if dimensions is not None:
         check_dimensions(job, plan, dimensions)
@@ -143,13 +144,13 @@ def complete(
 
     if job.parallel.micro_batch is not None:
         micro_batch = job.parallel.micro_batch
-        if not _whole_groups(job, replace(plan, micro_batch=micro_batch)):
-            raise _split_groups(job, plan)
+        if not group.are_whole(job, replace(plan, micro_batch=micro_batch)):
+            raise group.refusal(job, plan)
     else:
         largest = rows if plan.pp == 1 else max(rows // (2 * plan.pp), 1)
         if plan.device == "cpu":
             largest = min(largest, max(CPU_TOKENS // workload.tokens_per_sample, 1))
-        sizes = _micro_batches(job, plan, largest)
+        sizes = _micro_batches(job, plan, group, largest)
         largest = sizes[0]
         fitting = (size for size in sizes if fits(replace(plan, micro_batch=size)))
         micro_batch = next(fitting, sizes[-1])
@@ -209,46 +210,58 @@ def _layout_reason(job: Job, plan: Plan) -> str:
     return "one process per machine with all its cores: on CPUs threads beat ranks (docs/performance.md)"
 
 
-def _micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
+def _micro_batches(job: Job, plan: Plan, group: _Group, largest: int) -> list[int]:
     """Sizes to try, from the largest on.
 
     Raises:
-        JobError: none gives every rank whole groups for batch normalisation.
+        JobError: none gives every rank whole groups.
     """
     if plan.pp > 1:
-        return admitted_micro_batches(job, plan, largest) or [1]  # which is then refused with the reason
-    if not _has_groups(job):
+        sizes = admitted_micro_batches(job, plan, largest) or [1]  # which is then refused with the reason
+    elif group.size == 1:
         return [largest >> halvings for halvings in range(largest.bit_length())]
-    group = job.model.statistics_group
-    sizes = range(max(largest // group, 1) * group, 0, -group)
-    whole = [size for size in sizes if _whole_groups(job, replace(plan, micro_batch=size))]
+    else:
+        sizes = list(range(max(largest // group.size, 1) * group.size, 0, -group.size))
+    whole = [size for size in sizes if group.are_whole(job, replace(plan, micro_batch=size))]
     if not whole:
-        raise _split_groups(job, plan)
+        raise group.refusal(job, plan)
     return whole
 
 
-def _has_groups(job: Job) -> bool:
-    return job.model.family == "resnet" or (job.model.preset or "").startswith("resnet")
+@dataclass(frozen=True)
+class _Group:
+    """Samples that must be computed in one micro-batch, because something is defined over them."""
+
+    size: int
+    key: str
+    what: str
+    """They share it."""
+
+    def are_whole(self, job: Job, plan: Plan) -> bool:
+        """Whether every micro-batch of every rank is a multiple of the group."""
+        return self.size == 1 or all(
+            len(run) > 0 and len(run) % self.size == 0
+            for batch in global_batches(job)
+            for rank in (0, plan.data_ranks - 1)  # sizes differ by one at most, the larger ones first
+            for run in plan.micro_batches(batch, rank)
+        )
+
+    def refusal(self, job: Job, plan: Plan) -> JobError:
+        batches = ", ".join(map(str, global_batches(job)))
+        return JobError(
+            f"train.global_batch = {batches} over {plan.data_ranks} data ranks does not divide into "
+            f"micro-batches of whole groups: {self.key} = {self.size} samples share {self.what}",
+            f"make train.global_batch a multiple of {self.size * plan.data_ranks} and parallel.micro_batch "
+            f"one of {self.size}, or change {self.key}",
+        )
 
 
-def _whole_groups(job: Job, plan: Plan) -> bool:
-    """Whether every micro-batch of every rank is a multiple of the group that shares one statistic."""
-    return not _has_groups(job) or all(
-        len(run) > 0 and len(run) % job.model.statistics_group == 0
-        for batch in global_batches(job)
-        for rank in (0, plan.data_ranks - 1)  # sizes differ by one at most, the larger ones first
-        for run in plan.micro_batches(batch, rank)
-    )
-
-
-def _split_groups(job: Job, plan: Plan) -> JobError:
-    group, batches = job.model.statistics_group, ", ".join(map(str, global_batches(job)))
-    return JobError(
-        f"train.global_batch = {batches} over {plan.data_ranks} data ranks does not divide into "
-        f"micro-batches of whole groups: model.statistics_group = {group} samples share one statistic",
-        f"make train.global_batch a multiple of {group * plan.data_ranks} and parallel.micro_batch one of "
-        f"{group}, or change model.statistics_group",
-    )
+def _group(job: Job, dimensions: DecoderDimensions | None) -> _Group:
+    if job.model.family == "resnet" or (job.model.preset or "").startswith("resnet"):
+        return _Group(job.model.statistics_group, "model.statistics_group", "one statistic")
+    if dimensions is not None and dimensions.couples_samples:
+        return _Group(dimensions.balance_group, "model.balance_group", "the experts' balance and capacity")
+    return _Group(1, "", "")
 
 
 def _memory_per_rank(plan: Plan, cluster: Cluster, job: Job) -> float:

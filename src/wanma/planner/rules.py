@@ -67,6 +67,8 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
         _check_pipeline(plan)
     if plan.cp > 1:
         _check_context(job, plan)
+    if plan.ep > 1:
+        _check_expert_ranks(job, plan)
     _check_sequence(job, plan)
     _check_memory(job, plan)
     _check_fp8(plan, cluster)
@@ -86,6 +88,7 @@ def check_dimensions(job: Job, plan: Plan, dimensions: DecoderDimensions) -> Non
     """
     _check_tensor(plan, dimensions)
     _check_context_heads(plan, dimensions)
+    _check_experts(plan, dimensions)
 
 
 def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
@@ -202,7 +205,11 @@ def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
 
     Key and value heads need not divide: where they do not, each rank computes those it looks at.
     """
-    sizes = {"heads": dimensions.heads, "feed_forward": dimensions.feed_forward}
+    sizes = {"heads": dimensions.heads}
+    if dimensions.experts == 0 or dimensions.dense_layers:
+        sizes["feed_forward"] = dimensions.feed_forward
+    if dimensions.experts:
+        sizes["expert_feed_forward"] = dimensions.expert_width
     if dimensions.vocabulary is not None:
         sizes["vocabulary"] = dimensions.vocabulary
     for key, size in sizes.items():
@@ -213,6 +220,42 @@ def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
                 f"parallel.tp = {plan.tp} does not divide model.{key} = {size}",
                 f"set parallel.tp to {' or '.join(smaller)}, or {other}",
             )
+
+
+def _check_expert_ranks(job: Job, plan: Plan) -> None:
+    """Ranks of `ep` are data and context ranks, the innermost ones."""
+    named = job.model.huggingface is None and job.model.factory is None
+    if job.model.factory is not None or (named and model_kind(job.model) == "images"):
+        raise JobError(
+            f"parallel.ep = {plan.ep}: {job.model.factory or job.model.preset or job.model.family} has no "
+            "experts that could be spread",
+            "set parallel.ep = 1",
+        )
+    sizes = plan.allowed_ep()
+    if plan.ep not in sizes:
+        ranks = plan.data_ranks * plan.cp
+        raise JobError(
+            f"parallel.ep = {plan.ep} cannot be cut out of {ranks} data and context ranks "
+            "(dp_replicate × dp_shard × cp)"
+            + (f", of which {plan.shard_ranks} share the state" if plan.shard_ranks < ranks else ""),
+            f"set parallel.ep to {' or '.join(map(str, sizes))}, or change those axes",
+        )
+
+
+def _check_experts(plan: Plan, dimensions: DecoderDimensions) -> None:
+    """Each rank of `ep` has as many experts as the others."""
+    experts = dimensions.experts
+    if plan.ep > 1 and experts == 0:
+        raise JobError(
+            f"parallel.ep = {plan.ep}, but the model has no experts",
+            "set parallel.ep = 1, or model.experts",
+        )
+    if experts % plan.ep:
+        sizes = [str(size) for size in plan.allowed_ep() if experts % size == 0]
+        raise JobError(
+            f"parallel.ep = {plan.ep} does not divide model.experts = {experts}",
+            f"set parallel.ep to {' or '.join(sizes)}, or make model.experts a multiple of {plan.ep}",
+        )
 
 
 def _check_sequence(job: Job, plan: Plan) -> None:

@@ -7,6 +7,7 @@ before each step; state is exposed by parameter name, so that checkpoints do not
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -18,9 +19,10 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from wanma.checkpoint.shards import local_part
 from wanma.job.errors import JobError, did_you_mean
-from wanma.job.plan import Plan
+from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import TrainSection
 from wanma.training.muon import Muon
+from wanma.training.state_home import StateHome
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Updater:
         rules: trained parameters by name with their rule; frozen ones are left out.
         copies: name here -> name of the tensor of another stage that a parameter is a copy of. That stage
             counts and saves it.
+        home: where state waits between updates; some parameters are then updated at a time.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Updater:
         rules: dict[str, GroupRule],
         train: TrainSection,
         copies: Mapping[str, str] = MappingProxyType({}),
+        home: StateHome | None = None,
     ):
         self.parameters = {name: parameters[name] for name in rules}
         self.copies = copies
+        self._home = home
         self._updates = 0
         self._plain: dict[str, nn.Parameter] = {}
         """Stand-ins without placements, sharing storage, for rules that torch cannot run on DTensors."""
@@ -57,11 +62,11 @@ class Updater:
         updated = self._plain or self.parameters
         matrices, others = _split_for(train.optimizer, updated, copies)
         self._optimizers: list[Optimizer] = []
-        if matrices:
-            groups = _groups(matrices, updated, rules)
+        for names in self._together(matrices):
+            groups = _groups(names, updated, rules)
             self._optimizers.append(Muon(groups, lr=train.learning_rate, momentum=train.momentum))
-        if others:
-            self._optimizers.append(_optimizer(_groups(others, updated, rules), train))
+        for names in self._together(others):
+            self._optimizers.append(_optimizer(_groups(names, updated, rules), train))
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -140,7 +145,25 @@ class Updater:
             plain.data = local_part(parameter)
             plain.grad = None if parameter.grad is None else local_part(parameter.grad)
         for optimizer in self._optimizers:
-            optimizer.step()
+            with self._home.visit(optimizer) if self._home is not None else nullcontext():
+                optimizer.step()
+
+    def _together(self, names: list[str]) -> Iterator[list[str]]:
+        """Names of parameters that are updated together: all, unless their state waits elsewhere.
+
+        The same on every rank: sizes are those of whole parameters.
+        """
+        together: list[str] = []
+        size = 0
+        for name in names:
+            elements = self.parameters[name].numel()
+            if self._home is not None and together and size + elements > UPDATED_TOGETHER:
+                yield together
+                together, size = [], 0
+            together.append(name)
+            size += elements
+        if together:
+            yield together
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
         updated = self._plain or self.parameters
@@ -158,12 +181,14 @@ def build_updater(
     *,
     trainable: Iterable[str] | None = None,
     copies: Mapping[str, str] = MappingProxyType({}),
+    home: StateHome | None = None,
 ) -> Updater:
     """The update rule of `train` over a model's parameters; frozen ones stop requiring gradients.
 
     Args:
         parameters: of this rank; of a pipeline's stage that is frozen altogether, none are trained.
         trainable: names of the whole model's parameters that may be trained; None: `parameters` are all.
+        home: as of `Updater`.
         copies: as of `Updater`; a copy follows the rule of the tensor that it is a copy of.
 
     Raises:
@@ -176,16 +201,16 @@ def build_updater(
     frozen = {name for name in parameters if _is_frozen(copies.get(name, name), train)}
     for name in frozen:
         parameters[name].requires_grad_(False)
-    if train.optimizer == "adafactor" and (plan.dp_shard > 1 or plan.tp > 1):
+    if train.optimizer == "adafactor" and (plan.shard_ranks > 1 or plan.tp > 1 or plan.ep > 1):
         raise JobError(
             "train.optimizer = 'adafactor' needs whole rows and columns, which parallel.dp_shard = "
-            f"{plan.dp_shard} and parallel.tp = {plan.tp} split",
+            f"{plan.dp_shard}, tp = {plan.tp} and ep = {plan.ep} split",
             "use dp_replicate, or train.optimizer = 'adamw'",
         )
     trained = {n: p.ndim for n, p in parameters.items() if n not in frozen and p.requires_grad}
     by_saved_name = group_rules({copies.get(name, name): ndim for name, ndim in trained.items()}, train)
     rules = {name: by_saved_name[copies.get(name, name)] for name in trained}
-    return Updater(parameters, rules, train, copies)
+    return Updater(parameters, rules, train, copies, home)
 
 
 def check_patterns(names: Iterable[str], train: TrainSection) -> None:

@@ -32,9 +32,11 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.build import custom_spec
 from wanma.models.dropout import keyed_samples
+from wanma.models.routing import set_loss_factor
 from wanma.models.workload import module_workload
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
+from wanma.parallel.scratch import open_scratch
 from wanma.parallel.shard import begin_micro_batch, reshard
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
@@ -81,6 +83,7 @@ class Session:
         """An orderly stop was asked for."""
         self._saved_at = 0
         self._ended = False
+        self._scratch = open_scratch(job, worker)
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +119,11 @@ class Session:
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
             self._workload = module_workload(model, _checked(example))
         self._parallel = parallelize(
-            custom_spec(model, self.job.model.statistics_group), self.plan, self.grid, self.job.train.seed
+            custom_spec(model, self.job.model.statistics_group),
+            self.plan,
+            self.grid,
+            self.job.train.seed,
+            self._scratch,
         )
         return self._parallel.module
 
@@ -197,13 +204,19 @@ class Session:
         Raises:
             WanmaError: that checkpoint could not be saved.
         """
+        with self._scratch:
+            self._leave(failed=kind is not None)
+
+    # ---------------------------------------------------------------- inside
+
+    def _leave(self, failed: bool) -> None:
         if self._iteration is not None:
             self._iteration.close()
         trainer = self._trainer
         if trainer is None:
             return
-        if kind is not None or self._ended:
-            trainer.close(failed=kind is not None)
+        if failed or self._ended:
+            trainer.close(failed=failed)
             return
         left_in_order = False
         try:
@@ -213,8 +226,6 @@ class Session:
             left_in_order = True
         finally:
             trainer.close(not left_in_order)
-
-    # ---------------------------------------------------------------- inside
 
     def _begin(self, parallel: Parallel, data: Data) -> Trainer:
         """The run, from its resume point on."""
@@ -255,6 +266,7 @@ class Session:
     def _micro_batches(self, trainer: Trainer, step: Step) -> Iterator[Batch]:
         module = trainer.state.parallel.module
         loss_sum, targets = self._zero(), self._zero()
+        set_loss_factor(module.modules(), trainer.factor(step.global_batch))
         for index, batch in enumerate(step.micro_batches):
             is_last = index == len(step.micro_batches) - 1
             begin_micro_batch(module, self.plan, is_last)
