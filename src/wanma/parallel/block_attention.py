@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 TILE_ELEMENTS = 1 << 24
 """Of scores or mask that exist at once: 64 MiB in fp32."""
@@ -44,6 +45,8 @@ def attend(
     """
     kernel = _kernel(query, value, sight)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    width, value_width = kernel.width(query, value), value.shape[-1]
+    query, key, value = (_widen(x, width) for x in (query, key, value))
     outputs, log_sums = [], []
     for tile in _tiles(query, key, sight, kernel):
         output, log_sum = kernel.forward(
@@ -51,7 +54,7 @@ def attend(
         )
         outputs.append(output)
         log_sums.append(log_sum)
-    return _join(outputs), _join(log_sums)
+    return _join(outputs)[..., :value_width], _join(log_sums)
 
 
 def attend_backward(
@@ -73,6 +76,8 @@ def attend_backward(
     """
     kernel = _kernel(query, value, sight)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    width, widths = kernel.width(query, value), (query.shape[-1], value.shape[-1])
+    query, key, value, output, gradient = (_widen(x, width) for x in (query, key, value, output, gradient))
     of_query: list[Tensor] = []
     of_key = of_value = None
     for tile in _tiles(query, key, sight, kernel):
@@ -88,7 +93,8 @@ def attend_backward(
         )
         of_query.append(share[0])
         if tile.is_whole:
-            return share
+            of_key, of_value = share[1:]
+            break
         if of_key is None or of_value is None:
             precise = torch.promote_types(query.dtype, torch.float32)
             of_key = torch.zeros_like(key, dtype=precise)
@@ -97,7 +103,7 @@ def attend_backward(
         of_value[:, :, tile.keys] += share[2]
     assert of_key is not None
     assert of_value is not None
-    return _join(of_query), of_key, of_value
+    return _join(of_query)[..., : widths[0]], of_key[..., : widths[0]], of_value[..., : widths[1]]
 
 
 @dataclass(frozen=True)
@@ -119,36 +125,43 @@ class _Kernel:
     backward: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, _Tile, float], tuple[Tensor, Tensor, Tensor]
     ]
-    keeps_scores: bool
-    """Needs memory for queries × keys of every head."""
+    is_flash: bool
+    """Scores are never in memory; one width for all tensors."""
+    multiple: int = 1
+    """Of what the width must be."""
+
+    def width(self, query: Tensor, value: Tensor) -> int | None:
+        """To which tensors are filled up with zeros, which changes no score; None: not at all."""
+        widest = max(query.shape[-1], value.shape[-1])
+        return -(-widest // self.multiple) * self.multiple if self.is_flash else None
 
 
 def _kernel(query: Tensor, value: Tensor, sight: Sight) -> _Kernel:
     """The fastest that can do it."""
-    width = query.shape[-1]
-    if value.shape[-1] != width:
-        return _PLAIN
     if query.device.type == "cpu":
         return _FLASH_ON_CPU
     if (
         query.device.type == "cuda"
         and sight.documents is None
         and query.dtype in (torch.bfloat16, torch.float16)
-        and width % 8 == 0
-        and width <= 256
+        and max(query.shape[-1], value.shape[-1]) <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     ):
         return _FLASH_ON_CUDA
     return _PLAIN
 
 
+def _widen(x: Tensor, width: int | None) -> Tensor:
+    return x if width is None or x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
 def _tiles(query: Tensor, key: Tensor, sight: Sight, kernel: _Kernel) -> Iterator[_Tile]:
     rows, heads, queries, _ = query.shape
     keys = key.shape[2]
-    if sight.documents is None and not kernel.keeps_scores:
+    if sight.documents is None and kernel.is_flash:
         yield _Tile(slice(0, queries), slice(0, keys), True, sight.causal, None)
         return
-    of_one_query = rows * keys * (heads if kernel.keeps_scores else 1)
+    of_one_query = rows * keys * (1 if kernel.is_flash else heads)
     size = min(max(TILE_ELEMENTS // of_one_query, 1), queries)
     for start in range(0, queries, size):
         stop = min(start + size, queries)
@@ -220,7 +233,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
-_FLASH_ON_CPU = _Kernel(_cpu_forward, _cpu_backward, keeps_scores=False)
+_FLASH_ON_CPU = _Kernel(_cpu_forward, _cpu_backward, is_flash=True)
 
 # ---------------------------------------------------------------- torch's flash operator on CUDA
 
@@ -266,7 +279,7 @@ def _cuda_backward(
     return gradients
 
 
-_FLASH_ON_CUDA = _Kernel(_cuda_forward, _cuda_backward, keeps_scores=False)
+_FLASH_ON_CUDA = _Kernel(_cuda_forward, _cuda_backward, is_flash=True, multiple=8)
 
 # ---------------------------------------------------------------- plain torch, in at least fp32
 
@@ -327,4 +340,4 @@ def _unfold(x: Tensor, query: Tensor) -> Tensor:
     return unfolded
 
 
-_PLAIN = _Kernel(_plain_forward, _plain_backward, keeps_scores=True)
+_PLAIN = _Kernel(_plain_forward, _plain_backward, is_flash=False)
