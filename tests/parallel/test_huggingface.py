@@ -72,7 +72,26 @@ def follows(one: Outcome, other: Outcome, start: Outcome) -> None:
     for name in (n for n in expected if n.startswith("model.")):
         change = (expected[name] - initial[name]).norm()
         assert change > 0, name
-        assert (got[name] - expected[name]).norm() / change <= 1e-9, name
+        # GPT-2's biases of keys add the same to all scores of a query: their change is rounding.
+        assert (got[name] - expected[name]).norm() <= 1e-9 * max(change, 1e-4), name
+
+
+OTHERS = {
+    "a ring of 2": ("qwen3", Plan(cp=2, context="ring", micro_batch=2)),
+    "all-to-all 2": ("gpt2", Plan(cp=2, context="all_to_all", micro_batch=2)),
+    "tensor 2 × pipeline 2": ("llama", Plan(tp=2, sequence=True, pp=2, micro_batch=2)),
+    "tied, tensor 2 × pipeline 2": ("gpt2", Plan(tp=2, sequence=True, pp=2, micro_batch=2)),
+    "tensor 4, more than key/value heads": ("qwen2", Plan(tp=4, sequence=True, micro_batch=3)),
+    "experts 2": ("qwen3_moe", Plan(dp_shard=2, shard="parameters", ep=2, micro_batch=2)),
+    "experts 2 × tensor 2": ("mixtral", Plan(dp_shard=2, shard="gradients", ep=2, tp=2, micro_batch=2)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_axes_follow_one_process_too(name: str, tmp_path: Path, reference: Any) -> None:
+    family, plan = OTHERS[name]
+    text, one, start = reference(family)
+    follows(one, spread_over(tmp_path / "run", text, plan), start)
 
 
 @pytest.mark.parametrize("name", PLANS)

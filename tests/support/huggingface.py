@@ -21,6 +21,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**_LIKE_LLAMA, "model_type": "mistral", "sliding_window": None, "head_dim": 16},
     "qwen2": {**_LIKE_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**_LIKE_LLAMA, "model_type": "qwen3", "head_dim": 8},
+    "mixtral": {**_LIKE_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **_LIKE_LLAMA,
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 320,

@@ -27,6 +27,8 @@ from wanma.models.huggingface_parts import ATTENTION, MASK, Absent, AbsentPositi
 from wanma.models.huggingface_published import HuggingFacePublished
 from wanma.models.huggingface_refusals import refuse_config, refuse_model
 from wanma.models.layout import Layout, tie_parameters
+from wanma.models.moe import Experts
+from wanma.models.routing import Router
 
 
 def huggingface_config(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> Any:
@@ -113,7 +115,7 @@ class HuggingFaceModel(HuggingFacePublished):
             # Of all families transformers know of this one alone what adds to the residual stream
             # (Radford et al. 2019, section 2.3), and looks for it in modules that are ours here.
             tensor.normal_(0.0, deviation / math.sqrt(2 * self.config.n_layer), generator=generator)
-        elif type(owner).__module__.startswith("wanma.") and tensor.ndim > 1:
+        elif isinstance(owner, (Experts, Router)):
             tensor.normal_(0.0, deviation, generator=generator)
         else:
             _initialize(cast(PreTrainedModel, self), owner, name, kind, tensor, generator)
@@ -123,8 +125,8 @@ class HuggingFaceModel(HuggingFacePublished):
         for path, module in self.named_modules():
             if not any(True for _ in module.buffers(recurse=False)):
                 continue
-            if not type(module).__module__.startswith("transformers."):
-                continue
+            if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+                continue  # ours have a reset of their own
             for name, value in _buffers(cast(PreTrainedModel, self), module, path).items():
                 module.get_buffer(name).copy_(value)
 

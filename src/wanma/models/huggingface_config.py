@@ -7,6 +7,7 @@ a published model costs nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,36 +64,63 @@ def read_config_file(path: Path, key: str) -> dict[str, Any]:
     return config
 
 
-def decoder_of(config: dict[str, Any]) -> DecoderDimensions | None:
-    """Dimensions of our own decoder with the parameters and arithmetic of `config`; None if it has none."""
+def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
+    """Dimensions of our own decoder with the parameters and arithmetic of `config`.
+
+    Returns:
+        None if ours has another architecture, or the config leaves sizes to transformers' defaults.
+    """
     kind = config["model_type"]
-    if kind not in _LIKE_OURS or config.get("hidden_act", "silu") != "silu":
+    if kind not in _LIKE_OURS or config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias"):
         return None
-    if config.get("mlp_bias") or (kind in ("llama", "qwen3") and config.get("attention_bias")):
-        return None  # a bias on the output projections, which ours has not
+    if kind != "qwen2" and config.get("attention_bias"):
+        return None  # of the output projections too, where ours have none
     rope = rope_parameters(config)
     if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
         return None
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
-    width = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
-    return DecoderDimensions(
-        layers=int(config["num_hidden_layers"]),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        feed_forward=int(config["intermediate_size"]),
-        vocabulary=int(config["vocab_size"]),
-        rope_theta=float(rope["rope_theta"]),
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        head_size=None if int(width) * heads == hidden else int(width),
-        attention_bias=kind == "qwen2",
-        head_norm=kind == "qwen3",
-    )
+    if kind == "qwen3_moe" and config.get("decoder_sparse_step", 1) != 1:
+        return None
+    dense = list(config.get("mlp_only_layers") or ())
+    if dense != list(range(len(dense))):
+        return None
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        kv_heads = config.get("num_key_value_heads") if kind == "llama" else config["num_key_value_heads"]
+        width = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
+        return DecoderDimensions(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(kv_heads or heads),
+            feed_forward=int(config["intermediate_size"]),
+            vocabulary=int(config["vocab_size"]),
+            rope_theta=float(rope["rope_theta"]),
+            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            head_size=None if int(width) * heads == hidden else int(width),
+            attention_bias=kind == "qwen2",
+            head_norm=kind in ("qwen3", "qwen3_moe"),
+            **_experts(config, len(dense)),
+        )
+    except KeyError:
+        return None
 
 
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+def _experts(config: Mapping[str, Any], dense_layers: int) -> dict[str, Any]:
+    if config["model_type"] not in ("mixtral", "qwen3_moe"):
+        return {}
+    is_mixtral = config["model_type"] == "mixtral"
+    count = config.get("num_local_experts") or config.get("num_experts")
+    return {
+        "experts": int(count) if count else int(config["num_experts"]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "expert_feed_forward": None if is_mixtral else int(config["moe_intermediate_size"]),
+        "normalize_weights": is_mixtral or bool(config.get("norm_topk_prob", False)),
+        "dense_layers": dense_layers,
+    }
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """How rotary angles are made, in the one form of `rope_parameters`, whichever way the config says it."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -100,4 +128,4 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return {**given, "rope_type": kind, "rope_theta": theta}
 
 
-_LIKE_OURS = ("llama", "mistral", "qwen2", "qwen3")
+_LIKE_OURS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

@@ -15,7 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from wanma.job.errors import WanmaError
 from wanma.models.attention import DotProductAttention
+from wanma.models.moe import MixtureOfExperts
 from wanma.models.normalization import RMSNorm
+from wanma.models.presets import DecoderDimensions
 
 ATTENTION = "wanma"
 """Name under which transformers finds `attend`."""
@@ -26,6 +28,7 @@ _PLAIN_NORMS = tuple(
     f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
 )
 """Classes that compute what our `RMSNorm` does; others of that name add one to the weight, or more."""
+_MIXTURES = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 _HARMLESS = (
     "position_ids",
     "use_cache",
@@ -42,6 +45,8 @@ def replace_parts(model: PreTrainedModel) -> None:
     for path, module in list(model.named_modules()):
         if type(module).__name__ == "GPT2Attention":
             model.set_submodule(path, SplitAttention(module))
+        elif type(module).__name__ in _MIXTURES:
+            model.set_submodule(path, MixtureOfExperts(_mixture(model.config)))
     for path, module in list(model.named_modules()):
         if type(module).__name__ in _PLAIN_NORMS:
             # Theirs rounds to fp32 whatever the precision, and is six operations on a CPU.
@@ -87,7 +92,7 @@ def attend(
             "this family cannot be used as model.huggingface; give the model as model.factory",
         )
     mask = keywords.pop(MASK)
-    wants = sorted(name for name, value in keywords.items() if value is not None and name not in _HARMLESS)
+    wants = sorted(k for k, v in keywords.items() if v is not None and v is not False and k not in _HARMLESS)
     if wants or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
         wants += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
         raise WanmaError(
@@ -125,6 +130,22 @@ class SplitAttention(nn.Module):
         attended, _ = attend(self, query, key, value, scaling=self.scaling, **keywords)
         joined: Tensor = self.resid_dropout(self.c_proj(attended.flatten(2)))
         return joined, None
+
+
+def _mixture(config: Any) -> DecoderDimensions:
+    """What our mixture of experts needs to know; it scores in at least fp32 and can be split."""
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return DecoderDimensions(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        width,
+        config.vocab_size,
+        experts=config.num_local_experts,
+        experts_per_token=config.num_experts_per_tok,
+        normalize_weights=getattr(config, "norm_topk_prob", True),
+    )
 
 
 class Absent(nn.Module):
