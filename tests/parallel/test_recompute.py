@@ -21,7 +21,7 @@ from wanma.parallel.recompute import recompute
 
 DECODER: dict[str, Any] = {
     "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
-    "data": {"text": [str(Path(__file__).parent)], "sequence_length": 16},
+    "data": {"text": [__file__], "sequence_length": 16},
     "train": {
         "steps": 3,
         "global_batch": 6,

@@ -8,6 +8,7 @@ runs/NAME/
     events.jsonl        validations, checkpoints, messages, starts and ends
     logs/rank-N.log     standard output and error of each rank
     checkpoints/        step-00000100/ ...; see docs/checkpoints.md
+    scratch/            what is offloaded to disk, while the run lasts
     report.html         self-contained
 """
 
@@ -55,6 +56,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def scratch(self) -> Path:
+        """What the plan offloads to disk, while the run lasts."""
+        return self.path / "scratch"
 
     @property
     def report(self) -> Path:

@@ -252,6 +252,9 @@ class ClusterSection(Section):
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
     interface: str | None = Field(None, description="network interface for collectives; default: by route")
     threads_per_rank: int | None = Field(None, gt=0, description="CPU threads; default: cores / ranks")
+    scratch: str | None = Field(
+        None, description="folder on each machine for what is offloaded to disk; default: the run directory's"
+    )
     allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
     start_seconds: float = Field(300.0, gt=0, description="deadline from launch to the first step")
     hang_seconds: float = Field(300.0, gt=0, description="deadline from one step to the next")

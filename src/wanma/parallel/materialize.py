@@ -9,10 +9,15 @@ from wanma.checkpoint.shards import local_box, local_part
 from wanma.models.initialize import initial_part
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a model that was built on the meta device memory; its parameters hold nothing yet."""
-    model.to_empty(device=device)
+def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Give a model that was built on the meta device memory on two devices, which may be the same.
+
+    Its parameters hold nothing yet.
+    """
+    model.to_empty(device=parameters)
     for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(buffers)
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
             reset()

@@ -21,8 +21,10 @@ from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
 from wanma.parallel.materialize import allocate, draw
 from wanma.parallel.mesh import Grid
+from wanma.parallel.offload import offload_activations, offload_parameters, parameters_device
 from wanma.parallel.pipeline import Pipeline
 from wanma.parallel.recompute import recompute
+from wanma.parallel.scratch import Scratch
 from wanma.parallel.shard import DTYPES, Sharded, shard_data
 from wanma.parallel.stages import keep_stage, stage_layout
 from wanma.parallel.tensor import split_tensors
@@ -48,6 +50,8 @@ class Parallel:
     """Modules of the whole model that note statistics of a step; those of other stages without memory."""
     seed: int | None
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
+    scratch: Scratch | None = None
+    """Where what the plan offloads to disk goes."""
 
     def initialize(self) -> None:
         """Give the parameters their initial values, where no checkpoint does."""
@@ -75,12 +79,17 @@ class Parallel:
             yield from part.modules()
 
 
-def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
+def parallelize(
+    spec: ModelSpec, plan: Plan, grid: Grid, seed: int, scratch: Scratch | None = None
+) -> Parallel:
     """Build the model of `spec` and apply `plan` to it.
 
     Models of ours are built on the meta device and each rank allocates only its part, whose values
     `initialize` or a checkpoint then gives; a user's module is built whole on the CPU by its own
     constructor, seeded alike on every rank.
+
+    Args:
+        scratch: for plans that offload to disk.
 
     Raises:
         JobError: the plan asks for a split that this model does not declare.
@@ -96,11 +105,11 @@ def parallelize(spec: ModelSpec, plan: Plan, grid: Grid, seed: int) -> Parallel:
         layout = stage_layout(whole, spec.layout, plan)
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
     stopwatch = Stopwatch()
-    sharded = [_apply(part, spec, plan, grid, stopwatch) for part in parts]
+    sharded = [_apply(part, spec, plan, grid, stopwatch, scratch) for part in parts]
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     pipeline = Pipeline(parts, numbers, plan, grid) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
-    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, trainable, noting, to_draw)
+    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, trainable, noting, to_draw, scratch)
 
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
@@ -117,7 +126,9 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
     return module
 
 
-def _apply(part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch) -> Sharded:
+def _apply(
+    part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch, scratch: Scratch | None
+) -> Sharded:
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.ep > 1 or (spec.layout is not None and spec.layout.experts is not None):
         split_experts(part, spec.require_layout("parallel.ep"), grid)
@@ -130,6 +141,7 @@ def _apply(part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: 
     if plan.compile:
         for block in blocks or [part]:
             block.compile()
+    offload_activations(blocks, plan, scratch)
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
     sharded = shard_data(
         part,
@@ -140,12 +152,13 @@ def _apply(part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: 
         stopwatch,
         full_precision_output=spec.kind == "custom",
     )
-    if spec.own_initialization:
+    if not spec.own_initialization:
+        allocate(part, parameters_device(plan, grid.device), grid.device)
+    elif plan.offload_parameters == "nothing":  # else FSDP2 has put everything where it belongs
         part.to(grid.device)
-        if plan.precision in ("bf16", "fp16"):
-            autocast_forward(part, DTYPES[plan.precision], grid.device)
-    else:
-        allocate(part, grid.device)
+    offload_parameters(part, blocks, plan, scratch)
+    if spec.own_initialization and plan.precision in ("bf16", "fp16"):
+        autocast_forward(part, DTYPES[plan.precision], grid.device)
     return sharded
 
 

@@ -64,7 +64,7 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
     """
     started = time.perf_counter()
     plan.coordinates(rank)
-    plan = replace(plan, compile=False)
+    plan = replace(plan, compile=False, offload_parameters="nothing", offload_activations="nothing")
     with _fake_world(plan.world_size, rank):
         grid = replace(build_grid(plan, rank, torch.device("cpu")), device=torch.device("meta"))
         parallel = parallelize(spec, plan, grid, seed=0)

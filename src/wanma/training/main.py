@@ -20,6 +20,7 @@ from wanma.job.worker import Worker
 from wanma.models.build import ModelSpec, custom_spec, model_spec
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import parallelize
+from wanma.parallel.scratch import open_scratch
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, classification_loss, user_loss
@@ -46,12 +47,12 @@ def train(worker: Worker, request: Request) -> str:
     job, plan = request.job, request.plan
     set_numerics(job, plan)
     worker.control.progress(0, "joining")
-    with process_grid(worker, plan, longest_silence(job)) as grid:
+    with process_grid(worker, plan, longest_silence(job)) as grid, open_scratch(job, worker) as scratch:
         worker.control.progress(0, "opening data")
         data = open_data(job.data, job.train, dataset=request.objects.get("data"))
         worker.control.progress(0, "building the model")
         spec = choose_spec(request, data)
-        parallel = parallelize(spec, plan, grid, job.train.seed)
+        parallel = parallelize(spec, plan, grid, job.train.seed, scratch)
         with Trainer(
             job,
             plan,

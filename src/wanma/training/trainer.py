@@ -33,6 +33,7 @@ from wanma.training.records import StepLog, open_recorder
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
 from wanma.training.state import TrainingState, random_state
+from wanma.training.state_home import state_home
 from wanma.training.update import Agreement, agree, apply_update
 
 WAIT_SECONDS = 5.0
@@ -79,6 +80,7 @@ class Trainer:
                 plan,
                 trainable=parallel.trainable_names,
                 copies=parallel.ties.names,
+                home=state_home(plan, parallel.scratch),
             ),
             LossScale.start(train),
             WeightAverage(dict(parallel.named_parameters()), train.weight_average)
