@@ -42,7 +42,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any key of [cluster]; repeatable"
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="Python file that calls wanma.session")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own")
+    rest = parser.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own"
+    )
+    rest.required = False  # argparse would list it among what is missing
     parser.set_defaults(run=run)
 
 
