@@ -6,13 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
-from wanma.job.sections import Job
+from wanma.job.sections import Job, Schedule
 from wanma.models.presets import DecoderDimensions
+from wanma.models.workload import decoder_workload
+from wanma.planner.choose import complete, layout
 from wanma.planner.rules import check_axes, check_dimensions
+from wanma.planner.stages import wrong_micro_batches
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
 BOX = Cluster(
@@ -205,3 +210,106 @@ def test_tensor_ranks_share_the_width_of_each_expert() -> None:
         check_dimensions(job(), Plan(tp=8), replace(MIXTURE, heads=8, kv_heads=8))
     without_dense = replace(MIXTURE, dense_layers=0, feed_forward=33)  # which no block then has
     check_dimensions(job(), Plan(tp=2), without_dense)
+
+
+# ------------------------------------------------------------------ pipelines
+
+DECODER = DecoderDimensions(layers=6, hidden=64, heads=4, kv_heads=4, feed_forward=128, vocabulary=512)
+
+
+def pipelined(**parallel: Any) -> Plan:
+    """As planned for a decoder of 6 blocks and 16 samples per step."""
+    asked = job(train={"global_batch": 16}, parallel={"pp": 2, **parallel})
+    return complete(asked, layout(asked, LAPTOP), LAPTOP, decoder_workload(DECODER, 32), DECODER).plan
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says", "way_out"),
+    [
+        (
+            {"virtual_stages": 2},
+            r"virtual_stages = 2: schedule '1f1b' has 1 stage on each rank",
+            "interleaved_1f1b or interleaved_zero_bubble",
+        ),
+        (
+            {"schedule": "zbv", "virtual_stages": 3},
+            r"virtual_stages = 3: schedule 'zbv' has 2 stages on each rank",
+            "leave parallel.virtual_stages out",
+        ),
+        (
+            {"schedule": "interleaved_zero_bubble", "compile": True},
+            r"schedule = 'interleaved_zero_bubble' with parallel\.compile",
+            "parallel.schedule = 'interleaved_1f1b'",
+        ),
+        (
+            {"schedule": "dualpipev", "recompute": "full"},
+            r"schedule = 'dualpipev' with parallel\.recompute = 'full'",
+            "parallel.recompute = 'none'",
+        ),
+        (
+            {"pp": 4, "schedule": "interleaved_1f1b", "virtual_stages": 3},
+            r"6 blocks cannot be cut into 12 stages",
+            "at most 8 stages",
+        ),
+        ({"stage_cuts": [1, 2]}, r"stage_cuts = \[1, 2\]: 2 stages need 1 cuts, not 2", "leave"),
+        ({"stage_cuts": [7]}, r"stage_cuts = \[7\]: cuts lie between 0 and 6", "leave"),
+        ({"pp": 3, "stage_cuts": [4, 2]}, r"cuts rise: 2 comes after 4", "leave"),
+        ({"pp": 3, "stage_cuts": [2, 2]}, r"stage 1 of 3 would hold nothing", "leave"),
+        (
+            {"schedule": "dualpipev", "micro_batch": 8},
+            r"makes them 2 micro-batches: schedule 'dualpipev' needs at least as many as stages, 4",
+            "parallel.micro_batch = 5,",
+        ),
+        (
+            {"pp": 3, "schedule": "interleaved_1f1b", "micro_batch": 1},
+            r"rounds of 3 or more, and 16 do not divide into 5 equal rounds",
+            "parallel.micro_batch = 2,",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_pipeline_that_cannot_run_is_refused(parallel: dict[str, Any], says: str, way_out: str) -> None:
+    with pytest.raises(JobError, match=says) as error:
+        pipelined(**parallel)
+    assert way_out in error.value.hint
+
+
+def test_a_plan_says_where_a_pipeline_is_cut_and_the_jobs_cuts_win() -> None:
+    assert pipelined().stage_cuts == (3,)
+    assert pipelined(stage_cuts=[5]).stage_cuts == (5,)
+    assert pipelined(stage_cuts=[6]).stage_cuts == (6,), "the last stage holds the head alone"
+    assert len(pipelined(schedule="zbv").stage_cuts) == 3
+
+
+@given(
+    schedule=st.sampled_from(
+        ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+    ),
+    pp=st.integers(2, 4),
+    ranks=st.integers(1, 3),
+    batches=st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    known=st.booleans(),
+)
+def test_a_micro_batch_that_the_job_leaves_open_is_one_that_the_schedule_can_run(
+    schedule: Schedule, pp: int, ranks: int, batches: list[int], known: bool
+) -> None:
+    asked = job(
+        train={"global_batch": batches[0], "batch_ramp": [[9, batches[-1]]]},
+        parallel={"pp": pp, "schedule": schedule, "dp_replicate": ranks},
+    )
+    possible = [
+        size
+        for size in range(1, 41)
+        if all(
+            wrong_micro_batches(schedule, pp, Plan(dp_replicate=ranks, micro_batch=size).accumulation(batch))
+            is None
+            for batch in batches
+        )
+    ]
+    workload = decoder_workload(DECODER, 32) if known else None
+    try:
+        plan = complete(asked, layout(asked, LAPTOP), LAPTOP, workload, DECODER).plan
+    except JobError:
+        assert min(batches) < ranks or not possible
+        return
+    assert plan.micro_batch in possible

@@ -61,6 +61,9 @@ def _plan_table(job: Job, plan: Plan) -> Table:
         ("recompute", plan.recompute),
         ("compile", "each block" if plan.compile else "no"),
     ]
+    if plan.pp > 1:
+        cuts = ", ".join(map(str, plan.stage_cuts)) or "by parameters, once the model is built"
+        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stages} stages, cut before block {cuts}"))
     for name, value in rows:
         table.add_row(name, value)
     return table

@@ -19,6 +19,7 @@ from wanma.planner.rules import (
     check_axes,
     check_dimensions,
     check_micro_batches,
+    check_schedule,
     check_stage_cuts,
     global_batches,
 )
@@ -163,6 +164,8 @@ def complete(
     if job.parallel.recompute == "auto":
         plan, reason = least_recompute(plan, workload, fits)
         reasons.append(reason)
+        if plan.pp > 1:
+            check_schedule(plan)
     forecast = needs(plan)
     _check_host(forecast, plan, cluster, job)
     if forecast.memory_bytes > limit:

@@ -64,7 +64,7 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
             "set parallel.pp = 1, or leave model.loss out",
         )
     if plan.pp > 1:
-        _check_pipeline(plan)
+        check_schedule(plan)
     if plan.cp > 1:
         _check_context(job, plan)
     if plan.ep > 1:
@@ -89,6 +89,34 @@ def check_dimensions(job: Job, plan: Plan, dimensions: DecoderDimensions) -> Non
     _check_tensor(plan, dimensions)
     _check_context_heads(plan, dimensions)
     _check_experts(plan, dimensions)
+
+
+def check_schedule(plan: Plan) -> None:
+    """What a pipeline's schedule wants of the rest of the plan.
+
+    Raises:
+        JobError: names the keys.
+    """
+    key = f"parallel.schedule = '{plan.schedule}'"
+    if reason := wrong_stages(plan.schedule, plan.virtual_stages):
+        raise JobError(
+            f"parallel.virtual_stages = {plan.virtual_stages}: {reason}",
+            f"leave parallel.virtual_stages out, or use a schedule of {' or '.join(INTERLEAVED)}",
+        )
+    if plan.schedule not in SPLIT_BACKWARD:
+        return
+    if plan.compile:
+        raise JobError(
+            f"{key} with parallel.compile: a compiled block computes the gradients of its inputs and of its "
+            "weights in one piece, which this schedule takes apart",
+            "set parallel.compile = false, or parallel.schedule = 'interleaved_1f1b'",
+        )
+    if plan.recompute != "none":
+        raise JobError(
+            f"{key} with parallel.recompute = '{plan.recompute}': the gradients of a block's inputs and of "
+            "each of its weights are computed apart, and each of them would run the block again",
+            "set parallel.recompute = 'none', or parallel.schedule = 'interleaved_1f1b'",
+        )
 
 
 def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
@@ -145,16 +173,22 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
 
 
 def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
-    """Sizes of micro-batch with which the schedule can run every step of the job, the largest first."""
-    return [
-        size
-        for size in range(largest, 0, -1)
-        if plan.pp == 1
-        or not any(
-            wrong_micro_batches(plan.schedule, plan.pp, replace(plan, micro_batch=size).accumulation(batch))
-            for batch in global_batches(job)
+    """Sizes of micro-batch with which the schedule can run every step of the job.
+
+    Returns:
+        those up to `largest`, the largest first; where there are none, the smallest above it, if any.
+    """
+    batches = global_batches(job)
+
+    def is_admitted(size: int) -> bool:
+        sized = replace(plan, micro_batch=size)
+        return plan.pp == 1 or not any(
+            wrong_micro_batches(plan.schedule, plan.pp, sized.accumulation(batch)) for batch in batches
         )
-    ]
+
+    rows = math.ceil(max(batches) / plan.data_ranks)
+    smaller = [size for size in range(largest, 0, -1) if is_admitted(size)]
+    return smaller or [size for size in range(largest + 1, rows + 1) if is_admitted(size)][:1]
 
 
 def global_batches(job: Job) -> list[int]:
@@ -265,30 +299,6 @@ def _check_sequence(job: Job, plan: Plan) -> None:
         raise JobError(
             f"data.sequence_length = {length} does not divide among parallel.tp = {plan.tp} ranks",
             f"make it a multiple of {plan.tp}, or set parallel.sequence = false",
-        )
-
-
-def _check_pipeline(plan: Plan) -> None:
-    """What a pipeline's schedule wants of the rest of the plan."""
-    key = f"parallel.schedule = '{plan.schedule}'"
-    if reason := wrong_stages(plan.schedule, plan.virtual_stages):
-        raise JobError(
-            f"parallel.virtual_stages = {plan.virtual_stages}: {reason}",
-            f"leave parallel.virtual_stages out, or use a schedule of {' or '.join(INTERLEAVED)}",
-        )
-    if plan.schedule not in SPLIT_BACKWARD:
-        return
-    if plan.compile:
-        raise JobError(
-            f"{key} with parallel.compile: a compiled block computes the gradients of its inputs and of its "
-            "weights in one piece, which this schedule takes apart",
-            "set parallel.compile = false, or parallel.schedule = 'interleaved_1f1b'",
-        )
-    if plan.recompute != "none":
-        raise JobError(
-            f"{key} with parallel.recompute = '{plan.recompute}': the gradients of inputs and of weights are "
-            "computed apart, and each part would run the block again",
-            "set parallel.recompute = 'none', or parallel.schedule = 'interleaved_1f1b'",
         )
 
 
