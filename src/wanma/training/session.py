@@ -52,7 +52,7 @@ class Session:
 
     Args:
         peak_flops_per_second: of one rank's device; None when unknown.
-        on_start: called once the run has begun, which no checkpoint refused any more, with the model's
+        on_start: called when the run begins, after its checkpoint has accepted it, with the model's
             workload if it is known.
     """
 
@@ -119,7 +119,7 @@ class Session:
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
             self._workload = module_workload(model, _checked(example))
         self._parallel = parallelize(
-            custom_spec(model, self.job.model.statistics_group),
+            custom_spec(model, self.job.model.statistics_group, self.job.model.lora),
             self.plan,
             self.grid,
             self.job.train.seed,
