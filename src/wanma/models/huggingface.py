@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from wanma.job.sections import ModelSection
 from wanma.models.attention import AttentionMask
 from wanma.models.huggingface_config import read_config
 from wanma.models.huggingface_layout import Plans, layout_of, plans_of
-from wanma.models.huggingface_parts import ATTENTION, MASK, Absent, AbsentPositions, replace_parts
+from wanma.models.huggingface_parts import ATTENTION, MASK, hand_on, no_positions, replace_parts
 from wanma.models.huggingface_published import HuggingFacePublished
 from wanma.models.huggingface_refusals import refuse_config, refuse_model
 from wanma.models.layout import Layout, tie_parameters
@@ -90,7 +90,7 @@ class HuggingFaceModel(HuggingFacePublished):
         """Logits of the next token at every position; arguments as of `Decoder`."""
         self._check_tie()
         embedding = cast(PreTrainedModel, self).get_input_embeddings()
-        hidden = tokens if isinstance(embedding, Absent) else embedding(tokens)
+        hidden = embedding(tokens)  # in a later stage `hand_on`, which is given hidden states
         if positions is not None and positions.ndim == 1:
             positions = positions.unsqueeze(0)
         output = super().forward(
@@ -99,9 +99,18 @@ class HuggingFaceModel(HuggingFacePublished):
         logits: Tensor = output.logits
         return logits
 
-    def absent_part(self, path: str) -> nn.Module:
-        """What takes the place of a part that another pipeline stage holds."""
-        return AbsentPositions() if path == self.plans.positions else Absent()
+    def stand_in(self, path: str) -> Callable[[Tensor], Tensor]:
+        """What is called in the place of a part that another pipeline stage holds.
+
+        Raises:
+            JobError: transformers do not say what comes before and after the blocks.
+        """
+        if not self.plans.first:
+            raise JobError(
+                f"parallel.pp: transformers publish no pipeline plan for {type(self).__name__}",
+                "set parallel.pp = 1",
+            )
+        return no_positions if path == self.plans.positions else hand_on
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a tile of parameter `name` in place, as transformers begin it.

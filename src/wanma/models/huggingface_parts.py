@@ -148,15 +148,11 @@ def _mixture(config: Any) -> DecoderDimensions:
     )
 
 
-class Absent(nn.Module):
-    """In the place of a part that another pipeline stage holds: hands on what it is given."""
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return x
+def hand_on(x: Tensor) -> Tensor:
+    """In the place of a part that another pipeline stage holds."""
+    return x
 
 
-class AbsentPositions(nn.Module):
+def no_positions(positions: Tensor) -> Tensor:
     """In the place of an embedding of positions that the first pipeline stage has added already."""
-
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), device=positions.device)
+    return torch.zeros((), device=positions.device)

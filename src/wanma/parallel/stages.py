@@ -64,15 +64,20 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
             delattr(blocks, name)  # a sequence's own `del` would number the others anew
     absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
     for path in absent:
-        parent, _, child = path.rpartition(".")
-        setattr(model.get_submodule(parent), child, _in_its_place(model, path))
+        _leave_out(model, path)
     return model
 
 
-def _in_its_place(model: nn.Module, path: str) -> nn.Module | None:
-    """Of a part that another stage holds: nothing; or what a model that is not ours can do without it."""
-    absent = getattr(model, "absent_part", None)
-    return absent(path) if callable(absent) else None
+def _leave_out(model: nn.Module, path: str) -> None:
+    """Models of ours find None in the place of a part, others a function that they name (`stand_in`)."""
+    parent, _, child = path.rpartition(".")
+    holder = model.get_submodule(parent)
+    stand_in = getattr(model, "stand_in", None)
+    if stand_in is None:
+        setattr(holder, child, None)
+    else:
+        delattr(holder, child)
+        setattr(holder, child, stand_in(path))
 
 
 def _refuse_shared(model: nn.Module, key: str) -> None:
