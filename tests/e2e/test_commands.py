@@ -70,7 +70,7 @@ def test_the_schema_and_the_machine_are_told(desk: Desk) -> None:
 
 def test_ones_own_loop_runs_on_two_ranks(desk: Desk) -> None:
     script = str(EXAMPLES / "own_loop.py")
-    ran = desk.run("launch", "--run-dir", "own-loop", script, "--ranks", "2")
+    ran = desk.run("launch", "--run-dir", "own-loop", "--ranks", "2", script)
     assert ran.code == 0, ran.text
     training = desk.training("own-loop")
     assert [step["step"] for step in training.metrics] == list(range(1, 201))
@@ -83,7 +83,7 @@ def test_a_script_that_fails_is_told_once(desk: Desk) -> None:
     script.write_text(
         "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no such column: prize')\n"
     )
-    ran = desk.run("launch", "broken.py", "--ranks", "2", "--run-dir", "broken")
+    ran = desk.run("launch", "--ranks", "2", "--run-dir", "broken", "broken.py")
     assert ran.code == 1
     assert ran.text.count("error: rank 1 (") == 1
     assert ran.text.count("Traceback") == 1
