@@ -60,7 +60,7 @@ def session(
 
     Args:
         job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left
-            out: of it only `statistics_group` counts here.
+            out: of it only `statistics_group` and `lora` count here.
         overrides: 'train.steps=500' and so on.
         run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
 
