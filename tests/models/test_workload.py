@@ -5,8 +5,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wanma.job.errors import WanmaError
 from wanma.job.sections import ModelSection
-from wanma.models.decoder import Decoder
-from wanma.models.presets import DecoderDimensions, vision_dimensions
+from wanma.models.build import ModelSpec, build_model
+from wanma.models.decoder import Decoder, decoder_layout
+from wanma.models.measure import _attention_on_cpu
+from wanma.models.presets import GPT_MOE_PRESETS, DecoderDimensions, vision_dimensions
 from wanma.models.statistics import noting_modules
 from wanma.models.vision import build_vision
 from wanma.models.workload import decoder_workload, module_workload, section_workload
@@ -18,6 +20,23 @@ SHAPES = {
     "qwen 3": DecoderDimensions(2, 64, 4, 2, 192, 320, head_size=32, head_norm=True),
     "dropout": DecoderDimensions(2, 64, 4, 4, 192, 320, dropout=0.1),
 }
+MIXTURES = {
+    "mixtral": DecoderDimensions(3, 64, 4, 2, 192, 320, experts=8, experts_per_token=2),
+    "one dense layer": DecoderDimensions(
+        3,
+        64,
+        4,
+        4,
+        192,
+        320,
+        experts=8,
+        experts_per_token=3,
+        shared_experts=2,
+        expert_feed_forward=96,
+        dense_layers=1,
+    ),
+    "deepseek": GPT_MOE_PRESETS["gpt-moe-3m-1m"],
+}
 
 
 def on_meta(dimensions: DecoderDimensions) -> Decoder:
@@ -25,7 +44,13 @@ def on_meta(dimensions: DecoderDimensions) -> Decoder:
         return Decoder(dimensions)
 
 
-@pytest.mark.parametrize("dimensions", SHAPES.values(), ids=SHAPES)
+def initialized(dimensions: DecoderDimensions) -> nn.Module:
+    return build_model(
+        ModelSpec("mine", "tokens", lambda: Decoder(dimensions), decoder_layout(dimensions), False), 1
+    )
+
+
+@pytest.mark.parametrize("dimensions", {**SHAPES, **MIXTURES}.values(), ids={**SHAPES, **MIXTURES})
 def test_parameters_by_formula_equal_those_of_the_model(dimensions: DecoderDimensions) -> None:
     counted = sum(parameter.numel() for parameter in on_meta(dimensions).parameters())
     assert decoder_workload(dimensions, 128).parameters == counted
@@ -66,9 +91,10 @@ def test_the_formula_agrees_with_the_measured_decoder(dimensions: DecoderDimensi
     )
 
 
-def test_the_formula_agrees_with_what_a_real_forward_keeps() -> None:
-    dimensions, sequence = SHAPES["grouped and tied"], 64
-    model, kept = Decoder(dimensions), {}
+@pytest.mark.parametrize("dimensions", [SHAPES["grouped and tied"], *MIXTURES.values()])
+def test_the_formula_agrees_with_what_a_real_forward_keeps(dimensions: DecoderDimensions) -> None:
+    sequence = 64
+    model, kept = initialized(dimensions), {}
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -84,6 +110,17 @@ def test_the_formula_agrees_with_what_a_real_forward_keeps() -> None:
         for layer in decoder_workload(dimensions, sequence).layers
     )
     assert sum(kept.values()) + logits.numel() == pytest.approx(forecast, rel=0.03)
+
+
+@pytest.mark.parametrize("dimensions", MIXTURES.values(), ids=MIXTURES)
+def test_the_flops_of_a_mixture_are_those_of_the_experts_that_a_token_passes(
+    dimensions: DecoderDimensions,
+) -> None:
+    model, rows = initialized(dimensions), 2
+    with FlopCounterMode(display=False, custom_mapping=_attention_on_cpu()) as counter:
+        model(torch.zeros(rows, 128, dtype=torch.int64))
+    by_formula = decoder_workload(dimensions, 128).flops_per_sample
+    assert by_formula == pytest.approx(3 * counter.get_total_flops() / rows, rel=1e-9)
 
 
 def test_a_forecast_of_405_billion_parameters_needs_no_model() -> None:

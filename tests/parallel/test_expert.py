@@ -42,7 +42,7 @@ LOSS = {
     "dense_layers": 0,
     "layers": 2,
 }
-GROUPS = {**LOSS, "balance_group": 2, "capacity": 0.9, "router": "sigmoid"}
+GROUPS = {**LOSS, "experts": 6, "balance_group": 2, "capacity": 0.9, "router": "sigmoid"}
 LATENT = {"preset": "gpt-moe-3m-1m", "layers": 2, "hidden": 32, "heads": 4, "experts": 4, "feed_forward": 32}
 LATENT |= {"expert_feed_forward": 16}
 MODELS = {"bias": BIAS, "loss": LOSS, "groups": GROUPS, "latent": LATENT}
@@ -150,6 +150,27 @@ OTHER_PLANS = {
 @pytest.mark.parametrize("model", ["bias", "loss"])
 def test_spread_experts_follow_one_process(name: str, model: str, tmp_path: Path, compare: Any) -> None:
     compare(tmp_path, model, EXPERT_PLANS[name])
+
+
+GROUPED_PLANS = {
+    "ep 3": Plan(dp_shard=3, ep=3, shard="parameters", micro_batch=2),
+    "tp 2, sequence": Plan(tp=2, sequence=True, micro_batch=2, recompute="full"),
+    "ep over cp": Plan(cp=2, ep=2, shard="parameters", micro_batch=2),
+    "cp 2 × tp 2, sequence": Plan(cp=2, tp=2, sequence=True, context="all_to_all", micro_batch=6),
+    "pp 2": Plan(pp=2, micro_batch=2),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED_PLANS)
+def test_a_loss_and_capacity_over_several_samples_follow_one_process(
+    name: str, tmp_path: Path, compare: Any
+) -> None:
+    compare(tmp_path, "groups", GROUPED_PLANS[name])
+
+
+@pytest.mark.parametrize("name", ["ep 2 × tp 2, sequence", "ep over cp", "tp 2", "recomputing"])
+def test_latent_attention_follows_one_process(name: str, tmp_path: Path, compare: Any) -> None:
+    compare(tmp_path, "latent", {**EXPERT_PLANS, **OTHER_PLANS}[name])
 
 
 @pytest.mark.parametrize("name", OTHER_PLANS)

@@ -22,6 +22,12 @@ class Layer:
     """Of them those that full recompute keeps: the layer's inputs; None where nobody counted."""
     costly_elements_per_sample: float | None = None
     """What selective recompute keeps beside the inputs (`models.costly`); None likewise."""
+    expert_parameters: int = 0
+    """Of the parameters, those of routed experts, which `ep` spreads."""
+    idle_parameters: int = 0
+    """Of them, those of experts that a token is not sent to."""
+    is_block: bool = False
+    """One of the model's repeated blocks, also where it is the only one of its kind."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ class Workload:
     @property
     def parameters(self) -> int:
         return sum(layer.count * layer.parameters for layer in self.layers)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token passes: all but the experts that it is not sent to."""
+        return self.parameters - sum(layer.count * layer.idle_parameters for layer in self.layers)
 
     @property
     def flops_per_sample(self) -> float:

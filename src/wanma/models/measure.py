@@ -133,7 +133,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._ledger = ledger
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._ledger.run(func, result)
         return result
@@ -150,8 +150,12 @@ def _units(module: nn.Module, prefix: str, opened: Sequence[str]) -> Iterator[tu
 
 
 def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
-    """Equal neighbours become one layer; what the first of them keeps for all counts for each."""
+    """Equal neighbours become one layer; what the first of them keeps for all counts for each.
+
+    What holds, computes and keeps nothing is no layer.
+    """
     *units, outside = lines
+    units = [unit for unit in units if _is_layer(unit)]
 
     def likeness(line: _Line) -> tuple[object, ...]:
         container = line.name.rpartition(".")[0]
@@ -165,8 +169,12 @@ def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
         kept = max(line.elements_per_sample for line in same)
         inputs, costly = same[0].input_elements_per_sample, same[0].costly_elements_per_sample
         yield Layer(name, len(same), same[0].parameters, same[0].flops_per_sample, kept, inputs, costly)
-    if outside.parameters or outside.flops_per_sample or outside.elements_per_sample:
+    if _is_layer(outside):
         yield Layer(whole, 1, outside.parameters, outside.flops_per_sample, outside.elements_per_sample)
+
+
+def _is_layer(line: _Line) -> bool:
+    return bool(line.parameters or line.flops_per_sample or line.elements_per_sample)
 
 
 def _without_storage(module: nn.Module) -> nn.Module:

@@ -152,7 +152,7 @@ def _gpt_moe(
 
 
 def _with_latent_attention(
-    dimensions: DecoderDimensions, query: int, key_value: int, head: int, rotary: int
+    dimensions: DecoderDimensions, query: int, key_value: int, head: int, rotary: int, value: int
 ) -> DecoderDimensions:
     return replace(
         dimensions,
@@ -160,15 +160,15 @@ def _with_latent_attention(
         key_value_rank=key_value,
         head_size=head,
         rotary_size=rotary,
-        value_size=head,
+        value_size=value,
     )
 
 
 # Our own mixtures of experts after DeepSeek-V3: one shared expert, a dense first block whose width is that
 # of the experts which a token passes, balanced by a bias. The number is that of all parameters, then of
-# those that a token passes.
+# those that a token passes. Values are as wide as queries and keys: fused attention on CPUs wants that.
 GPT_MOE_PRESETS: dict[str, DecoderDimensions] = {
-    "gpt-moe-3m-1m": _with_latent_attention(_gpt_moe(4, 128, 4, 128, 16, 320, 2), 64, 32, 32, 16),
+    "gpt-moe-3m-1m": _with_latent_attention(_gpt_moe(4, 128, 4, 128, 16, 320, 2), 64, 32, 32, 16, 48),
     "gpt-moe-43m-12m": _gpt_moe(6, 384, 6, 384, 16, 320, 2),
     "gpt-moe-400m-120m": replace(_gpt_moe(12, 768, 12, 512, 24, 50304, 3), tie_embeddings=True),
 }
@@ -271,6 +271,7 @@ PUBLISHED_PRESETS: dict[str, DecoderDimensions] = {
         key_value=512,
         head=128,
         rotary=64,
+        value=128,
     ),
 }
 

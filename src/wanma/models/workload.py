@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from wanma.job.forecast import Layer, Workload
 from wanma.job.sections import ModelSection
+from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.huggingface_config import decoder_of, read_config
 from wanma.models.presets import DecoderDimensions, decoder_dimensions, model_kind
 
@@ -73,50 +74,47 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
     FLOPs are matrix products, 2 per multiply-add. Attention counts the half of its scores that a
     causal model needs; `causal=False` counts all of them, as tables with "full attention" do.
 
-    Activations are the tensors that autograd keeps, after Korthikanti et al. 2022 (section 4.1) for
-    this architecture. A token keeps in each block, with q = heads · head width, k likewise of the
-    key/value heads:
-
-        4 hidden            both normalisations' inputs and outputs
-        2 q + 2 k + heads   query, key, value, attention's output and its log-sum-exp; never the scores
-        4 feed_forward      gate, SiLU of gate, up, and their product
-        2                   both normalisations' scales
-
-    and with dropout the mask of both branches (2 hidden, of one byte each). Full recompute keeps the
-    block's input (hidden), selective recompute (`models.costly`) also query, value, attention's output,
-    gate and down.
+    Activations are the tensors that autograd keeps: see `models.block_workload` for what a token keeps
+    in each half of a block; with dropout there is the mask of both (2 hidden, of one byte each). Full
+    recompute keeps a block's input (hidden), selective recompute (`models.costly`) also attention's
+    output and every second product's.
 
     Args:
         sequence_length: tokens per sample.
     """
     if dimensions.vocabulary is None:
         raise ValueError("a workload needs dimensions with a vocabulary")
-    hidden, width, wide = dimensions.hidden, dimensions.head_width, dimensions.feed_forward
-    query, key = dimensions.heads * width, dimensions.kv_heads * width
-    matrices = hidden * (2 * query + 2 * key) + 3 * hidden * wide
-    parameters = matrices + 2 * hidden
-    kept = 4 * hidden + 2 * query + 2 * key + dimensions.heads + 4 * wide + 2
-    if dimensions.attention_bias:
-        parameters += query + 2 * key
-    if dimensions.head_norm:
-        parameters += 2 * width
-        kept += query + key + dimensions.heads + dimensions.kv_heads
-    if dimensions.dropout > 0:
-        kept += 2 * hidden
-    scores = sequence_length * sequence_length * (0.5 if causal else 1.0)
+    hidden = dimensions.hidden
     table = dimensions.vocabulary * hidden
+    scores = sequence_length * sequence_length * (0.5 if causal else 1.0)
+
+    def blocks(numbers: range, *, experts: bool) -> Layer:
+        halves = (attention_half(dimensions), feed_forward_half(dimensions, experts=experts))
+        kept = sum(half.kept for half in halves) + (2 * hidden if dimensions.dropout > 0 else 0)
+        products = [width for half in halves for width in half.products]
+        costly = sum(half.always for half in halves) + sum(products[::2])
+        name = "layers" if len(numbers) == dimensions.layers else f"layers.{numbers[0]}-{numbers[-1]}"
+        return Layer(
+            name,
+            len(numbers),
+            sum(half.parameters for half in halves),
+            2.0 * sequence_length * sum(half.multiply_adds for half in halves)
+            + 2.0 * scores * sum(half.score_width for half in halves),
+            float(sequence_length * kept),
+            float(sequence_length * hidden),
+            float(sequence_length * costly),
+            expert_parameters=sum(half.experts for half in halves),
+            idle_parameters=sum(half.idle for half in halves),
+            is_block=True,
+        )
+
+    dense = range(dimensions.dense_layers if dimensions.experts else dimensions.layers)
+    sparse = range(len(dense), dimensions.layers)
     return Workload(
         layers=(
             Layer("embedding", 1, table, 0.0, 0.0),
-            Layer(
-                "layers",
-                dimensions.layers,
-                parameters,
-                2.0 * sequence_length * matrices + 4.0 * scores * query,
-                float(sequence_length * kept),
-                float(sequence_length * hidden),
-                float(sequence_length * (2 * query + key + dimensions.heads + wide + hidden)),
-            ),
+            *([blocks(dense, experts=False)] if dense else []),
+            *([blocks(sparse, experts=True)] if sparse else []),
             # Its logits are kept by the loss.
             Layer(
                 "head",

@@ -50,9 +50,15 @@ def forecast_memory(
     # A pipeline's fullest stage has its share of the blocks, and the embedding or the head.
     ends = [_parameters(others)] if plan.pp == 1 else [_parameters([layer]) for layer in others]
     rest = max(ends, default=0) / plan.tp
-    block = max((layer.parameters for layer in blocks), default=0) / plan.tp
-    held = _parameters(blocks) / (plan.pp * plan.tp) + rest
-    sharded = held / plan.shard_ranks
+    # Of experts a rank has those of its place on `ep`, and shares these with the ranks that have the same.
+    spread = 1 - 1 / plan.ep
+    block = (
+        max((layer.parameters - spread * layer.expert_parameters for layer in blocks), default=0) / plan.tp
+    )
+    experts = sum(layer.count * layer.expert_parameters for layer in blocks) / (plan.pp * plan.tp)
+    held = _parameters(blocks) / (plan.pp * plan.tp) - spread * experts + rest
+    expert_shards = plan.expert_ranks[1]
+    sharded = (held - experts / plan.ep) / plan.shard_ranks + experts / plan.ep / expert_shards
 
     # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
     # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
@@ -161,8 +167,8 @@ def _in_flight(plan: Plan, micro_batches: int) -> int:
 
 def _units(workload: Workload) -> tuple[list[Layer], list[Layer]]:
     """The repeated blocks, and everything else."""
-    blocks = [layer for layer in workload.layers if layer.count > 1]
-    return blocks, [layer for layer in workload.layers if layer.count == 1]
+    blocks = [layer for layer in workload.layers if layer.count > 1 or layer.is_block]
+    return blocks, [layer for layer in workload.layers if layer not in blocks]
 
 
 def _parameters(layers: list[Layer]) -> int:

@@ -18,7 +18,7 @@ def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]
     Returns:
         the plan, and the reason in words.
     """
-    blocks = sum(layer.count for layer in workload.layers if layer.count > 1)
+    blocks = sum(layer.count for layer in workload.layers if layer.count > 1 or layer.is_block)
     in_stage = max(-(-blocks // plan.stages), 1)
     options = [replace(plan, recompute="none", recompute_share=1.0)]
     for number in range(1, in_stage + 1):
