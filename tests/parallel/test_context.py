@@ -72,6 +72,8 @@ PLANS: list[tuple[str, Plan]] = [
     ("documents", Plan(cp=2, dp_replicate=2, shard="optimizer", context="all_to_all", micro_batch=2)),
     ("documents", Plan(cp=2, pp=2, micro_batch=1)),
     ("tied, dropout", Plan(cp=2, pp=2, schedule="gpipe", context="all_to_all", micro_batch=2)),
+    ("documents", Plan(cp=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2, micro_batch=3)),
+    ("documents", Plan(cp=2, pp=2, schedule="zbv", virtual_stages=2, context="all_to_all", micro_batch=1)),
     ("documents", Plan(cp=2, tp=2, micro_batch=2)),
     ("documents", Plan(cp=2, tp=2, sequence=True, context="all_to_all", micro_batch=5)),
     ("tied, dropout", Plan(cp=2, tp=2, sequence=True, micro_batch=2, shard="parameters")),
@@ -156,6 +158,13 @@ def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
     one = one_process(tmp_path / "one", text, 5)
     plan = Plan(cp=2, context=kind, micro_batch=5, compile=True)
     same_numbers(one, spread_over(tmp_path / "run", text, plan, seconds=280), 1e-8)
+
+
+def test_a_model_without_declared_attention_is_refused(tmp_path: Path) -> None:
+    text = own_data({"sequence": 8})
+    text["model"] = {"factory": "support.own:Tagger"}
+    with pytest.raises(AssertionError, match=r"parallel.cp: support.own:Tagger does not declare"):
+        spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
 
 
 def validation(outcome: Outcome) -> list[float]:

@@ -29,7 +29,8 @@ def split_context(model: nn.Module, layout: Layout, grid: Grid) -> None:
     plan, group = grid.plan, grid.axis("cp").get_group()
     pattern = layout.attention
     cores = [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
-    if not cores:
+    # A pipeline's first and last stages may have no blocks.
+    if pattern is None or (not cores and plan.pp == 1):
         raise JobError(
             f"parallel.cp = {plan.cp}: {type(model).__name__} does not declare its attention, "
             "which must see what other ranks hold of a sequence",
