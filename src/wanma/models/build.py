@@ -18,6 +18,7 @@ from wanma.job.user_code import users_line
 from wanma.models.decoder import Decoder, decoder_layout
 from wanma.models.initialize import initial_value
 from wanma.models.layout import Layout, tie_parameters
+from wanma.models.lora import with_adapters
 from wanma.models.presets import decoder_dimensions, model_kind, reject_dimension_keys, vision_dimensions
 from wanma.models.statistics import convert_batch_norm
 from wanma.models.vision import VISION_LAYOUT, build_vision
@@ -72,6 +73,16 @@ def model_spec(
         JobError: keys that are unknown, missing, or contradict each other or the data; a factory that
             cannot be imported.
     """
+    if section.lora_rank > 0:
+        plain = section.model_copy(update={"lora_rank": 0})
+        spec = model_spec(
+            plain,
+            vocabulary=vocabulary,
+            sequence_length=sequence_length,
+            image_shape=image_shape,
+            classes=classes,
+        )
+        return with_adapters(spec, section)
     kind = model_kind(section)
     name = section.preset or section.family or section.factory or section.huggingface or ""
     if kind == "custom":

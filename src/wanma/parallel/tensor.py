@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.layout import Layout, TensorRole, tie_parameters
 from wanma.parallel.local import (
+    Around,
     Part,
     compute_locally,
     convert,
@@ -117,10 +118,12 @@ def _gathered(module: nn.Module, axis: _Axis) -> None:
     module.register_forward_pre_hook(gather, with_kwargs=True)
 
 
-def _column(module: nn.Module, axis: _Axis) -> None:
-    names = _own(module)
-    distribute(module, axis.mesh, dict.fromkeys(names, Shard(0)))
-    compute_locally(module, dict.fromkeys(names, own_shard))
+def _column(module: nn.Module, axis: _Axis, around: Around | None = None) -> None:
+    distribute(module, axis.mesh, {n: Replicate() if n in _INPUTS_WHOLE else Shard(0) for n in _own(module)})
+    parts: dict[str, Part] = {
+        name: whole_with_partial_gradient if name in _INPUTS_WHOLE else own_shard for name in _own(module)
+    }
+    compute_locally(module, parts, around)
 
 
 def _key_value(module: nn.Module, axis: _Axis) -> None:
@@ -131,7 +134,8 @@ def _key_value(module: nn.Module, axis: _Axis) -> None:
     names = _own(module)
     distribute(module, axis.mesh, dict.fromkeys(names, Replicate()))
     rows = partial(_rows_of_heads, kv_heads=kv_heads, seen=heads_seen(heads, kv_heads, axis.size, axis.rank))
-    compute_locally(module, dict.fromkeys(names, rows))
+    parts: dict[str, Part] = {n: whole_with_partial_gradient if n in _INPUTS_WHOLE else rows for n in names}
+    compute_locally(module, parts)
 
 
 def _rows_of_heads(parameter: DTensor, kv_heads: int, seen: list[int]) -> Tensor:
@@ -142,10 +146,12 @@ def _rows_of_heads(parameter: DTensor, kv_heads: int, seen: list[int]) -> Tensor
 
 def _row(module: nn.Module, axis: _Axis) -> None:
     names = _own(module)
-    distribute(module, axis.mesh, {name: Shard(1) if name == "weight" else Replicate() for name in names})
+    by_inputs = ("weight", *_INPUTS_WHOLE)
+    distribute(module, axis.mesh, {name: Shard(1) if name in by_inputs else Replicate() for name in names})
     # What is added to the product is added by one rank, for the outputs are summed.
     added: Part = whole_with_partial_gradient if axis.rank == 0 else _nothing
-    parts: dict[str, Part] = {name: own_shard if name == "weight" else added for name in names}
+    parts: dict[str, Part] = {name: own_shard if name in by_inputs else added for name in names}
+    parts |= {name: whole_with_partial_gradient for name in names if name in _OUTPUTS_WHOLE}
     compute_locally(module, parts, lambda forward, x: axis.reduce(forward(x)))
 
 
@@ -178,13 +184,7 @@ def _vocabulary(module: nn.Module, axis: _Axis) -> None:
 
 
 def _head(module: nn.Module, axis: _Axis) -> None:
-    names = _own(module)
-    distribute(module, axis.mesh, dict.fromkeys(names, Shard(0)))
-    compute_locally(
-        module,
-        dict.fromkeys(names, own_shard),
-        lambda forward, hidden: shard_of_last_dim(forward(axis.gather(hidden)), axis.mesh),
-    )
+    _column(module, axis, lambda forward, hidden: shard_of_last_dim(forward(axis.gather(hidden)), axis.mesh))
 
 
 def _norm(module: nn.Module, axis: _Axis) -> None:
@@ -208,6 +208,10 @@ _ROLES: dict[TensorRole, Callable[[nn.Module, _Axis], None]] = {
     "norm": _norm,
     "head_norm": _head_norm,
 }
+
+_INPUTS_WHOLE, _OUTPUTS_WHOLE = ("lora_a",), ("lora_b",)
+"""A linear's adapter (`models.lora`) is two products, of which the inner dim is never split: the first is
+split by inputs alone, and the second by outputs alone, where the linear itself is."""
 
 _SPLIT_DIM: dict[TensorRole, int] = {"column": 0, "row": 1, "vocabulary": 0, "head": 0}
 

@@ -18,6 +18,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.build import ModelSpec, custom_spec, model_spec
+from wanma.models.lora import with_adapters
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import parallelize
 from wanma.parallel.scratch import open_scratch
@@ -89,7 +90,8 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     """The model that the user passed, or the one that the job describes."""
     model = request.objects.get("model")
     if model is not None:
-        return custom_spec(model, request.job.model.statistics_group)
+        section = request.job.model
+        return with_adapters(custom_spec(model, section.statistics_group), section)
     return model_spec(
         request.job.model,
         vocabulary=data.vocabulary,

@@ -15,7 +15,11 @@ from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
+from wanma.models.lora import is_adapter
 from wanma.training.state import TrainingState, restore_random_state
+
+_NAMED = 5
+"""Tensors in one message, at most."""
 
 
 def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fingerprint: str) -> list[str]:
@@ -42,8 +46,8 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
         notes = _carry_on(state, path, job.train, plan, worker, data_fingerprint)
         messages += [f"carrying on from step {state.step} ({path.name})", *notes]
     elif choice.start_from is not None:
-        _start_from(state, Path(choice.start_from), worker)
-        messages.append(f"weights from {choice.start_from}")
+        notes = _start_from(state, Path(choice.start_from), plan, worker)
+        messages += [f"weights from {choice.start_from}", *notes]
     if not choice.resume:
         _set_aside(folder, worker, messages)
     return messages
@@ -138,17 +142,37 @@ def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
     return [name for names in everyones for name in names if name not in mine]
 
 
-def _start_from(state: TrainingState, path: Path, worker: Worker) -> None:
-    """Weights alone, of another run; each rank checks its share of the files."""
+def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) -> list[str]:
+    """Weights alone, of another run; each rank checks its share of the files.
+
+    Returns:
+        what to tell beside that.
+    """
     if problems := _problems(path, worker):
         raise WanmaError(
             f"checkpoint.start_from = '{path}' is not whole: {problems[0]}",
             "name another checkpoint folder",
         )
-    load(path, state.weights(), strict=False)
+    notes = _load_weights(state, path, plan)
     state.complete_ties()
     if state.average is not None:
         state.average.restart()
+    return notes
+
+
+def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
+    """Of a run that may have been without adapters, or of a model with more tensors than this one."""
+    weights = state.weights()
+    saved = {name for name in read_manifest(path).tensors if name.startswith("model.")}
+    unused = sorted(saved.difference(weights, _names_elsewhere(weights, plan)))
+    if adapters := [name for name in unused if is_adapter(name)]:
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}' has adapters that this model has not, such as {adapters[0]}",
+            "set model.lora_rank and model.lora_targets as in that run, or merge its adapters first",
+        )
+    load(path, {n: t for n, t in weights.items() if n in saved or not is_adapter(n)}, strict=False)
+    more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
+    return [f"this model has no place for {', '.join(unused[:_NAMED])}{more}"] if unused else []
 
 
 def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:

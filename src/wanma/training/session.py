@@ -32,6 +32,7 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.build import custom_spec
 from wanma.models.dropout import keyed_samples
+from wanma.models.lora import with_adapters
 from wanma.models.routing import set_loss_factor
 from wanma.models.workload import module_workload
 from wanma.parallel.mesh import Grid
@@ -119,7 +120,7 @@ class Session:
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
             self._workload = module_workload(model, _checked(example))
         self._parallel = parallelize(
-            custom_spec(model, self.job.model.statistics_group, self.job.model.lora),
+            with_adapters(custom_spec(model, self.job.model.statistics_group), self.job.model),
             self.plan,
             self.grid,
             self.job.train.seed,
