@@ -43,9 +43,9 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ('train.precision = "bf61"', "fp64, fp32, bf16, fp16", "Did you mean 'bf16'?"),
     ),
     "no tokenizer": (("text.toml", "data.tokenizer=no.json"), ("data.tokenizer: 'no.json'",)),
-    "context parallel": (
-        ("text.toml", "parallel.cp=2"),
-        ("parallel.cp = 2: context parallelism is not available", "set parallel.cp = 1"),
+    "sequence that context ranks cannot cut evenly": (
+        ("text.toml", "parallel.cp=2", "data.sequence_length=30"),
+        ("data.sequence_length = 30 cannot be cut evenly: parallel.cp = 2", "use a multiple of 4"),
     ),
     "batch smaller than data ranks": (
         ("text.toml", "train.global_batch=1"),
