@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,10 +37,33 @@ from wanma.models.workload import decoder_workload
         ("qwen-3-0.6b", 596_049_920),
         ("qwen-3-8b", 8_190_735_360),
         ("qwen-3-32b", 32_762_123_264),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
+        # Published with 58 · 256 biases that choose experts, and a module of 14B for a second token.
+        ("deepseek-v3", 671_026_404_352),
     ],
 )
 def test_a_published_preset_has_the_published_number_of_parameters(preset: str, published: int) -> None:
     assert decoder_workload(DECODER_PRESETS[preset], 1).parameters == published
+
+
+@pytest.mark.parametrize(
+    ("preset", "active"),
+    [
+        ("mixtral-8x7b", 12.9e9),  # Jiang et al. 2024, section 1
+        ("mixtral-8x22b", 39e9),  # Mistral's announcement
+        ("deepseek-v3", 37e9),  # DeepSeek-AI 2024, abstract
+        ("gpt-moe-3m-1m", 1e6),
+        ("gpt-moe-43m-12m", 12e6),
+        ("gpt-moe-400m-120m", 120e6),
+    ],
+)
+def test_a_token_passes_the_published_part_of_a_mixture(preset: str, active: float) -> None:
+    found = decoder_workload(DECODER_PRESETS[preset], 1)
+    assert found.active_parameters == pytest.approx(active, rel=0.03)
+    if preset.startswith("gpt-moe"):
+        named = float(preset.split("-")[2].removesuffix("m")) * 1e6
+        assert found.parameters == pytest.approx(named, rel=0.03)
 
 
 @pytest.mark.parametrize("preset", GPT_PRESETS)
@@ -172,3 +196,54 @@ def test_presets_and_forecasts_of_decoders_do_not_import_torch() -> None:
     code = "import sys, wanma.models, wanma.models.presets, wanma.models.layout, wanma.models.workload; "
     code += "print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+# ------------------------------------------------------------------ experts
+
+DECODER = {"family": "decoder", "layers": 4, "hidden": 64, "heads": 4}
+
+
+def test_a_decoder_with_experts_gets_defaults_for_the_rest() -> None:
+    dimensions = decoder_dimensions(ModelSection(**DECODER, experts=8), 257)
+    assert (dimensions.experts_per_token, dimensions.shared_experts, dimensions.router) == (2, 0, "softmax")
+    assert (dimensions.balance, dimensions.balance_rate) == ("bias", 1e-3)
+    assert dimensions.expert_width == dimensions.feed_forward
+    dimensions = decoder_dimensions(ModelSection(**DECODER, experts=8, balance="loss"), 257)
+    assert (dimensions.balance, dimensions.balance_rate) == ("loss", 1e-2)
+
+
+def test_a_mixtures_preset_keeps_what_the_section_does_not_say() -> None:
+    dimensions = decoder_dimensions(ModelSection(preset="mixtral-8x7b", experts=16, layers=2), None)
+    assert (dimensions.experts, dimensions.experts_per_token, dimensions.layers) == (16, 2, 2)
+    assert (dimensions.balance, dimensions.balance_rate) == ("loss", 0.02)
+    dimensions = decoder_dimensions(ModelSection(preset="mixtral-8x7b", balance="none"), None)
+    assert (dimensions.balance, dimensions.balance_rate) == ("none", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({**DECODER, "experts_per_token": 2}, r"model\.experts_per_token does not apply"),
+        ({**DECODER, "capacity": 1.5}, r"model\.capacity does not apply"),
+        ({"preset": "gpt-1m", "balance": "bias"}, r"model\.balance does not apply"),
+        ({**DECODER, "experts": 4, "experts_per_token": 5}, r"experts_per_token = 5, .* only 4 to choose"),
+        ({**DECODER, "experts": 4, "dense_layers": 4}, r"dense_layers = 4 of model\.layers = 4"),
+        ({**DECODER, "experts": 4, "balance_group": 2}, r"balance_group = 2 without anything"),
+        (
+            {**DECODER, "experts": 4, "balance": "none", "balance_rate": 0.1},
+            r"balance_rate = 0\.1 has",
+        ),
+        ({"preset": "deepseek-v3", "experts": 100}, r"experts = 100 cannot be in the preset's 8 groups"),
+        ({"preset": "deepseek-v3", "experts": 8, "experts_per_token": 5}, r"only 4 to choose from"),
+        ({"preset": "deepseek-v3", "kv_heads": 8}, r"kv_heads = 8 with latent attention"),
+    ],
+    ids=str,
+)
+def test_keys_for_experts_that_contradict_each_other_are_refused(section: dict[str, Any], told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        decoder_dimensions(ModelSection(**section), 257)
+
+
+def test_a_vision_model_has_no_experts() -> None:
+    with pytest.raises(JobError, match=r"model\.experts does not apply"):
+        vision_dimensions(ModelSection(preset="resnet-18", experts=4), (3, 32, 32), 10)

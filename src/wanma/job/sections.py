@@ -55,7 +55,7 @@ class ModelSection(Section):
     tie_embeddings: bool | None = Field(None, description="decoder: share input and output embeddings")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: residual dropout, keyed by sample")
     experts: int | None = Field(None, gt=1, description="decoder: routed experts per block; default: dense")
-    experts_per_token: int | None = Field(None, gt=0, description="decoder: experts that a token is sent to")
+    experts_per_token: int | None = Field(None, gt=0, description="decoder: experts per token; default: 2")
     shared_experts: int | None = Field(None, ge=0, description="decoder: experts that every token passes")
     expert_feed_forward: int | None = Field(
         None, gt=0, description="decoder: inner width of one expert; default: feed_forward"
@@ -66,7 +66,7 @@ class ModelSection(Section):
     )
     balance: Literal["none", "bias", "loss"] | None = Field(
         None,
-        description="decoder: even use of experts by a bias that follows the load (no loss), or by a loss",
+        description="decoder: even use of experts by a bias that follows the load (default), or by a loss",
     )
     balance_rate: float | None = Field(
         None, gt=0, description="decoder: step of the bias, or weight of the loss; default: 1e-3, 1e-2"

@@ -243,7 +243,7 @@ PUBLISHED_PRESETS: dict[str, DecoderDimensions] = {
     "qwen-3-32b": _qwen(64, 5120, 64, 8, 25600, 151936, generation="3"),
     # Jiang et al. 2024, table 1; mistralai/Mixtral-8x{7B,22B}-v0.1
     "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, 32000),
-    "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, 32768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, 32000),
     # DeepSeek-AI 2024, section 4.2; deepseek-ai/DeepSeek-V3. Without its module for predicting a second
     # token, and with plain rotary frequencies, as it was trained up to 4,096 tokens.
     "deepseek-v3": _with_latent_attention(
