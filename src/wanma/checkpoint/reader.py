@@ -23,7 +23,7 @@ from wanma.checkpoint.shards import DTYPES, dtype_name, local_box, local_part
 from wanma.checkpoint.verify import newest, read_state, verify
 from wanma.job.errors import WanmaError, did_you_mean
 
-__all__ = ["load", "load_full", "newest", "read_state", "verify"]
+__all__ = ["Saved", "load", "load_full", "newest", "read_state", "verify"]
 
 _SHOWN = 5
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -72,21 +72,39 @@ def load_full(path: Path, names: Iterable[str] | None = None) -> dict[str, torch
     Raises:
         WanmaError: the checkpoint lacks a name, or is damaged.
     """
-    manifest = _manifest(path)
-    wanted = list(manifest.tensors if names is None else names)
-    for name in wanted:
-        if name not in manifest.tensors:
+    saved = Saved(path)
+    return {name: saved.read(name) for name in (saved.tensors if names is None else names)}
+
+
+class Saved:
+    """A checkpoint's tensors, to be read one at a time, or in parts; in one process, onto the CPU.
+
+    Raises:
+        WanmaError: the checkpoint is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        manifest = _manifest(path)
+        self.tensors: Mapping[str, TensorEntry] = manifest.tensors
+        self._files = _Files(path, manifest)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """One tensor, or a box of it.
+
+        Raises:
+            WanmaError: there is none of that name, or the file is damaged.
+        """
+        entry = self.tensors.get(name)
+        if entry is None:
             raise WanmaError(
-                f"checkpoint {path} has no tensor {name}.{did_you_mean(name, manifest.tensors)}",
-                f"it has {len(manifest.tensors)} tensors, see {path / 'manifest.json'}",
+                f"checkpoint {self.path} has no tensor {name}.{did_you_mean(name, self.tensors)}",
+                f"it has {len(self.tensors)} tensors, see {self.path / 'manifest.json'}",
             )
-    files = _Files(path, manifest)
-    loaded = {}
-    for name in wanted:
-        entry = manifest.tensors[name]
-        loaded[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        _fill(loaded[name], Box((0,) * len(entry.shape), entry.shape), name, entry, files)
-    return loaded
+        box = box or Box((0,) * len(entry.shape), entry.shape)
+        part = torch.empty(box.shape, dtype=DTYPES[entry.dtype])
+        _fill(part, box, name, entry, self._files)
+        return part
 
 
 def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _Files) -> None:

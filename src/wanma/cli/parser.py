@@ -7,10 +7,23 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from wanma import __version__
-from wanma.cli.commands import completion, doctor, job, launch, report, runs, sample, show, train, version
+from wanma.cli.commands import (
+    completion,
+    doctor,
+    export,
+    job,
+    launch,
+    plan,
+    report,
+    runs,
+    sample,
+    show,
+    train,
+    version,
+)
 from wanma.job.errors import JobError, did_you_mean
 
-COMMANDS = (train, launch, runs, show, report, sample, doctor, job, completion, version)
+COMMANDS = (train, plan, launch, runs, show, report, sample, export, doctor, job, completion, version)
 
 _OVERVIEW = """\
 Distributed AI training: plan, launch, train, heal, measure and explain.

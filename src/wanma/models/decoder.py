@@ -20,10 +20,11 @@ from wanma.models.layout import Layout, TensorRole, tie_parameters
 from wanma.models.moe import MixtureOfExperts
 from wanma.models.normalization import RMSNorm
 from wanma.models.presets import DecoderDimensions
+from wanma.models.published_decoder import PublishedDecoder
 from wanma.models.rotary import Rotary, rotary_factors, rotate
 
 
-class Decoder(nn.Module):
+class Decoder(PublishedDecoder, nn.Module):
     """Tokens to logits.
 
     Children: `embedding`, `layers` (by number: "0", "1", ...), `norm`, `head`. A pipeline stage sets

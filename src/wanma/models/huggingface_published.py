@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from wanma.models.huggingface_config import rope_parameters
 from wanma.models.layout import Layout
-from wanma.models.published import Alternative, Piece, Shape, one_by_one, whole
+from wanma.models.lora import is_adapter
+from wanma.models.published import Alternative, Piece, Shape, mixture, whole
 
 
 class HuggingFacePublished(nn.Module):
@@ -27,6 +28,8 @@ class HuggingFacePublished(nn.Module):
         return self.layout.tied
 
     def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
+        if is_adapter(name):
+            return ()
         names = next((pair for pair in self.layout.tied if name in pair), (name,))
         found = tuple(way for other in names for way in _ways(other, shape, self.config.model_type))
         # Some checkpoints are of the model without its head: names lack the first part.
@@ -56,7 +59,7 @@ class HuggingFacePublished(nn.Module):
             if theirs.get(key) is not None and here.get(key) != theirs[key]
         ]
 
-    def published_config(self) -> dict[str, Any]:
+    def published_config(self, sequence_length: int) -> dict[str, Any]:  # noqa: ARG002  # its config says
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         return {**values, "architectures": [type(self).__name__]}
 
@@ -83,15 +86,9 @@ _ARITHMETIC = (
 def _ways(name: str, shape: Shape, family: str) -> list[Alternative]:
     if family == "gpt2":
         return [_gpt2(name, shape)]
-    expert = re.fullmatch(r"(.+)\.mlp\.experts\.(gate|up|down)", name)
-    if expert is not None:
-        return _experts(expert[1], expert[2], shape, family)
-    router = re.fullmatch(r"(.+)\.mlp\.router\.weight", name)
-    if router is not None:
-        ways: list[Alternative] = [(whole(f"{router[1]}.mlp.gate.weight", shape),)]
-        if family == "mixtral":
-            ways.insert(0, (whole(f"{router[1]}.block_sparse_moe.gate.weight", shape),))
-        return ways
+    found = re.fullmatch(r"(.+)\.mlp\.(router\.weight|experts\.(gate|up|down))", name)
+    if found is not None:
+        return mixture(found[1], found[3], shape, family)
     return [(whole(name, shape),)]
 
 
@@ -105,21 +102,6 @@ def _gpt2(name: str, shape: Shape) -> Alternative:
         return (Piece(f"{path}.{kind}", 0, shape, offset, transposed=kind == "weight"),)
     is_linear = re.search(r"\.(c_fc|c_proj)\.weight$", name) is not None
     return (whole(name, shape, transposed=is_linear),)
-
-
-def _experts(path: str, part: str, shape: Shape, family: str) -> list[Alternative]:
-    """One tensor per expert as weights are published, or all of them stacked as transformers hold them."""
-    if family == "mixtral":
-        matrix = {"gate": "w1", "up": "w3", "down": "w2"}[part]
-        single = f"{path}.block_sparse_moe.experts.{{}}.{matrix}.weight"
-    else:
-        single = f"{path}.mlp.experts.{{}}.{part}_proj.weight"
-    if part == "down":
-        stacked = whole(f"{path}.mlp.experts.down_proj", shape)
-    else:
-        start = shape[1] if part == "up" else 0
-        stacked = Piece(f"{path}.mlp.experts.gate_up_proj", 0, shape, (0, start, 0))
-    return [one_by_one(single, shape), (stacked,)]
 
 
 def _without(prefix: str, pieces: Alternative) -> Alternative:

@@ -113,8 +113,11 @@ class Published(Protocol):
     def published_differences(self, config: Mapping[str, Any]) -> list[str]:
         """What a published `config.json` says of the arithmetic that this model does otherwise."""
 
-    def published_config(self) -> dict[str, Any]:
+    def published_config(self, sequence_length: int) -> dict[str, Any]:
         """The `config.json` that goes with the weights.
+
+        Args:
+            sequence_length: that the model was trained with.
 
         Raises:
             WanmaError: no published family has this architecture.
@@ -133,6 +136,31 @@ def one_by_one(tensor: str, shape: Shape, *, transposed: bool = False) -> Altern
         Piece(tensor.format(row), row, (1, *shape[1:]), offset, transposed=transposed, stacked=True)
         for row in range(shape[0])
     )
+
+
+def mixture(block: str, part: str | None, shape: Shape, family: str) -> list[Alternative]:
+    """Where a block's router and routed experts lie: experts one by one, as weights are published, or
+    stacked, as transformers holds them.
+
+    Args:
+        block: path of the block, such as "model.layers.0".
+        part: "gate", "up" or "down" of the experts; None: the router.
+        family: "mixtral", or one whose names are like Qwen's.
+    """
+    paths = [f"{block}.mlp"]
+    if family == "mixtral":
+        paths.insert(0, f"{block}.block_sparse_moe")
+    if part is None:
+        return [(whole(f"{path}.gate.weight", shape),) for path in paths]
+    matrix = f"{part}_proj"
+    if family == "mixtral":
+        matrix = {"gate": "w1", "up": "w3", "down": "w2"}[part]
+    fused = "down_proj" if part == "down" else "gate_up_proj"
+    offset = (0, shape[1] if part == "up" else 0, 0)
+    return [
+        one_by_one(f"{paths[0]}.experts.{{}}.{matrix}.weight", shape),
+        (Piece(f"{block}.mlp.experts.{fused}", 0, shape, offset),),
+    ]
 
 
 def published_shapes(alternatives: Iterable[Alternative]) -> dict[str, Shape]:

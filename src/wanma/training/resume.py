@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.folder import committed, read_manifest, set_aside
+from wanma.checkpoint.published import INDEX, SINGLE, is_published
 from wanma.checkpoint.reader import load, read_state, verify
 from wanma.data.ramp import samples_before
 from wanma.job.errors import WanmaError
@@ -16,6 +17,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
+from wanma.training.published import start_from_published
 from wanma.training.state import TrainingState, restore_random_state
 
 _NAMED = 5
@@ -46,7 +48,7 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
         notes = _carry_on(state, path, job.train, plan, worker, data_fingerprint)
         messages += [f"carrying on from step {state.step} ({path.name})", *notes]
     elif choice.start_from is not None:
-        notes = _start_from(state, Path(choice.start_from), plan, worker)
+        notes = _start_from(state, Path(choice.start_from).expanduser(), plan, worker)
         messages += [f"weights from {choice.start_from}", *notes]
     if not choice.resume:
         _set_aside(folder, worker, messages)
@@ -143,17 +145,22 @@ def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
 
 
 def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) -> list[str]:
-    """Weights alone, of another run; each rank checks its share of the files.
+    """Weights alone, published or of another run; of the latter each rank checks its share of the files.
 
     Returns:
         what to tell beside that.
     """
-    if problems := _problems(path, worker):
+    notes = []
+    if is_published(path):
+        worker.control.progress(0, "reading published weights")
+        start_from_published(state.parallel, path, worker)
+    elif problems := _problems(path, worker):
         raise WanmaError(
             f"checkpoint.start_from = '{path}' is not whole: {problems[0]}",
-            "name another checkpoint folder",
+            f"name another checkpoint folder, or one with {SINGLE} or {INDEX}",
         )
-    notes = _load_weights(state, path, plan)
+    else:
+        notes = _load_weights(state, path, plan)
     state.complete_ties()
     if state.average is not None:
         state.average.restart()

@@ -1,0 +1,162 @@
+"""Write a trained model as others read it: safetensors and config.json, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from wanma.data.tokenizer import load_tokenizer
+from wanma.job.errors import WanmaError
+from wanma.job.load import load_job
+from wanma.job.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from wanma.checkpoint.reader import Saved
+    from wanma.models.published import Piece, Published
+
+FILE_BYTES = 5_000_000_000
+"""Most tensor bytes in one file, as transformers has it."""
+PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    checkpoint: Path
+    tensors: int
+    averaged: bool
+    """Whether the averaged weights were taken, which a run has with train.weight_average."""
+
+
+def export(
+    run: RunDirectory,
+    folder: Path,
+    *,
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Exported:
+    """Write the newest whole checkpoint of `run` as a folder that transformers' `from_pretrained` loads.
+
+    Memory holds one tensor at a time. Averaged weights are preferred, as `wanma sample` does; adapters are
+    added to the weights that they adapt.
+
+    Args:
+        folder: made; must not hold anything yet.
+        precision: of the written weights; None: as trained.
+
+    Raises:
+        WanmaError: the run has no checkpoint, its model has no published form, or the folder is taken.
+    """
+    import torch
+
+    from wanma.checkpoint.published import write_published
+    from wanma.checkpoint.reader import Saved, newest
+    from wanma.checkpoint.shards import DTYPES
+    from wanma.models.build import model_spec
+
+    job = load_job(run.job)
+    path = newest(run.checkpoints)
+    if path is None:
+        raise WanmaError(f"{run.path} has no whole checkpoint yet", "let the run reach its first checkpoint")
+    kept = run.path / "tokenizer"
+    tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer)
+    length = job.data.sequence_length
+    spec = model_spec(
+        job.model, vocabulary=tokenizer.vocabulary, sequence_length=length, image_shape=None, classes=None
+    )
+    with torch.device("meta"):
+        model = spec.make()
+    if not hasattr(model, "published"):
+        raise WanmaError(
+            f"{run.path} trained {spec.name}, which has no published form",
+            "export works for decoders and for Hugging Face models; result.weights() gives the tensors",
+        )
+    saved = Saved(path)
+    averaged = any(name.startswith("average.") for name in saved.tensors)
+    layout = _layout(model, saved, "average." if averaged else "model.", job.model.lora_alpha)
+    shapes = layout.shapes()
+    kinds = {name: PRECISIONS[precision] if precision else layout.dtype(name) for name in shapes}
+    config = cast("Published", model).published_config(length)
+    config["dtype"] = _NAMES[next(iter(kinds.values()))]
+    others = {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
+    if kept.is_dir() and tokenizer.fingerprint != "bytes":
+        others["tokenizer.json"] = (kept / "tokenizer.json").read_bytes()
+        others["tokenizer_config.json"] = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
+    write_published(
+        folder,
+        {name: (kinds[name], shape) for name, shape in shapes.items()},
+        lambda name: layout.assemble(name, shapes[name], DTYPES[kinds[name]]),
+        others,
+        file_bytes,
+    )
+    return Exported(folder, path, len(shapes), averaged)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which pieces of which saved tensors make up each published one."""
+
+    saved: Saved
+    holders: dict[str, list[tuple[str, Piece]]]
+    """Published tensor -> (name in the checkpoint, piece)."""
+    lora_alpha: float
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        from wanma.models.published import published_shapes
+
+        return published_shapes([tuple(piece for _, piece in held) for held in self.holders.values()])
+
+    def dtype(self, tensor: str) -> str:
+        return self.saved.tensors[self.holders[tensor][0][0]].dtype
+
+    def assemble(self, tensor: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        import torch
+
+        from wanma.checkpoint.format import Box
+
+        whole = torch.empty(shape, dtype=dtype)
+        for name, piece in self.holders[tensor]:
+            part = self.saved.read(name, Box((piece.first, *(0 for _ in piece.shape[1:])), piece.shape))
+            part = self._adapted(name, part)
+            ends = (at + size for at, size in zip(piece.offset, piece.published_shape, strict=True))
+            whole[tuple(map(slice, piece.offset, ends))] = piece.to_published(part).to(dtype)
+        return whole
+
+    def _adapted(self, name: str, weight: Tensor) -> Tensor:
+        """With the adapter of that layer, if it has one."""
+        layer = name.rpartition(".")[0]
+        names = {part: f"{layer}.{part}" for part in ("lora_a", "lora_b")}
+        if not name.endswith(".weight") or names["lora_a"] not in self.saved.tensors:
+            return weight
+        from wanma.models.lora import merge
+
+        halves = {part: self.saved.read(name) for part, name in names.items()}
+        return merge({"weight": weight, **halves}, self.lora_alpha)["weight"]
+
+
+def _layout(model: nn.Module, saved: Saved, prefix: str, lora_alpha: float) -> _Layout:
+    from wanma.models.lora import is_adapter
+
+    holders: dict[str, list[tuple[str, Piece]]] = {}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
+        alternatives = cast("Published", model).published(name, tuple(parameter.shape))
+        if not alternatives:
+            raise WanmaError(f"parameter {name} has no place in a published checkpoint")
+        entry = saved.tensors.get(prefix + name)
+        if entry is None or entry.shape != tuple(parameter.shape):
+            raise WanmaError(
+                f"{saved.path} is of another model than its job.toml describes: {name}",
+                "put back the job.toml that the run was trained with",
+            )
+        for piece in alternatives[0]:
+            holders.setdefault(piece.tensor, []).append((prefix + name, piece))
+    return _Layout(saved, holders, lora_alpha)

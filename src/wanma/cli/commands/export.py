@@ -1,0 +1,31 @@
+"""`wanma export RUN --to DIR`: a trained model as others read it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from wanma.cli.arguments import add_run, chosen_run
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("export", help="write a trained model as transformers reads it")
+    add_run(parser)
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to make")
+    parser.add_argument(
+        "--format", choices=["huggingface"], default="huggingface", help="safetensors and config.json"
+    )
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], help="of the written weights; default: as trained"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    chosen = chosen_run(arguments)
+    from wanma.api.export import export
+
+    done = export(chosen, arguments.to, precision=arguments.precision)
+    which = "averaged weights" if done.averaged else "weights"
+    print(f"{done.folder}: {done.tensors} tensors, the {which} of {done.checkpoint.name}")
+    return 0
