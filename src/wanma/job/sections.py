@@ -281,7 +281,9 @@ class CheckpointSection(Section):
     keep: int = Field(3, ge=1, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the one with the best validation loss")
     resume: bool = Field(True, description="carry on from the run directory's newest whole checkpoint")
-    start_from: str | None = Field(None, description="folder whose weights start a new run: a checkpoint, or published safetensors")
+    start_from: str | None = Field(
+        None, description="folder whose weights start a new run: a checkpoint, or published safetensors"
+    )
 
 
 class ObserveSection(Section):
