@@ -35,7 +35,7 @@ MIXTURES = {
         expert_feed_forward=96,
         dense_layers=1,
     ),
-    "deepseek": GPT_MOE_PRESETS["gpt-moe-3m-1m"],
+    "deepseek": GPT_MOE_PRESETS["gpt-moe-3m"],
 }
 
 

@@ -43,9 +43,10 @@ LOSS = {
     "layers": 2,
 }
 GROUPS = {**LOSS, "experts": 6, "balance_group": 2, "capacity": 0.9, "router": "sigmoid"}
-LATENT = {"preset": "gpt-moe-3m-1m", "layers": 2, "hidden": 32, "heads": 4, "experts": 4, "feed_forward": 32}
+LATENT = {"preset": "gpt-moe-3m", "layers": 2, "hidden": 32, "heads": 4, "experts": 4, "feed_forward": 32}
 LATENT |= {"expert_feed_forward": 16}
 MODELS = {"bias": BIAS, "loss": LOSS, "groups": GROUPS, "latent": LATENT}
+MODELS |= {"deep bias": {**BIAS, "layers": 4}, "deep loss": {**LOSS, "layers": 4}}
 
 
 def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
@@ -171,6 +172,21 @@ def test_a_loss_and_capacity_over_several_samples_follow_one_process(
 @pytest.mark.parametrize("name", ["ep 2 × tp 2, sequence", "ep over cp", "tp 2", "recomputing"])
 def test_latent_attention_follows_one_process(name: str, tmp_path: Path, compare: Any) -> None:
     compare(tmp_path, "latent", {**EXPERT_PLANS, **OTHER_PLANS}[name])
+
+
+SCHEDULES = {
+    "interleaved": Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, micro_batch=1),
+    "zero bubble": Plan(pp=2, schedule="interleaved_zero_bubble", virtual_stages=2, micro_batch=1),
+    "zbv × ep 2": Plan(
+        pp=2, dp_shard=2, ep=2, shard="parameters", schedule="zbv", virtual_stages=2, micro_batch=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("model", ["deep bias", "deep loss"])
+def test_every_schedule_counts_the_load_once(name: str, model: str, tmp_path: Path, compare: Any) -> None:
+    compare(tmp_path, model, SCHEDULES[name])
 
 
 @pytest.mark.parametrize("name", OTHER_PLANS)

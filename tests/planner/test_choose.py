@@ -192,7 +192,7 @@ def test_batch_normalisation_gets_whole_groups() -> None:
 
 
 def test_experts_balanced_over_several_samples_get_whole_groups() -> None:
-    model = {"preset": "gpt-moe-3m-1m", "balance": "loss", "balance_group": 4}
+    model = {"preset": "gpt-moe-3m", "balance": "loss", "balance_group": 4}
 
     def plan(batch: int, **parallel: int) -> Plan:
         asked = job(model=model, train={"global_batch": batch}, parallel=parallel)

@@ -171,7 +171,7 @@ MIXTURE = DecoderDimensions(
 )
 def test_expert_ranks_are_cut_out_of_the_data_ranks(plan: Plan, sizes: str) -> None:
     with pytest.raises(JobError, match=rf"parallel.ep = {plan.ep} cannot be cut out of") as error:
-        check_axes(job({"preset": "gpt-moe-3m-1m"}, train={"global_batch": 12}), plan, LAPTOP)
+        check_axes(job({"preset": "gpt-moe-3m"}, train={"global_batch": 12}), plan, LAPTOP)
     assert f"parallel.ep to {sizes}, or" in error.value.hint
 
 
@@ -182,7 +182,7 @@ def test_expert_ranks_may_be_context_ranks_and_more_than_the_shards() -> None:
         Plan(dp_replicate=2, dp_shard=2, shard="parameters", ep=4),
         Plan(dp_replicate=6, ep=3),
     ):
-        check_axes(job({"preset": "gpt-moe-3m-1m"}, data=text(16)), plan, LAPTOP)
+        check_axes(job({"preset": "gpt-moe-3m"}, data=text(16)), plan, LAPTOP)
 
 
 @pytest.mark.parametrize("model", [{"preset": "resnet-18"}, {"factory": "models:build"}], ids=str)

@@ -165,12 +165,13 @@ def _with_latent_attention(
 
 
 # Our own mixtures of experts after DeepSeek-V3: one shared expert, a dense first block whose width is that
-# of the experts which a token passes, balanced by a bias. The number is that of all parameters, then of
-# those that a token passes. Values are as wide as queries and keys: fused attention on CPUs wants that.
+# of the experts which a token passes, balanced by a bias. The name says how many parameters there are in
+# all; a token passes 0.9M, 12M and 124M of them. The smallest has latent attention, with values as wide as
+# queries and keys, for fused attention on CPUs wants that.
 GPT_MOE_PRESETS: dict[str, DecoderDimensions] = {
-    "gpt-moe-3m-1m": _with_latent_attention(_gpt_moe(4, 128, 4, 128, 16, 320, 2), 64, 32, 32, 16, 48),
-    "gpt-moe-43m-12m": _gpt_moe(6, 384, 6, 384, 16, 320, 2),
-    "gpt-moe-400m-120m": replace(_gpt_moe(12, 768, 12, 512, 24, 50304, 3), tie_embeddings=True),
+    "gpt-moe-3m": _with_latent_attention(_gpt_moe(4, 128, 4, 128, 16, 320, 2), 64, 32, 32, 16, 48),
+    "gpt-moe-43m": _gpt_moe(6, 384, 6, 384, 16, 320, 2),
+    "gpt-moe-400m": replace(_gpt_moe(12, 768, 12, 512, 24, 50304, 3), tie_embeddings=True),
 }
 
 
