@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from wanma.collectives.gloo import Stopwatch
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
+from wanma.models.blocks import repeated_blocks
 from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
-from wanma.models.layout import Layout, find_blocks
+from wanma.models.layout import Layout
 from wanma.models.statistics import NotesStatistics, couples_samples, noting_modules
 from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.context import split_context
@@ -182,10 +183,12 @@ def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan:
 
 def _blocks(module: nn.Module, layout: Layout | None) -> list[nn.Module]:
     """The repeated blocks that are here: declared, or found by structure."""
-    path = layout.blocks if layout is not None else find_blocks(module)
-    if path is None:
+    if layout is None:
+        return repeated_blocks(module)
+    if layout.blocks is None:
         return []
-    return [block for block in module.get_submodule(path).children() if any(True for _ in block.parameters())]
+    blocks = module.get_submodule(layout.blocks).children()
+    return [block for block in blocks if any(True for _ in block.parameters())]
 
 
 def _experts(module: nn.Module, layout: Layout | None) -> list[nn.Module]:

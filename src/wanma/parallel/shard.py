@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch, UnshardedReduce
 from wanma.job.plan import Plan
+from wanma.models.blocks import shared_parameters
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 
@@ -75,6 +76,9 @@ def shard_data(
         # not once per block (about 5 % of a step of a 17M decoder on 2 ranks). These stages keep whole
         # gradients to the end of the step anyway; the price is a second copy while they are reduced.
         blocks = []
+    # A parameter that two modules share stays one only in the unit that holds both of them.
+    shared = shared_parameters(model, blocks)
+    blocks = [block for block in blocks if shared.isdisjoint(id(p) for p in block.parameters())]
     of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
     if plan.ep > 1:
         # Experts take what the block hands them, in its precision.

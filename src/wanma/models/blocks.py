@@ -1,0 +1,74 @@
+"""The repeated blocks of a module that declares none: what is recomputed, compiled, offloaded and sharded
+one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+
+from torch import nn
+
+SMALLEST_SHARE = 0.01
+"""Of a model's parameters: shorter lists, such as a pair of projections, are not worth a unit for each."""
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+_Blocks = list[nn.Module]
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """A model's repeated blocks, found by structure, in the model's order.
+
+    They are the members of its lists, dicts and sequences of at least two modules of one type, wherever
+    these are: an encoder's and a decoder's, the levels of a pyramid. Of lists within lists the outer counts
+    if most of its members are alike, as layers with experts are; if they are not, as the stages of a
+    pyramid are not, the inner ones do where they hold most of the parameters.
+    """
+    total = _size([model])
+    return [block for blocks in _lists(model) if _size(blocks) >= SMALLEST_SHARE * total for block in blocks]
+
+
+def shared_parameters(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
+    """Ids of the parameters that one of `blocks` has in common with the rest of the model."""
+    blocks = list(blocks)
+    inside = Counter(id(p) for block in blocks for p in set(block.parameters()))
+    members = {id(module) for block in blocks for module in block.modules()}
+    rest = (module for module in model.modules() if id(module) not in members)
+    outside = {id(p) for module in rest for p in module.parameters(recurse=False)}
+    return {key for key, count in inside.items() if count > 1 or key in outside}
+
+
+def _lists(module: nn.Module) -> list[_Blocks]:
+    """Those in `module`, from the outermost on."""
+    inside = list(chain.from_iterable(_lists(child) for child in module.children()))
+    if not isinstance(module, (*_WITHOUT_FORWARD, nn.Sequential)):
+        return inside
+    children = list(module.children())
+    members = [child for child in children if any(True for _ in child.parameters())]
+    # A sequence of a layer, an activation and a layer is one block.
+    kinds = {_kind(child) for child in (children if isinstance(module, nn.Sequential) else members)}
+    if len(members) < 2 or len(kinds) > 1:
+        return inside
+    _, most = Counter(tuple(p.shape for p in member.parameters()) for member in members).most_common(1)[0]
+    of_inside = _size(chain.from_iterable(inside))
+    if 2 * most <= len(members) and 2 * of_inside > _size(members):
+        return inside
+    return [list(chain.from_iterable(_callable(member) for member in members))]
+
+
+def _kind(module: nn.Module) -> object:
+    """Its type; of what has no forward of its own, those of its members too."""
+    if isinstance(module, _WITHOUT_FORWARD):
+        return type(module), tuple(_kind(child) for child in module.children())
+    return type(module)
+
+
+def _callable(module: nn.Module) -> _Blocks:
+    """`module`, or what is called in its place."""
+    if isinstance(module, _WITHOUT_FORWARD):
+        return list(chain.from_iterable(_callable(child) for child in module.children()))
+    return [module] if any(True for _ in module.parameters()) else []
+
+
+def _size(modules: Iterable[nn.Module]) -> int:
+    return sum({p: p.numel() for module in modules for p in module.parameters()}.values())

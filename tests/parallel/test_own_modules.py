@@ -1,0 +1,143 @@
+"""Modules of one's own without a line of layout: every block is a unit, and the numbers are one process's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.compare import one_process, same_numbers, spread_over
+from support.own import Numbers, seeded
+from support.ranks import run_ranks
+from wanma.job.plan import Plan
+from wanma.job.worker import Worker
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder of torch's own; the two read the input from both ends."""
+
+    def __init__(self, features: int = 8, hidden: int = 16, classes: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, hidden)
+        self.transformer = nn.Transformer(hidden, 2, 3, 2, 24, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x.unsqueeze(-1))
+        decoded = self.transformer(hidden, hidden.flip(1))
+        logits: Tensor = self.head(decoded.mean(1))
+        return logits
+
+
+class Double(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(inputs, outputs, 3, padding=1)
+        self.norm = nn.GroupNorm(2, outputs)
+        self.second = nn.Conv1d(outputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.second(self.norm(self.first(x)).relu()).relu()
+        return hidden
+
+
+class UNet(nn.Module):
+    """Down and up again, with what was on the way down beside it (Ronneberger et al. 2015)."""
+
+    def __init__(self, classes: int = 4, width: int = 4) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Double(1, width), Double(width, 2 * width), Double(2 * width, 4 * width)])
+        self.up = nn.ModuleList([Double(6 * width, 2 * width), Double(3 * width, width)])
+        self.head = nn.Conv1d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, kept = x.unsqueeze(1), []
+        for level in self.down:
+            hidden = level(hidden if not kept else nn.functional.avg_pool1d(hidden, 2))
+            kept.append(hidden)
+        for level, beside in zip(self.up, (kept[1], kept[0]), strict=True):
+            hidden = level(torch.cat([nn.functional.interpolate(hidden, scale_factor=2.0), beside], 1))
+        logits: Tensor = self.head(hidden).mean(-1)
+        return logits
+
+
+class Shared(nn.Module):
+    """Two blocks have a matrix in common, and another shares its own with the head."""
+
+    def __init__(self, features: int = 8, classes: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(features), nn.Linear(features, features)) for _ in range(4)
+        )
+        self.head = nn.Linear(features, classes)
+        blocks: Any = self.blocks
+        blocks[2][1].weight = blocks[0][1].weight
+        self.head.weight = blocks[3][1].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        logits: Tensor = self.head(x)
+        return logits
+
+
+MODELS: dict[str, tuple[type[nn.Module], int]] = {
+    "translator": (Translator, 5),
+    "unet": (UNet, 5),
+    "shared": (Shared, 1),
+}
+PLANS = {
+    "2 ranks ZeRO 3, recomputing": Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="full"),
+    "2 ranks ZeRO 2, selective": Plan(dp_shard=2, shard="gradients", micro_batch=2, recompute="selective"),
+    "2 replicas, offloading": Plan(
+        dp_replicate=2, micro_batch=2, offload_parameters="disk", offload_activations="disk"
+    ),
+}
+
+
+def job(folder: Path) -> dict[str, Any]:
+    return {
+        "model": {"factory": "any:thing"},
+        "data": {"cache": str(folder / "cache")},
+        "train": {
+            "steps": 3,
+            "global_batch": 7,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "deterministic": True,
+            "validation_samples": 2,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_plan_follows_one_process(name: str, tmp_path: Path) -> None:
+    kind, _ = MODELS[name]
+    objects = {"model": seeded(kind), "data": Numbers(classes=4)}
+    one = one_process(tmp_path / "one", job(tmp_path), 7, objects=objects)
+    for number, plan in enumerate(PLANS.values()):
+        same_numbers(one, spread_over(tmp_path / str(number), job(tmp_path), plan, objects=objects))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_block_is_a_unit_of_communication_but_for_those_that_share(name: str) -> None:
+    kind, expected = MODELS[name]
+    assert run_ranks(count_units, 1, (kind,)) == [expected + 1]  # and the rest of the model
+
+
+def count_units(worker: Worker, kind: type[nn.Module]) -> int:
+    from torch.distributed.fsdp import FSDPModule
+
+    from wanma.models.build import custom_spec
+    from wanma.parallel.mesh import process_grid
+    from wanma.parallel.parallelize import parallelize
+    from wanma.parallel.scratch import Scratch
+
+    plan = Plan(offload_parameters="disk")
+    with process_grid(worker, plan, 60) as grid, Scratch(worker.run_directory) as scratch:
+        module = parallelize(custom_spec(kind()), plan, grid, 1, scratch).module
+        return sum(isinstance(part, FSDPModule) for part in module.modules())
