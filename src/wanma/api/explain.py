@@ -133,7 +133,8 @@ def _holding_table(held: Holding, plan: Plan, dimensions: DecoderDimensions) -> 
 def _blocks_text(stage: Stage) -> str:
     parts = ["embedding"] if stage.has_embedding else []
     if len(stage.blocks):
-        parts.append(f"layers {_range_text(stage.blocks)}")
+        noun = "layer" if len(stage.blocks) == 1 else "layers"
+        parts.append(f"{noun} {_range_text(stage.blocks)}")
     if stage.has_head:
         parts.append("head")
     return ", ".join(parts)
