@@ -155,8 +155,22 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
         BenchmarkError: the contender failed or did not record every step.
     """
     alone = not wanma and PEERS[setting.peer].script is None
-    (folder / "job.toml").write_text(setting.job(one_process=alone))
     command = wanma_command() if wanma else peer_command(setting)
+    record = train_once(command, setting.job(one_process=alone), setting.total_steps, venv, folder)
+    tokens = setting.global_batch * setting.sequence
+    return with_speed(record, setting.warmup, setting.steps, tokens)
+
+
+def train_once(command: Command, job: str, steps: int, venv: Path, folder: Path) -> dict[str, Any]:
+    """Run a contender on a job of `steps` steps, and take its record: times and losses of them, and facts.
+
+    Args:
+        folder: an empty one.
+
+    Raises:
+        BenchmarkError: the contender failed or did not record every step.
+    """
+    (folder / "job.toml").write_text(job)
     places = {name: str(folder / name) for name in ("job.toml", "run", "result.json")}
     finished = run_command(
         [places.get(argument, argument) for argument in command.arguments],
@@ -164,19 +178,22 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
         folder / "output.log",
         TIMEOUT_SECONDS,
     )
-    record = _read_run(folder / "run") if wanma or alone else json.loads((folder / "result.json").read_text())
-    times, losses = record.pop("times"), record.pop("losses")
-    if len(times) != setting.total_steps:
-        raise BenchmarkError(f"{command}\nrecorded {len(times)} of {setting.total_steps} steps")
-    window = times[setting.warmup + setting.steps - 1] - times[setting.warmup - 1]
-    tokens = setting.steps * setting.global_batch * setting.sequence
+    result = folder / "result.json"
+    record = json.loads(result.read_text()) if result.exists() else _read_run(folder / "run")
+    if len(record["times"]) != steps:
+        raise BenchmarkError(f"{command}\nrecorded {len(record['times'])} of {steps} steps")
     return {
-        "tokens_per_second": round(tokens / window, 1),
-        "losses": losses,
+        **record,
         "foreign_cpu": round(finished.foreign_cpu, 3),
         "command_seconds": round(finished.seconds, 2),
-        **record,
     }
+
+
+def with_speed(record: dict[str, Any], warmup: int, steps: int, tokens_per_step: int) -> dict[str, Any]:
+    """A record with tokens per second of `steps` steps after `warmup` ones, instead of its times."""
+    times = record.pop("times")
+    window = times[warmup + steps - 1] - times[warmup - 1]
+    return {"tokens_per_second": round(steps * tokens_per_step / window, 1), **record}
 
 
 def _read_run(run: Path) -> dict[str, Any]:

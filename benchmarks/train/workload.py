@@ -42,7 +42,7 @@ class Workload:
 
     def __init__(self, options: argparse.Namespace) -> None:
         job = load_job(options.job)
-        self.train = job.train
+        self.train, self.parallel = job.train, job.parallel
         self.batch: int = options.batch
         self.compile: bool = options.compile
         self.fused: bool = options.fused
@@ -86,15 +86,18 @@ class Workload:
         self._losses.append(loss.detach())
         self._times.append(time.time())
 
-    def finish(self, **facts: Any) -> NoReturn:
+    def finish(self, *, divisor: int | None = None, **facts: Any) -> NoReturn:
         """Average the losses over the ranks, let rank 0 write the record, and end this process.
+
+        Args:
+            divisor: of the sum over ranks; default: their number. 1 where each noted its share of the mean.
 
         It ends without destructors: now and then torch's deadlock there, freeing the process group that
         DDP holds with Python's lock taken, while a thread of Gloo waits for that lock.
         """
         losses = torch.stack(self._losses).double()
         dist.all_reduce(losses)
-        losses /= dist.get_world_size()
+        losses /= divisor or dist.get_world_size()
         if dist.get_rank() == 0:
             record = {
                 "times": self._times,

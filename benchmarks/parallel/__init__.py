@@ -1,0 +1,1 @@
+"""Each axis of a plan beside the plain-torch way of doing the same."""

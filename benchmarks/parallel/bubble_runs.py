@@ -1,0 +1,103 @@
+"""Measuring the bubble of wanma's pipelines, beside the theory that its planner reckons with."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.common import clean_environment, cores, run_command
+from benchmarks.parallel.bubble import Operation, Step, measured_share, replayed_share, unevenness
+from benchmarks.parallel.contenders import Setting, default_setting, torchrun
+from benchmarks.train.contenders import Command
+from wanma.job.plan import Plan
+from wanma.job.sections import Schedule
+from wanma.planner.stages import bubble_share
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """One pipeline; equal ones are pooled. Blocks of one size and small ends, so that stages are even."""
+
+    bubble: Schedule
+    ranks: int
+    preset: str = "gpt-10m"
+    layers: int = 8
+    sequence: int = 256
+    micro_batches: int = 8
+    warmup: int = 2
+    steps: int = 8
+
+    @property
+    def setting(self) -> Setting:
+        """The same as a comparison's setting, whose job and ranks this takes."""
+        return replace(
+            default_setting("pp-1f1b", self.ranks, "fp32"),
+            preset=self.preset,
+            heads=0,
+            vocabulary=320,
+            sequence=self.sequence,
+            batch=self.micro_batches,
+            micro_batches=self.micro_batches,
+            warmup=self.warmup,
+            steps=self.steps,
+        )
+
+    def job(self) -> str:
+        text = self.setting.job().replace('schedule = "1f1b"', f'schedule = "{self.bubble}"')
+        return text.replace("vocabulary =", f"layers = {self.layers}\nvocabulary =")
+
+    @property
+    def command(self) -> Command:
+        return torchrun(
+            self.setting, "benchmarks/parallel/bubble_rank.py", "--job", "job.toml", "--run", "run"
+        )
+
+
+def measure_bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]:
+    """Train once; shares of waiting are medians over the measured steps.
+
+    Raises:
+        BenchmarkError: the run failed.
+    """
+    (folder / "job.toml").write_text(pipeline.job())
+    places = {name: str(folder / name) for name in ("job.toml", "run")}
+    command = pipeline.command
+    finished = run_command(
+        [places.get(argument, argument) for argument in command.arguments],
+        {**clean_environment(venv), **command.environment},
+        folder / "output.log",
+        _TIMEOUT_SECONDS,
+    )
+    plan = Plan.from_json(json.loads((folder / "run" / "plan.json").read_text())["plan"])
+    by_rank = [
+        json.loads((folder / "run" / f"operations-{rank}.json").read_text()) for rank in range(plan.pp)
+    ]
+    chosen = range(pipeline.warmup, pipeline.warmup + pipeline.steps)
+    steps: list[Step] = [
+        [[Operation(**one) for one in rank[number]] for rank in by_rank] for number in chosen
+    ]
+    return {
+        "theory": bubble_share(plan.schedule, plan.pp, plan.virtual_stages, pipeline.micro_batches),
+        # Ranks that share a core give it to each other while they wait: the clock then tells nothing.
+        "measured": _middle([measured_share(step) for step in steps]) if plan.pp <= cores() else None,
+        "replayed": _middle([replayed_share(step, plan.stages) for step in steps]),
+        "unevenness": _middle([unevenness(step) for step in steps]),
+        "cuts": list(plan.stage_cuts),
+        "foreign_cpu": round(finished.foreign_cpu, 3),
+        "command_seconds": round(finished.seconds, 2),
+    }
+
+
+def _middle(values: list[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def bubble_settings(pipeline: Bubble) -> dict[str, Any]:
+    """What the results file knows it by."""
+    return asdict(pipeline)

@@ -1,0 +1,166 @@
+"""The contenders as commands: wanma through `wanma train`, each recipe through torchrun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import cores
+from benchmarks.parallel.axes import AXES, Axis, even_cuts
+from benchmarks.train.contenders import Command, train_once, wanma_command, with_speed
+from wanma.elastic.environment import worker_environment
+from wanma.job.plan import Plan
+from wanma.job.sections import ClusterSection
+from wanma.models.presets import DECODER_PRESETS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that fixes one comparison; equal settings are pooled."""
+
+    axis: str
+    ranks: int
+    precision: str
+    preset: str
+    heads: int
+    """Attention heads, which tensor ranks must divide; 0: the preset's own."""
+    vocabulary: int
+    sequence: int
+    batch: int
+    """Samples per step, of all ranks."""
+    micro_batches: int
+    """Of a pipeline."""
+    cuts: str
+    """own: wanma's stages by cost, torchtitan's by count; same: both have torchtitan's."""
+    warmup: int
+    """Steps before the measured ones."""
+    steps: int
+    """Measured steps."""
+
+    @property
+    def what(self) -> Axis:
+        return AXES[self.axis]
+
+    @property
+    def total_steps(self) -> int:
+        # One more than is measured: wanma's last step also saves the final checkpoint.
+        return self.warmup + self.steps + 1
+
+    @property
+    def per_rank(self) -> int:
+        """Samples per step of one data rank."""
+        return self.batch // self.ranks if self.what.splits_samples else self.batch
+
+    def job(self, one_process: bool = False) -> str:
+        """The job file; recipes read model, data, training and layout from the same text."""
+        heads = f"heads = {self.heads}\n" if self.heads else ""
+        layout = "" if one_process else self.what.layout.replace("RANKS", str(self.ranks))
+        if self.what.pipelined:
+            layout += f"\nmicro_batch = {self.batch // self.micro_batches}"
+            if self.cuts == "same":
+                layout += f"\nstage_cuts = {list(self._even_cuts())}"
+        else:
+            layout += f"\nmicro_batch = {self.per_rank}"
+        return f"""\
+[model]
+preset = "{self.preset}"
+vocabulary = {self.vocabulary}
+{heads}
+[data]
+text = ["stdlib"]
+sequence_length = {self.sequence}
+validation_fraction = 0.0
+
+[train]
+steps = {self.total_steps}
+global_batch = {self.batch}
+precision = "{self.precision}"
+learning_rate = 1e-3
+schedule = "constant"
+weight_decay = 0.1
+gradient_clip = 1.0
+
+[[train.parameter_groups]]  # decay for all, as one plain AdamW(model.parameters()) has it
+match = "*"
+weight_decay = 0.1
+
+[parallel]
+{layout.strip()}
+
+[cluster]
+device = "cpu"
+
+[checkpoint]
+every_steps = 0
+keep = 1
+keep_best = false
+"""
+
+    def _even_cuts(self) -> tuple[int, ...]:
+        stages = self.ranks * (1 if self.axis == "pp-1f1b" else 2)
+        return even_cuts(DECODER_PRESETS[self.preset].layers, stages)
+
+
+def torchrun(setting: Setting, *script: str) -> Command:
+    """A script on the setting's ranks, with the switches that wanma uses: its allocator, its threads."""
+    return Command(
+        ("torchrun", "--standalone", f"--nproc-per-node={setting.ranks}", *script), tuned_environment(setting)
+    )
+
+
+def tuned_environment(setting: Setting) -> dict[str, str]:
+    """The variables that wanma gives its ranks."""
+    plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
+    return worker_environment(ClusterSection(), plan)
+
+
+def peer_command(setting: Setting) -> Command:
+    """The recipe, or wanma in one process."""
+    if setting.what.recipe is None:
+        return wanma_command()
+    return torchrun(
+        setting,
+        f"benchmarks/parallel/recipes/{setting.what.recipe}",
+        *("--job", "job.toml", "--result", "result.json", f"--batch={setting.per_rank}", "--fused"),
+    )
+
+
+def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str, Any]:
+    """Train once and measure.
+
+    Args:
+        wanma: the contender is wanma on several ranks; else what it is compared with.
+        folder: an empty one.
+
+    Raises:
+        BenchmarkError: the contender failed or did not record every step.
+    """
+    alone = not wanma and setting.what.recipe is None
+    command = wanma_command() if wanma else peer_command(setting)
+    record = train_once(command, setting.job(one_process=alone), setting.total_steps, venv, folder)
+    return with_speed(record, setting.warmup, setting.steps, setting.batch * setting.sequence)
+
+
+def default_setting(axis: str, ranks: int, precision: str) -> Setting:
+    """About the same work for every axis: 2,048 tokens per step."""
+    what = AXES[axis]
+    setting = Setting(
+        axis=axis,
+        ranks=ranks,
+        precision=precision,
+        preset="gpt-17m",
+        heads=8,
+        vocabulary=8192,
+        sequence=256,
+        batch=8,
+        micro_batches=8 if what.pipelined else 1,
+        cuts="own",
+        warmup=2,
+        steps=5 if precision == "fp32" else 9,
+    )
+    if what.experts:
+        return replace(setting, preset="gpt-moe-43m-12m", heads=0)
+    if what.context:
+        return replace(setting, sequence=2048, batch=1)
+    return setting

@@ -1,0 +1,191 @@
+"""Step time of each axis of a plan beside torchtitan's recipe for it in plain torch, in alternating pairs.
+
+    python benchmarks/parallel/run.py --axis tp-sequence --ranks 2 --pairs 7 --minutes 3
+    python benchmarks/parallel/run.py --axis pp-1f1b --cuts same      # both with torchtitan's stages
+    python benchmarks/parallel/run.py --axis bubble --ranks 2         # wanma's pipelines beside their theory
+    python benchmarks/parallel/run.py                                 # everything that is not measured yet
+    python benchmarks/parallel/run.py --report
+
+Every combination of axis, ranks and precision is one piece, of about three minutes; a piece adds its pairs to
+the results file and prints its ratio, so that a long comparison can be run bit by bit. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
+
+from benchmarks.common import (  # after the path is set
+    Noise,
+    Results,
+    carry_out,
+    common_parser,
+    describe_environment,
+    estimate,
+    take_pairs,
+)
+from benchmarks.parallel.axes import AXES
+from benchmarks.parallel.bubble_runs import SCHEDULES, Bubble, measure_bubble
+from benchmarks.parallel.contenders import Setting, default_setting, measure, peer_command
+from benchmarks.parallel.context import measure_link
+from benchmarks.parallel.report import report
+from benchmarks.train.contenders import wanma_command
+from benchmarks.train.report import ratios
+from wanma.data.open import prepare
+from wanma.job.load import load_job
+
+BUBBLE_ROUNDS = 3
+"""Runs of each pipeline, which have no peer to alternate with; each is the median of many steps."""
+
+
+def main() -> None:
+    carry_out(parse(), run, report)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure every chosen piece that lacks pairs."""
+    results = Results(options.results)
+    deadline = time.monotonic() + options.minutes * 60
+    environment = describe_environment(options.venv)
+    for setting in [*settings(options), *bubbles(options)]:
+        piece = results.piece(asdict(setting), options.fresh)
+        piece["environment"] = environment
+        piece["job"] = setting.job()
+        _prepare_data(setting.job())
+        print(f"{_name(setting)}: {len(piece['pairs'])} pairs so far", flush=True)
+        if isinstance(setting, Bubble):
+            piece["commands"] = {"wanma": str(setting.command)}
+            contenders = {"wanma": _in_a_folder(partial(_bubble, setting, options.venv))}
+        else:
+            piece["commands"] = {"wanma": str(wanma_command()), "peer": str(peer_command(setting))}
+            if setting.what.context and (options.fresh or "link" not in piece):
+                piece["link"] = _in_a_folder(partial(measure_link, setting, options.venv))()
+            contenders = {
+                who: _in_a_folder(partial(_sample, setting, who, options.venv)) for who in ("wanma", "peer")
+            }
+        complete = take_pairs(
+            piece,
+            contenders,
+            pairs=min(options.pairs, BUBBLE_ROUNDS) if isinstance(setting, Bubble) else options.pairs,
+            noise=Noise(options.foreign_limit, options.retries),
+            deadline=deadline,
+            save=lambda: results.save(report(results.pieces)),
+        )
+        if isinstance(setting, Setting) and (values := ratios(piece)):
+            print(f"  ratio {estimate(values)} of {len(values)} pairs", flush=True)
+        if not complete:
+            print("the time is over; run the same command again to carry on")
+            return
+
+
+def _in_a_folder(measured: Callable[[Path], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Each call in an empty folder of its own."""
+
+    def call() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+            return measured(Path(folder))
+
+    return call
+
+
+def _sample(setting: Setting, who: str, venv: Path, folder: Path) -> dict[str, Any]:
+    sample = measure(setting, who == "wanma", venv, folder)
+    print(
+        f"  {who}: {sample['tokens_per_second']:,.0f} tokens/s, loss {sample['losses'][-1]:.4f}, "
+        f"{sample['command_seconds']:.0f} s in all",
+        flush=True,
+    )
+    return sample
+
+
+def _bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]:
+    sample = measure_bubble(pipeline, venv, folder)
+    clock = "-" if sample["measured"] is None else f"{sample['measured']:.3f}"
+    print(
+        f"  waiting: theory {sample['theory']:.3f}, replayed {sample['replayed']:.3f}, measured {clock}; "
+        f"{sample['command_seconds']:.0f} s in all",
+        flush=True,
+    )
+    return sample
+
+
+def _prepare_data(job: str) -> None:
+    """Build the token files, once, for all contenders."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(job)
+        prepare(load_job(path).data)
+
+
+def _name(setting: Setting | Bubble) -> str:
+    if isinstance(setting, Bubble):
+        return f"bubble of {setting.bubble}, {setting.ranks} ranks"
+    return f"{setting.what.title}, {setting.ranks} ranks, {setting.precision}"
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    """The chosen comparisons; bf16 only where the recipe has it."""
+    given = {
+        field.name: value
+        for field in fields(Setting)
+        if (value := getattr(options, field.name, None)) is not None and not isinstance(value, list)
+    }
+    if "preset" in given:
+        given.setdefault("heads", 0)
+    for ranks, precision, axis in itertools.product(options.ranks, options.precision, options.axis):
+        if axis == "bubble":
+            continue
+        if precision == "bf16" and not AXES[axis].half_precision:
+            print(f"{AXES[axis].title}: torchtitan's recipe has no bf16 without FSDP; left out", flush=True)
+            continue
+        if not AXES[axis].pipelined:
+            yield replace(
+                default_setting(axis, ranks, precision), **{**given, "cuts": "own", "micro_batches": 1}
+            )
+        else:
+            yield replace(default_setting(axis, ranks, precision), **given)
+
+
+def bubbles(options: argparse.Namespace) -> Iterator[Bubble]:
+    """The chosen pipelines; ranks that hold two stages each need micro-batches for all of them."""
+    if "bubble" not in options.axis:
+        return
+    for ranks, schedule in itertools.product(options.ranks, options.schedule):
+        yield Bubble(schedule, ranks)
+
+
+def parse() -> argparse.Namespace:
+    parser = common_parser(__doc__, "parallel")
+    add = parser.add_argument
+    add("--axis", nargs="+", choices=[*AXES, "bubble"], default=[*AXES, "bubble"], help="default: all")
+    add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4")
+    add("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32"], help="default: fp32")
+    add("--cuts", choices=["own", "same"], default="own", help="stages of wanma: by cost, or as the recipe's")
+    add("--schedule", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="of --axis bubble")
+    add("--preset", help="wanma's name of the model (default: gpt-17m, for ep gpt-moe-43m-12m)")
+    add("--heads", type=int, help="attention heads; 0: the preset's own")
+    add("--vocabulary", type=int)
+    add("--sequence", type=int, help="tokens per sample (default 256, for cp 2048)")
+    add("--batch", type=int, help="samples per step, of all ranks (default 8, for cp 1)")
+    add("--micro-batches", type=int, help="of a pipeline (default 8)")
+    add("--steps", type=int, help="measured steps (default 5, in bf16 9)")
+    add("--warmup", type=int, help="steps before the measured ones (default 2)")
+    options = parser.parse_args()
+    if options.warmup is not None and options.warmup < 1:
+        parser.error("--warmup is at least 1: the window starts at the end of a step")
+    return options
+
+
+if __name__ == "__main__":
+    main()
