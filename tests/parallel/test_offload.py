@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from support.compare import one_process, same_bits, spread_over
+from support.measure import held_after
+from support.ranks import Outcome, run_job
 from wanma.job.plan import Plan
+from wanma.job.sections import Recompute, TrainSection
+from wanma.models.decoder import Decoder
+from wanma.models.presets import DecoderDimensions
+from wanma.models.workload import decoder_workload
+from wanma.parallel.offload import offload_activations
+from wanma.parallel.recompute import recompute
+from wanma.parallel.scratch import Scratch
+from wanma.planner.memory import forecast_memory
+from wanma.training.cross_entropy import cross_entropy_sum
+from wanma.training.optimizer import GroupRule, Updater
+from wanma.training.state_home import StateHome
 
 DECODER: dict[str, Any] = {
     "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
@@ -31,17 +48,126 @@ def job(folder: Path, **train: Any) -> dict[str, Any]:
         "train": {**DECODER["train"], **train},
     }
 
+
 DISK: dict[str, Any] = {
     "parameters": {"offload_parameters": "disk"},
     "optimizer": {"offload_optimizer": "disk"},
     "activations": {"offload_activations": "disk"},
-    "all": {"offload_parameters": "disk", "offload_optimizer": "disk", "offload_activations": "disk"},
+}
+ALL: dict[str, Any] = {key: value for kind in DISK.values() for key, value in kind.items()}
+PLANS = {
+    "1 rank, accumulating": Plan(micro_batch=3),
+    "3 ranks ZeRO 3, uneven shards": Plan(dp_shard=3, shard="parameters", micro_batch=2, recompute="full"),
+    "2 replicas": Plan(dp_replicate=2, micro_batch=2, recompute="selective", recompute_share=0.5),
+    "tensor 2 × ZeRO 2": Plan(tp=2, dp_shard=2, shard="gradients", micro_batch=2),
+    "pipeline 2": Plan(pp=2, micro_batch=2),
 }
 
-@pytest.mark.parametrize("kind", DISK)
-def test_one_process_repeats_every_bit(kind: str, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_repeats_every_bit_with_everything_on_disk(name: str, tmp_path: Path) -> None:
     text = job(tmp_path)
-    one = one_process(tmp_path / "plain", text, 3)
-    other = spread_over(tmp_path / "run", text, Plan(micro_batch=3, **DISK[kind]))
-    same_bits(one, other)
+    plain = spread_over(tmp_path / "plain", text, PLANS[name])
+    other = spread_over(tmp_path / "run", text, replace(PLANS[name], **ALL))
+    same_bits(plain, other)
     assert not (tmp_path / "run" / "scratch").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "train"),
+    [
+        ("parameters", {"optimizer": "sgd", "weight_average": 0.5}),
+        ("optimizer", {"optimizer": "muon"}),
+        ("optimizer", {"optimizer": "adafactor"}),
+        ("activations", {"precision": "bf16"}),
+    ],
+)
+def test_every_kind_alone_repeats_every_bit(kind: str, train: dict[str, Any], tmp_path: Path) -> None:
+    text = job(tmp_path, **train)
+    same_bits(
+        one_process(tmp_path / "plain", text, 3),
+        spread_over(tmp_path / "run", text, Plan(micro_batch=3, **DISK[kind])),
+    )
+
+
+def test_a_checkpoint_does_not_know_where_state_was(tmp_path: Path) -> None:
+    """Two steps with everything on disk and two without are four without, and the other way round."""
+    plan = Plan(dp_shard=2, shard="optimizer", micro_batch=3)
+    away = replace(plan, **ALL)
+    whole = run_job(tmp_path / "whole", job(tmp_path, schedule="constant"), plan)
+    for first, second in ((away, plan), (plan, away)):
+        folder = tmp_path / f"first-{first.offload_parameters}"
+        run_job(folder, job(tmp_path, steps=2, schedule="constant"), first)
+        run_job(folder, job(tmp_path, schedule="constant"), second)
+        same_bits(whole, Outcome(folder))
+
+
+def test_parameters_are_updated_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wanma.training.optimizer.UPDATED_TOGETHER", 70)
+    train = TrainSection(learning_rate=0.1)
+
+    def run(home: StateHome | None) -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(0)
+        parameters = {name: nn.Parameter(torch.randn(8, 8)) for name in "abc"}
+        parameters["d"] = nn.Parameter(torch.randn(4))
+        rules = {name: GroupRule(1.0, 0.1) for name in parameters}
+        updater = Updater(parameters, rules, train, home=home)
+        for _ in range(3):
+            for parameter in parameters.values():
+                parameter.grad = torch.randn(parameter.shape)
+            updater.step(0.1)
+        return {n: p.detach() for n, p in parameters.items()} | updater.state_tensors(), len(
+            updater._optimizers
+        )
+
+    plain, together = run(None)
+    with Scratch(tmp_path / "scratch") as scratch:
+        stored, in_turn = run(StateHome("disk", scratch))
+        assert scratch.bytes >= 2 * (3 * 64 + 4) * 4
+        assert (together, in_turn) == (1, 3)  # a, b, and c with d
+        assert stored.keys() == plain.keys()
+        assert all(torch.equal(stored[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_what_stays_of_the_activations_is_what_the_forecast_says(
+    mode: Recompute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[int] = []
+    borrow = Scratch.borrow
+
+    def count(scratch: Scratch, size: int) -> Tensor:
+        lent.append(size)
+        return borrow(scratch, size)
+
+    monkeypatch.setattr(Scratch, "borrow", count)
+    dimensions = DecoderDimensions(4, 64, 4, 4, 192, 320)
+    torch.manual_seed(0)
+    model = Decoder(dimensions)
+    blocks = list(model.layers.values())
+    plan = Plan(micro_batch=6, recompute=mode, offload_activations="disk")
+    workload = decoder_workload(dimensions, 32)
+    forecast = forecast_memory(workload, plan, "adamw")
+    tokens = torch.randint(64, (6, 32))
+    losses: list[Tensor] = []
+    with Scratch(tmp_path / "scratch") as scratch:
+        recompute(blocks, plan)
+        offload_activations(blocks, plan, scratch)
+        kept = held_after(lambda: losses.append(cross_entropy_sum(model(tokens), tokens)))
+        block = workload.layers[1].activation_elements_per_sample * 6 * 4
+        assert forecast.activations_bytes - block + forecast.logits_bytes / 2 == pytest.approx(kept, rel=0.1)
+        assert forecast.disk_bytes == pytest.approx(sum(lent), rel=0.1)
+        losses[0].backward()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
+)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_offload_too(mode: Recompute, tmp_path: Path) -> None:
+    plan = Plan(dp_shard=2, shard="parameters", micro_batch=3, recompute=mode)
+    plain = spread_over(tmp_path / "plain", job(tmp_path), plan)
+    compiled = spread_over(tmp_path / "run", job(tmp_path), replace(plan, compile=True, **ALL), seconds=280)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert compiled.norms == pytest.approx(plain.norms, rel=1e-4)
