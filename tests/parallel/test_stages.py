@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import TensorDataset
 
 from support.compare import one_process, same_numbers, spread_over
@@ -122,8 +123,8 @@ def test_cuts_that_do_not_fit_the_model_are_refused(plan: Plan, says: str) -> No
 
 def data(rows: int = 24) -> TensorDataset:
     torch.manual_seed(0)
-    inputs = torch.randn(rows, 6)
-    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    inputs = torch.randn(rows, 3, 6)  # a linear layer of such puts out a view, at which stages are cut too
+    return TensorDataset(inputs, (inputs.sum(2) > 0).long())
 
 
 def user_model() -> nn.Sequential:
@@ -133,6 +134,8 @@ def user_model() -> nn.Sequential:
     )
 
 
+APART = Plan(pp=2, schedule="zbv", virtual_stages=2, micro_batch=2)
+"""Under it the gradients of inputs and of weights are computed apart."""
 JOB: dict[str, Any] = {
     "model": {"factory": "unused:unused"},
     "train": {
@@ -151,9 +154,9 @@ JOB: dict[str, Any] = {
     [
         Plan(pp=2, micro_batch=2),
         Plan(pp=2, dp_shard=2, shard="optimizer", micro_batch=1),
-        Plan(pp=2, schedule="zbv", virtual_stages=2, micro_batch=2),
+        APART,
     ],
-    ids=str,
+    ids=lambda plan: f"{plan.schedule} on {plan}",
 )
 def test_a_users_sequence_in_a_pipeline_follows_one_process(plan: Plan, tmp_path: Path) -> None:
     objects = {"model": user_model(), "data": data()}
@@ -176,3 +179,40 @@ def test_a_stage_that_puts_out_something_else_than_one_tensor_is_refused(tmp_pat
             Plan(pp=2, stage_cuts=(2,), micro_batch=2),
             objects={"model": model, "data": data()},
         )
+
+
+class Twice(nn.Module):
+    """Uses one parameter twice, with another that is used in between or not."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6) if between else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(torch.tanh(self.norm(self.inner(self.norm(x)))))
+
+
+def twice(between: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    blocks = [Twice(between) for _ in range(4)]
+    return {"model": nn.Sequential(*blocks, nn.Linear(6, 2)), "data": data()}
+
+
+def test_a_parameter_used_twice_trains_where_backward_is_taken_apart_or_is_refused(tmp_path: Path) -> None:
+    one = one_process(tmp_path / "one", JOB, micro_batch=7, objects=twice(between=False))
+    same_numbers(one, spread_over(tmp_path / "apart", JOB, APART, objects=twice(between=False)))
+    with pytest.raises(AssertionError, match=r"a parameter that one stage uses twice\n.*'interleaved_1f1b'"):
+        spread_over(tmp_path / "refused", JOB, APART, objects=twice(between=True))
+
+
+def test_torch_that_takes_a_backward_apart_wrongly_is_refused_for_modules_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sequence(2, 2, 2, 2, 2)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    with pytest.raises(JobError, match=r"torch 2\.11\.0\+cpu computes wrong gradients"):
+        stage_layout(model, None, APART)
+    stage_layout(decoder(), decoder().layout, APART)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.1"))
+    assert stage_layout(model, None, APART).blocks == ""

@@ -95,7 +95,7 @@ def test_rules_by_the_first_name_hold_for_the_copy(tmp_path: Path, reference: An
 def test_a_frozen_tie_stays_as_it_began(tmp_path: Path, reference: Any) -> None:
     train = {"parameter_groups": [{"match": "embedding.*", "frozen": True}]}
     one = reference("frozen", **train)
-    other = spread_over(tmp_path / "run", job(tmp_path, **train), V_SHAPED)
+    other = spread_over(tmp_path / "run", job(tmp_path, **train), PLANS["1f1b"])
     same_numbers(one, other, tolerance=1e-9)
     first, last = other.tensors(2), other.tensors(4)
     assert torch.equal(first["model.embedding.weight"], last["model.embedding.weight"])
@@ -109,7 +109,7 @@ def test_a_frozen_tie_stays_as_it_began(tmp_path: Path, reference: Any) -> None:
         (PLANS["ZeRO 3"], V_SHAPED),
         (V_SHAPED, PLANS["ZeRO 1"]),
     ],
-    ids=lambda plans: f"{plans[0]} to {plans[1]}",
+    ids=lambda plans: " to ".join(f"{plan.schedule} on {plan}" for plan in plans),
 )
 def test_a_checkpoint_is_the_same_for_every_layout_and_resumes_in_any(
     way: tuple[Plan, Plan], tmp_path: Path, reference: Any

@@ -85,13 +85,14 @@ class Pipeline:
         try:
             return self._drive(self._schedule(batch, count, trains=True).step, batch)
         except RuntimeError as error:
-            if self._plan.schedule in SPLIT_BACKWARD and "backward through the graph a second" in str(error):
-                raise WanmaError(
-                    f"parallel.schedule = '{self._plan.schedule}' computes the gradients of inputs and of "
-                    "weights apart, which torch cannot do for a parameter that one stage uses twice",
-                    "use parallel.schedule = 'interleaved_1f1b'",
-                ) from error
-            raise
+            reason = next((why for text, why in _NOT_TAKEN_APART.items() if text in str(error)), None)
+            if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
+                raise
+            raise WanmaError(
+                f"parallel.schedule = '{self._plan.schedule}' computes the gradients of inputs and of "
+                f"weights apart, which torch {torch.__version__} cannot do for {reason}",
+                "use parallel.schedule = 'interleaved_1f1b'",
+            ) from error
 
     def evaluate(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """`run` without backward, and of any number of micro-batches."""
@@ -282,3 +283,8 @@ _SAMPLES = "wanma_samples"
 """Name under which a micro-batch's samples travel beside the model's own keyword arguments."""
 _FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """Names of the actions of torch's schedules that belong to a forward."""
+_NOT_TAKEN_APART = {
+    "backward through the graph a second": "a parameter that one stage uses twice",
+    "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalisation",
+}
+"""What torch says when it fails to take a backward apart, and of what it means to say so."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import nn
 
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.layout import Layout
 from wanma.models.statistics import GroupedBatchNorm
-from wanma.planner.stages import balanced_cuts, wrong_cuts
+from wanma.planner.stages import SPLIT_BACKWARD, balanced_cuts, wrong_cuts
 
 
 def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
@@ -29,6 +30,12 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
         return layout
     if layout is None and type(model) is nn.Sequential:
         _refuse_shared(model, key)
+        if plan.schedule in SPLIT_BACKWARD and torch.__version__ < "2.13":
+            raise JobError(
+                f"parallel.schedule = '{plan.schedule}' on one's own module: torch {torch.__version__} "
+                "computes wrong gradients under it for parameters that a forward uses several times",
+                "use parallel.schedule = 'interleaved_1f1b', or torch 2.13",
+            )
         return Layout(blocks="")
     raise JobError(
         f"{key}: {name} does not declare its blocks",
