@@ -58,11 +58,16 @@ def run_job(
     plan: Plan,
     objects: dict[str, Any] | None = None,
     seconds: float = 120,
+    patch: str | None = None,
 ) -> Outcome:
-    """Train `job` under `plan` in `plan.world_size` processes; raises the first rank's error."""
+    """Train `job` under `plan` in `plan.world_size` processes; raises the first rank's error.
+
+    Args:
+        patch: 'package.module:function' that each rank calls before it trains, to change what it runs.
+    """
     # By value, as `wanma.train` sends them: multiprocessing alone would let ranks share the tensors' memory.
     by_value = cloudpickle.dumps(objects or {})
-    run_ranks(_train_rank, plan.world_size, (directory, job, plan, by_value), seconds)
+    run_ranks(_train_rank, plan.world_size, (directory, job, plan, by_value, patch), seconds)
     return Outcome(directory)
 
 
@@ -119,10 +124,15 @@ def _run_rank(
         raise
 
 
-def _train_rank(worker: Worker, directory: Path, job: dict[str, Any], plan: Plan, objects: bytes) -> str:
+def _train_rank(
+    worker: Worker, directory: Path, job: dict[str, Any], plan: Plan, objects: bytes, patch: str | None
+) -> str:
     from dataclasses import replace
 
+    from wanma.job.imports import import_object
     from wanma.training.main import Request, train
 
+    if patch is not None:
+        import_object(patch, "patch")()
     worker = replace(worker, run_directory=directory)
     return train(worker, Request(Job.model_validate(job), plan, objects=cloudpickle.loads(objects)))
