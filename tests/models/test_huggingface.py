@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.huggingface import FAMILIES, write_config
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections import ModelSection
 from wanma.models.build import ModelSpec, build_model, model_spec
+from wanma.models.dropout import keyed_samples, replace_dropout
 from wanma.models.huggingface import HuggingFaceModel
 from wanma.models.published import choose, published_shapes
+from wanma.models.workload import section_dimensions, section_workload
 
 
 def spec(folder: Path, vocabulary: int | None = 257, length: int = 16, **arguments: Any) -> ModelSpec:
@@ -91,3 +96,132 @@ def test_parameters_begin_as_transformers_begins_them(family: str, tmp_path: Pat
         else:
             assert float(tensor.std()) == pytest.approx(float(like.std()), rel=0.2), name
             assert abs(float(tensor.mean())) < 0.2 * float(like.std()), name
+
+
+REFUSED = {
+    "attention's weights are dropped": ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop = 0.1"),
+    "so in other families": ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    "a window": ("mistral", {"sliding_window": 8}, "sliding_window = 8, but .* all of the data's 16 tokens"),
+    "a balancing loss": ("mixtral", {"output_router_logits": True}, "output_router_logits"),
+    "noise": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+    "angles that follow the batch": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_parameters = 'dynamic'",
+    ),
+    "positions that were never learned": ("gpt2", {"n_positions": 8}, "the model has learned 8 positions"),
+    "a small vocabulary": ("llama", {"vocab_size": 128}, "vocabulary of 128 is smaller than .* 257"),
+    "other experts": ("mixtral", {"hidden_act": "gelu"}, "routed experts"),
+    "a family that nobody knows": ("llama", {"model_type": "lama"}, "does not know model_type 'lama'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_computed_otherwise_is_refused(name: str, tmp_path: Path) -> None:
+    family, changed, told = REFUSED[name]
+    with pytest.raises(JobError, match=told):
+        spec(write_config(tmp_path, family, **changed))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (
+            {"model_type": "llama", "auto_map": {"AutoModel": "x.py"}},
+            "wants code that comes with the weights",
+        ),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantized weights"),
+        ({"hidden_size": 3}, "no model_type"),
+        ([], "no model_type"),
+    ],
+)
+def test_files_that_are_no_config_of_a_trainable_model_are_refused(
+    content: Any, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(JobError, match=told):
+        spec(tmp_path)
+
+
+def test_a_name_on_a_hub_is_not_looked_up() -> None:
+    with pytest.raises(JobError, match="no such file or folder") as raised:
+        spec(Path("meta-llama/Llama-3.1-8B"))
+    assert "wanma downloads nothing" in raised.value.hint
+
+
+def test_arguments_take_the_place_of_the_configs_keys(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "mistral", sliding_window=8)
+    model = adapted(folder, sliding_window="null", num_hidden_layers=1, hidden_size=64)
+    assert model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (64, 64)
+    assert len(model.get_submodule("model.layers")) == 1
+    with pytest.raises(JobError, match=r"model\.layers does not apply to model\.huggingface"):
+        model_spec(
+            ModelSection(huggingface=str(folder), layers=3),
+            vocabulary=None,
+            sequence_length=8,
+            image_shape=None,
+            classes=None,
+        )
+
+
+def test_its_absence_is_one_sentence_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(WanmaError, match="`transformers`, which is not installed") as raised:
+        spec(write_config(tmp_path, "llama"))
+    assert raised.value.hint == "pip install 'wanma[huggingface]'"
+
+
+def test_dropout_is_keyed_by_sample(tmp_path: Path) -> None:
+    model = adapted(write_config(tmp_path, "gpt2", resid_pdrop=0.5, embd_pdrop=0.5))
+    assert replace_dropout(model) == 5  # two in each block, one before them
+    model.train()
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+
+    def run(sample: int) -> Tensor:
+        with keyed_samples(model, 1, torch.tensor([sample])), torch.no_grad():
+            result: Tensor = model(tokens)
+            return result
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_families_that_wanma_does_not_test_are_split_by_their_published_plans(tmp_path: Path) -> None:
+    config = {
+        **FAMILIES["llama"],
+        "model_type": "granite",
+        "logits_scaling": 8.0,
+        "embedding_multiplier": 2.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout = spec(tmp_path).require_layout("parallel.tp")
+    assert layout.tensor["model.layers.*.self_attn.k_proj"] == "key_value"
+    assert (layout.first, layout.last) == (("model.embed_tokens",), ("model.norm", "lm_head"))
+    ours, original = adapted(tmp_path), theirs(tmp_path)
+    original.load_state_dict(as_published(ours, original.state_dict()), strict=False)
+    tokens = torch.randint(0, 257, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens), original(tokens).logits, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "decoder"),
+    [("llama", True), ("qwen3", True), ("mixtral", True), ("qwen3_moe", True), ("gpt2", False)],
+)
+def test_the_planner_sees_its_parameters_and_flops(family: str, decoder: bool, tmp_path: Path) -> None:
+    folder = write_config(tmp_path, family)
+    section = ModelSection(huggingface=str(folder))
+    assert (section_dimensions(section, None) is not None) == decoder
+    workload = section_workload(section, vocabulary=257, sequence_length=16, image_shape=None, classes=None)
+    assert workload is not None
+    model = adapted(folder)
+    assert workload.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(layer.count for layer in workload.layers if "layers" in layer.name or ".h" in layer.name) == 2
+    if family in ("llama", "gpt2"):
+        matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
+        if family == "gpt2":
+            matrices -= model.get_parameter("transformer.wpe.weight").numel()
+        scores = 2 * 2 * 2 * 16 * 16 * 32 / 2  # layers · (scores, values) · multiply-add, causal
+        assert workload.flops_per_sample == pytest.approx(3 * (2 * 16 * matrices + scores), rel=0.02)

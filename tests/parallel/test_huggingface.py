@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.compare import one_process, spread_over
 from support.huggingface import FAMILIES, write_config
@@ -99,3 +101,36 @@ def test_other_axes_follow_one_process_too(name: str, tmp_path: Path, reference:
 def test_every_plan_follows_one_process(family: str, name: str, tmp_path: Path, reference: Any) -> None:
     text, one, start = reference(family)
     follows(one, spread_over(tmp_path / "run", text, PLANS[name]), start)
+
+
+def built(folder: Path, **changed: Any) -> Any:
+    """A model that a user made with transformers alone."""
+    config = AutoConfig.from_pretrained(write_config(folder / "config", "llama", **changed))
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def test_a_model_that_the_user_built_trains_sharded_and_recomputing(tmp_path: Path) -> None:
+    text = job(tmp_path, "llama")
+    text["model"] = {"factory": "of:mine"}
+    text["train"] |= {"precision": "fp32", "optimizer": "sgd"}
+    model = {"model": built(tmp_path)}
+    one = one_process(tmp_path / "one", text, micro_batch=6, objects=model)
+    plan = Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="full")
+    other = spread_over(tmp_path / "two", text, plan, objects=model)
+    assert one.losses[-1] < one.losses[0]
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert other.norms == pytest.approx(one.norms, rel=1e-4)
+
+
+def test_its_attention_may_not_drop_by_rank(tmp_path: Path) -> None:
+    text = job(tmp_path, "llama")
+    text["model"] = {"factory": "of:mine"}
+    text["train"]["precision"] = "fp32"
+    with pytest.raises(AssertionError, match=r"layers\.0\.self_attn draws random numbers"):
+        spread_over(
+            tmp_path / "run",
+            text,
+            Plan(dp_replicate=2, micro_batch=3),
+            objects={"model": built(tmp_path, attention_dropout=0.1)},
+        )

@@ -66,7 +66,7 @@ def train_job(
     """
     run = run_directory_of(job, run_directory)
     cluster, start = first_layout(job)
-    node = Node.start(PRELOAD, worker_environment(job.cluster, start))
+    node = Node.start(preload_of(job), worker_environment(job.cluster, start))
     try:
         # The fork server imports torch meanwhile.
         with show_preparing(quiet=job.observe.console == "quiet") as progress:
@@ -100,6 +100,11 @@ def train_job(
         node.close()
 
 
+def preload_of(job: Job) -> tuple[str, ...]:
+    """What the fork server imports."""
+    return PRELOAD if job.model.huggingface is None else (*PRELOAD, "wanma.models.huggingface")
+
+
 def dry_run(job: Job) -> RenderableType:
     """What `train_job` would run: the job as validated, the plan, memory and sizes. Starts nothing."""
     from wanma.api.show import describe
@@ -123,7 +128,7 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         run_directory=run.path.absolute(),
         entry=ENTRY,
         payload=to_bytes(request),
-        preload=PRELOAD,
+        preload=preload_of(job),
         ranks_per_node=plan.world_size // job.cluster.nodes,
         threads_per_rank=plan.threads_per_rank,
         nodes=job.cluster.nodes,

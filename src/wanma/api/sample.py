@@ -26,7 +26,7 @@ def sample(run: RunDirectory, prompt: str, tokens: int, temperature: float, seed
 
     from wanma.checkpoint.reader import load_full, newest
     from wanma.data.tokenizer import load_tokenizer
-    from wanma.models.build import model_spec
+    from wanma.models.build import empty_model, model_spec
 
     job = load_job(run.job)
     path = newest(run.checkpoints)
@@ -40,14 +40,15 @@ def sample(run: RunDirectory, prompt: str, tokens: int, temperature: float, seed
     )
     if spec.kind != "tokens":
         raise WanmaError(f"{run.path} trained {spec.name}, which reads no text", "sample from a text model")
-    with torch.device("meta"):
-        model = spec.make()
+    model = empty_model(spec)
     saved = load_full(path)
-    wanted = [name for name, _ in model.named_parameters()]
-    weights = {n: saved.get(f"average.{n}", saved[f"model.{n}"]).float() for n in wanted}
+    # Of tied parameters only the first name was saved; buffers are not averaged.
+    held = [name for name, _ in model.named_parameters()]
+    held += [name for name, _ in model.named_buffers() if name in model.state_dict()]
     try:
-        model.load_state_dict(weights, strict=False, assign=True)
-    except RuntimeError as error:
+        weights = {name: saved.get(f"average.{name}", saved[f"model.{name}"]) for name in held}
+        model.load_state_dict(weights, strict=False)
+    except (KeyError, RuntimeError) as error:
         raise WanmaError(
             f"{path} is of another model than {run.job} describes",
             "put back the job.toml that the run was trained with",

@@ -37,7 +37,7 @@ class ModelSection(Section):
         None, description="config.json of a transformers causal model, or the folder that holds it"
     )
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the factory; or keys of the config to replace"
+        default_factory=dict, description="keyword arguments of the factory; or the config's keys to replace"
     )
     loss: str | None = Field(
         None,

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from wanma.job.errors import JobError, WanmaError, missing_extra
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
 from wanma.job.sections import ModelSection
 from wanma.job.user_code import users_line
 from wanma.models.decoder import Decoder, decoder_layout
+from wanma.models.huggingface_config import read_config
 from wanma.models.initialize import initial_value
 from wanma.models.layout import Layout, tie_parameters
 from wanma.models.lora import with_adapters
@@ -113,6 +114,10 @@ def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelS
     """
     if statistics_group is not None:
         model = convert_batch_norm(model, statistics_group)
+    config = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        # Of transformers: a cache of keys and values grows again where backward runs a block again.
+        config.use_cache = False
     return ModelSpec(type(model).__name__, "custom", lambda: model, None, True)
 
 
@@ -127,14 +132,20 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)
             return spec.make().to(dtype)
+    model = empty_model(spec, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(model, name, parameter.shape, parameter.dtype, seed))
+    return model
+
+
+def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A whole model of ours on CPU, whose parameters hold nothing yet: what a checkpoint is loaded into."""
     with torch.device("meta"):
         model = spec.make().to(dtype)
     model.to_empty(device="cpu")
     if spec.layout is not None:
         tie_parameters(model, spec.layout.tied)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(model, name, parameter.shape, parameter.dtype, seed))
     for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if callable(reset):
@@ -143,16 +154,12 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
 
 
 def _huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> ModelSpec:
-    try:
-        from wanma.models.huggingface import HuggingFaceModel, build_huggingface, huggingface_config
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise missing_extra("transformers", "huggingface", "model.huggingface") from error
-    config = huggingface_config(section, vocabulary, sequence_length)
+    given = read_config(section)  # also says whether transformers is here
+    from wanma.models.huggingface import build_huggingface, huggingface_config
+
+    config = huggingface_config(given, vocabulary, sequence_length)
     with torch.device("meta"):
         model = build_huggingface(config)
-    assert isinstance(model, HuggingFaceModel)
     return ModelSpec(type(model).__name__, "tokens", lambda: build_huggingface(config), model.layout, False)
 
 

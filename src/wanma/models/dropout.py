@@ -149,7 +149,8 @@ def replace_dropout(model: nn.Module) -> int:
 def unkeyed_randomness(model: nn.Module) -> list[str]:
     """Names of modules that draw from torch's generator while training, which no layout can repeat.
 
-    Found are torch's own modules; calls of `F.dropout` inside a user's forward cannot be seen from outside.
+    Found are torch's own modules and transformers' attention; other calls of `F.dropout` inside a user's
+    forward cannot be seen from outside.
     """
     drawing = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     found = []
@@ -161,9 +162,17 @@ def unkeyed_randomness(model: nn.Module) -> list[str]:
             probability = module.dropout
         elif isinstance(module, nn.RReLU):
             probability = 1.0
+        elif type(module).__module__.startswith("transformers."):
+            probability = _of_transformers_attention(module)
         if probability > 0:
             found.append(name or type(module).__name__)
     return found
+
+
+def _of_transformers_attention(module: nn.Module) -> float:
+    """It draws by itself, with the probability of an attribute or of a module that it never calls."""
+    given = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout"))
+    return max(float(getattr(value, "p", value) or 0.0) for value in given)
 
 
 _REPLACED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -1,6 +1,8 @@
 """Causal models of `transformers` as wanma sees a decoder: tokens, documents and positions to logits.
 
-    spec = huggingface_spec(section, vocabulary, sequence_length)
+    config = huggingface_config(read_config(section), vocabulary, sequence_length)
+    with torch.device("meta"):
+        model = build_huggingface(config)
 
 A model is built from its config alone, on the meta device; nothing is downloaded and no code from
 elsewhere is run. It stays transformers' own, parameter names included, but for what
@@ -16,12 +18,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections import ModelSection
 from wanma.models.attention import AttentionMask
-from wanma.models.huggingface_config import read_config
 from wanma.models.huggingface_layout import Plans, layout_of, plans_of
 from wanma.models.huggingface_parts import ATTENTION, MASK, hand_on, no_positions, replace_parts
 from wanma.models.huggingface_published import HuggingFacePublished
@@ -31,22 +31,31 @@ from wanma.models.moe import Experts
 from wanma.models.routing import Router
 
 
-def huggingface_config(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> Any:
-    """The transformers config that `model.huggingface` and `model.arguments` describe.
+def huggingface_config(
+    given: dict[str, Any], vocabulary: int | None, sequence_length: int | None
+) -> PreTrainedConfig:
+    """The transformers config with the settings of `read_config`.
+
+    Args:
+        vocabulary: tokens that the tokenizer knows.
+        sequence_length: of the data.
 
     Raises:
         JobError: transformers do not know the family, or it has settings that would be ignored.
     """
-    given = read_config(section)
+    if given["model_type"] not in CONFIG_MAPPING:
+        raise JobError(
+            f"model.huggingface: transformers does not know model_type {given['model_type']!r}",
+            "is it of a newer family? pip install --upgrade transformers",
+        )
     try:
-        config = AutoConfig.for_model(**given)
+        config: PreTrainedConfig = CONFIG_MAPPING[given["model_type"]].from_dict(given)
     except Exception as error:  # whatever a config's own validation raises
         raise JobError(
-            f"model.huggingface = '{section.huggingface}': transformers cannot use it: {error}",
-            "is it of a newer family? pip install --upgrade transformers",
+            f"model.huggingface: transformers cannot use the config: {error}",
+            "mend the file, or replace the key in model.arguments",
         ) from error
     refuse_config(config, vocabulary, sequence_length)
-    config.name_or_path = str(section.huggingface)
     return config
 
 

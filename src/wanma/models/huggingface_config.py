@@ -6,12 +6,13 @@ a published model costs nothing.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, missing_extra
 from wanma.job.sections import ModelSection
 from wanma.models.presets import DecoderDimensions, reject_dimension_keys
 
@@ -19,15 +20,21 @@ FILE = "config.json"
 
 
 def read_config(section: ModelSection) -> dict[str, Any]:
-    """The config that `model.huggingface` names, with `model.arguments` in the place of its keys.
+    """The config that `model.huggingface` names, with `model.arguments` in the place of its keys; there
+    "null" is JSON's null.
 
     Raises:
         JobError: it is no local file, needs code from elsewhere, or has settings that would be ignored.
+        WanmaError: transformers is not installed.
     """
     assert section.huggingface is not None
+    if importlib.util.find_spec("transformers") is None:
+        raise missing_extra("transformers", "huggingface", "model.huggingface")
     reject_dimension_keys(section, "model.huggingface")
     config = read_config_file(Path(section.huggingface).expanduser(), "model.huggingface")
-    return {**config, **section.arguments}
+    # TOML has no null.
+    replaced = {key: None if value == "null" else value for key, value in section.arguments.items()}
+    return {**config, **replaced}
 
 
 def read_config_file(path: Path, key: str) -> dict[str, Any]:

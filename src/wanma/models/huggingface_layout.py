@@ -55,11 +55,17 @@ _ROLES: dict[str, TensorRole] = {
 }
 
 
+def blocks_of(model: nn.Module) -> str | None:
+    """Path of the repeated blocks, of which there may be only one."""
+    lists = (path for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return find_blocks(model) or next(lists, None)
+
+
 def plans_of(model: PreTrainedModel) -> Plans:
     """The published plans, or ours where there are none."""
     if model.config.model_type == "gpt2":
         return _GPT2
-    blocks, head = find_blocks(model), _head(model)
+    blocks, head = blocks_of(model), _head(model)
     order = [path for path in model._pp_plan or {} if path != head]  # in the order of the forward
     at = order.index(blocks) if blocks in order else 0
     return Plans(dict(model._tp_plan or {}), tuple(order[:at]), (*order[at + 1 :], head))
@@ -71,7 +77,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
     Without a published pipeline plan it has no first and last parts; with a style that has no role here
     nothing is split over `tp`.
     """
-    plans, config, blocks = plans_of(model), model.config, find_blocks(model)
+    plans, config, blocks = plans_of(model), model.config, blocks_of(model)
     assert blocks is not None
     tied = cast(dict[str, str], model._tied_weights_keys or {}) if config.tie_word_embeddings else {}
     cores = {_pattern(f"{path}.core", blocks) for path, _ in attentions(model)}

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wanma.job.errors import JobError
+from wanma.models.huggingface_layout import blocks_of
 from wanma.models.huggingface_parts import attentions
-from wanma.models.layout import find_blocks
 
 TESTED = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families that are trained in wanma's own tests."""
@@ -38,7 +38,12 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
         if is_drop and not (key in _AS_MODULES and config.model_type in TESTED) and key not in _UNUSED:
             _refuse(key, value, "its draws would depend on the rank", f"{key} = 0.0")
     if settings.get("router_jitter_noise"):
-        _refuse("router_jitter_noise", settings["router_jitter_noise"], "it draws by rank", "it = 0.0")
+        _refuse(
+            "router_jitter_noise",
+            settings["router_jitter_noise"],
+            "it draws by rank",
+            "router_jitter_noise = 0.0",
+        )
     if settings.get("output_router_logits"):
         _refuse(
             "output_router_logits",
@@ -54,11 +59,10 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
     if kinds:
         _refuse("layer_types", sorted(kinds), "wanma's attention sees the whole sequence", "another model")
     if window is not None and (sequence_length is None or sequence_length > window):
-        _refuse(
-            "sliding_window",
-            window,
-            f"attention sees all of the data's {sequence_length} tokens",
-            f"sliding_window = {{}}, or a data.sequence_length of at most {window}",
+        raise JobError(
+            f"model.huggingface: its config has sliding_window = {window}, but wanma's attention sees all of "
+            f"the data's {sequence_length} tokens",
+            f"set data.sequence_length to at most {window}, or model.arguments = {{sliding_window = 'null'}}",
         )
     _refuse_positions(config, sequence_length)
     if vocabulary is not None and config.vocab_size < vocabulary:
@@ -79,7 +83,7 @@ def refuse_model(model: PreTrainedModel) -> None:
     lacks = None
     if not model._supports_attention_backend:
         lacks = "its attention cannot be replaced (transformers' attention interface)"
-    elif find_blocks(model) is None:
+    elif blocks_of(model) is None:
         lacks = "it has no list of equal blocks"
     elif model.get_input_embeddings() is None or model.get_output_embeddings() is None:
         lacks = "its embedding or its head is not known"

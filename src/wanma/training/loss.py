@@ -20,8 +20,13 @@ UserLoss = Callable[[Any, Any], Tensor]
 """(model output, targets) -> one loss per target, leading dimension the batch's rows."""
 
 
-def classification_loss(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss of text and labelled images."""
+def classification_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of text and labelled images.
+
+    Args:
+        output: logits, or an object that has them, as the models of transformers give it.
+    """
+    logits = output if isinstance(output, Tensor) else output.logits
     return cross_entropy_sum(logits, batch.targets), (batch.targets != IGNORED).sum()
 
 
