@@ -1,0 +1,76 @@
+"""`wanma export`: a run's weights as transformers loads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from support.huggingface import write_config
+from support.ranks import Outcome, run_job
+from wanma.api.export import export
+from wanma.cli.main import main
+from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
+from wanma.job.sections import Job
+from wanma.job.write import to_toml
+
+
+def trained(folder: Path, model: dict[str, Any], **train: Any) -> Outcome:
+    """A short run, as `wanma train` leaves it."""
+    text = {
+        "model": model,
+        "data": {"text": [str(Path(json.__file__).parent)], "sequence_length": 16, "cache": str(folder)},
+        "train": {"steps": 2, "global_batch": 2, "learning_rate": 1e-2, "validation_samples": 2, **train},
+    }
+    outcome = run_job(folder / "runs" / "mine", text, Plan(micro_batch=2))
+    (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(text)))
+    return outcome
+
+
+def test_the_command_writes_what_transformers_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "tie_embeddings": True}
+    outcome = trained(tmp_path, {"family": "decoder", **sizes}, weight_average=0.5)
+    to = tmp_path / "out"
+    command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(to), "--precision", "bf16"]
+    assert main(command) == 0
+    assert "11 tensors, the averaged weights of step-00000002" in capsys.readouterr().out
+    with safe_open(to / "model.safetensors", framework="pt") as opened:
+        assert "lm_head.weight" not in opened.keys()  # noqa: SIM118  # no mapping
+    model = AutoModelForCausalLM.from_pretrained(to)
+    assert model.config.tie_word_embeddings
+    assert model.config.max_position_embeddings == 16
+    averaged = outcome.tensors()["average.embedding.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, averaged.to(torch.bfloat16))
+    assert main(command) == 2
+    assert f"{to} is there already" in capsys.readouterr().err
+
+
+def test_adapters_are_added_to_the_weights_that_they_adapt(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "config", "gpt2")
+    keys = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": ["*.c_attn.key"]}
+    outcome = trained(tmp_path, {"huggingface": str(folder), **keys})
+    export(RunDirectory(outcome.directory), tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    saved = outcome.tensors()
+    at = "model.transformer.h.0.attn.c_attn.key"
+    change = saved[f"{at}.lora_b"] @ saved[f"{at}.lora_a"] * 3.0
+    assert change.abs().max() > 0
+    fused = model.get_parameter("transformer.h.0.attn.c_attn.weight")
+    assert torch.allclose(fused[:, 32:64].T, saved[f"{at}.weight"] + change, atol=1e-6)
+
+
+def test_what_has_no_published_form_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"layers": 1, "hidden": 16, "heads": 2, "experts": 2, "experts_per_token": 1, "shared_experts": 1}
+    trained(tmp_path, {"family": "decoder", **keys, "balance": "none"})
+    command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(tmp_path / "out")]
+    assert main(command) == 1
+    assert "no published family that wanma knows has this decoder's architecture" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
