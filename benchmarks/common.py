@@ -385,11 +385,14 @@ def ensure_peers(options: argparse.Namespace) -> None:
 
 
 def clean_environment(venv: Path) -> dict[str, str]:
-    """The caller's environment without what would change a contender, with `venv` first on the path."""
+    """The caller's environment without what would change a contender, with `venv` first on the path.
+
+    wanma is that of this tree, also where `venv` was made for another one.
+    """
     dropped = ("OMP_", "MKL_", "KMP_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "THP_", "PYTHON", "TORCH", "WANMA_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return {
         **kept,
         "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
     }

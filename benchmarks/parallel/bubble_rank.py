@@ -1,6 +1,6 @@
 """One rank of wanma's own pipelined run, with a clock around the compute of torch's stages.
 
-Started by torchrun: `bubble_rank.py --job JOB --run FOLDER`; writes FOLDER/operations-RANK.json, a list of
+Started by torchrun: `bubble_rank.py --job JOB --folder FOLDER`; writes FOLDER/operations-RANK.json, a list of
 steps, and by rank 0 FOLDER/plan.json.
 """
 
@@ -31,14 +31,14 @@ from wanma.training.request import Request
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True)
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = load_job(options.job)
     plan = prepare_job(job, *first_layout(job)).plan
-    options.run.mkdir(exist_ok=True)
+    options.folder.mkdir(exist_ok=True)
     worker = Worker(
-        *(rank, rank, ranks, ranks, 0, 1, options.run),
+        *(rank, rank, ranks, ranks, 0, 1, options.folder),
         store_host=os.environ["MASTER_ADDR"],
         store_port=int(os.environ["MASTER_PORT"]),
     )
@@ -46,9 +46,9 @@ def main() -> None:
     recorder.attach()
     train(worker, Request(job, plan))
     steps = [[asdict(operation) for operation in step] for step in recorder.steps]
-    (options.run / f"operations-{rank}.json").write_text(json.dumps(steps))
+    (options.folder / f"operations-{rank}.json").write_text(json.dumps(steps))
     if rank == 0:
-        (options.run / "plan.json").write_text(json.dumps({"plan": plan.to_json()}))
+        (options.folder / "plan.json").write_text(json.dumps({"plan": plan.to_json()}))
     sys.stdout.flush()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -55,7 +55,7 @@ class Bubble:
     @property
     def command(self) -> Command:
         return torchrun(
-            self.setting, "benchmarks/parallel/bubble_rank.py", "--job", "job.toml", "--run", "run"
+            self.setting, "benchmarks/parallel/bubble_rank.py", "--job", "job.toml", "--folder", "run"
         )
 
 
@@ -96,8 +96,3 @@ def measure_bubble(pipeline: Bubble, venv: Path, folder: Path) -> dict[str, Any]
 
 def _middle(values: list[float]) -> float:
     return round(statistics.median(values), 4)
-
-
-def bubble_settings(pipeline: Bubble) -> dict[str, Any]:
-    """What the results file knows it by."""
-    return asdict(pipeline)

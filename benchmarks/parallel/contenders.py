@@ -160,7 +160,7 @@ def default_setting(axis: str, ranks: int, precision: str) -> Setting:
         steps=5 if precision == "fp32" else 9,
     )
     if what.experts:
-        return replace(setting, preset="gpt-moe-43m-12m", heads=0)
+        return replace(setting, preset="gpt-moe-43m", heads=0)
     if what.context:
         return replace(setting, sequence=2048, batch=1)
     return setting

@@ -136,11 +136,7 @@ def _name(setting: Setting | Bubble) -> str:
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     """The chosen comparisons; bf16 only where the recipe has it."""
-    given = {
-        field.name: value
-        for field in fields(Setting)
-        if (value := getattr(options, field.name, None)) is not None and not isinstance(value, list)
-    }
+    given = _given(options, Setting)
     if "preset" in given:
         given.setdefault("heads", 0)
     for ranks, precision, axis in itertools.product(options.ranks, options.precision, options.axis):
@@ -158,11 +154,17 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def bubbles(options: argparse.Namespace) -> Iterator[Bubble]:
-    """The chosen pipelines; ranks that hold two stages each need micro-batches for all of them."""
-    if "bubble" not in options.axis:
-        return
-    for ranks, schedule in itertools.product(options.ranks, options.schedule):
-        yield Bubble(schedule, ranks)
+    """The chosen pipelines."""
+    if "bubble" in options.axis:
+        given = _given(options, Bubble)
+        for ranks, schedule in itertools.product(options.ranks, options.schedule):
+            yield Bubble(schedule, ranks, **given)
+
+
+def _given(options: argparse.Namespace, kind: type[Setting] | type[Bubble]) -> dict[str, Any]:
+    """Fields of `kind` that an option of the same name replaces."""
+    values = {field.name: getattr(options, field.name, None) for field in fields(kind)}
+    return {name: value for name, value in values.items() if isinstance(value, (int, str))}
 
 
 def parse() -> argparse.Namespace:
@@ -173,7 +175,7 @@ def parse() -> argparse.Namespace:
     add("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32"], help="default: fp32")
     add("--cuts", choices=["own", "same"], default="own", help="stages of wanma: by cost, or as the recipe's")
     add("--schedule", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="of --axis bubble")
-    add("--preset", help="wanma's name of the model (default: gpt-17m, for ep gpt-moe-43m-12m)")
+    add("--preset", help="wanma's name of the model (default: gpt-17m, for ep gpt-moe-43m)")
     add("--heads", type=int, help="attention heads; 0: the preset's own")
     add("--vocabulary", type=int)
     add("--sequence", type=int, help="tokens per sample (default 256, for cp 2048)")
