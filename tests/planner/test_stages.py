@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from support.schedules import comes_to_an_end, fake_stages, step_time
+from support.schedules import comes_to_an_end, fake_stages, most_kept, step_time
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
@@ -21,7 +21,9 @@ from wanma.planner.stages import (
     VIRTUAL_STAGES,
     balanced_cuts,
     bubble_share,
+    fullest_share,
     planned_cuts,
+    stages_in_flight,
     wrong_cuts,
     wrong_micro_batches,
     wrong_stages,
@@ -199,3 +201,29 @@ def test_the_bubble_is_what_torchs_own_order_of_actions_costs(
 
 def test_the_bubble_of_1f1b_is_gpipes() -> None:
     assert bubble_share("1f1b", 4, 1, 8) == bubble_share("gpipe", 4, 1, 8) == 3 / 11
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedule=st.sampled_from([name for name in SCHEDULES if name != "1f1b"]),
+    pp=st.integers(2, 6),
+    virtual=st.integers(1, 3),
+    count=st.integers(1, 20),
+)
+def test_a_rank_keeps_the_activations_that_torchs_order_of_actions_keeps(
+    schedule: Schedule, pp: int, virtual: int, count: int
+) -> None:
+    virtual = virtual if schedule in INTERLEAVED else VIRTUAL_STAGES[schedule]
+    if wrong_micro_batches(schedule, pp, count) is None:
+        plan = Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
+        kept = most_kept(made(plan, count).pipeline_order)
+        assert stages_in_flight(schedule, pp, virtual, count) == kept
+
+
+def test_the_fullest_rank_is_the_one_whose_stages_together_have_most_blocks() -> None:
+    assert fullest_share(Plan(pp=4), 8) == 1 / 4
+    assert fullest_share(Plan(pp=2, stage_cuts=(6,)), 8) == 6 / 8
+    looped = Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, stage_cuts=(3, 4, 7))
+    assert fullest_share(looped, 8) == 6 / 8
+    v_shaped = Plan(pp=2, schedule="zbv", virtual_stages=2, stage_cuts=(3, 4, 7))
+    assert fullest_share(v_shaped, 8) == 4 / 8

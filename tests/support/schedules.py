@@ -91,6 +91,19 @@ def step_time(orders: Orders, plan: Plan) -> int:
     return max(clock.values())
 
 
+def most_kept(orders: Orders) -> int:
+    """Forwards of one stage whose activations the fullest rank keeps at once."""
+    most = 0
+    for actions in orders.values():
+        kept = 0
+        for action in actions:
+            for part in () if action is None else action.sub_actions or (action,):
+                kind = _KINDS.get(part.computation_type.name)
+                kept += (kind == "F") - (kind in ("B", "W"))
+                most = max(most, kept)
+    return most
+
+
 _PARTNERS = {"SEND_F": (0, 1), "RECV_F": (-1, 0), "SEND_B": (0, -1), "RECV_B": (1, 0)}
 """Offsets of the sending and the receiving stage from the action's own."""
 _KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}

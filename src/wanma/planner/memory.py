@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from wanma.job.forecast import Forecast, Layer, Workload
 from wanma.job.plan import UPDATED_TOGETHER, Plan
+from wanma.planner.stages import fullest_share, stages_in_flight
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -47,16 +48,18 @@ def forecast_memory(
     blocks, others = _units(workload)
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
-    # A pipeline's fullest stage has its share of the blocks, and the embedding or the head.
-    ends = [_parameters(others)] if plan.pp == 1 else [_parameters([layer]) for layer in others]
+    # A pipeline's fullest rank has most of the blocks, and the embedding or the head; or both of them.
+    together = plan.pp == 1 or plan.is_v_shaped
+    ends = [_parameters(others)] if together else [_parameters([layer]) for layer in others]
+    share = fullest_share(plan, sum(layer.count for layer in blocks))
     rest = max(ends, default=0) / plan.tp
     # Of experts a rank has those of its place on `ep`, and shares these with the ranks that have the same.
     spread = 1 - 1 / plan.ep
     block = (
         max((layer.parameters - spread * layer.expert_parameters for layer in blocks), default=0) / plan.tp
     )
-    experts = sum(layer.count * layer.expert_parameters for layer in blocks) / (plan.pp * plan.tp)
-    held = _parameters(blocks) / (plan.pp * plan.tp) - spread * experts + rest
+    experts = sum(layer.count * layer.expert_parameters for layer in blocks) * share / plan.tp
+    held = _parameters(blocks) * share / plan.tp - spread * experts + rest
     expert_shards = plan.expert_ranks[1]
     sharded = (held - experts / plan.ep) / plan.shard_ranks + experts / plan.ep / expert_shards
 
@@ -127,13 +130,15 @@ def _activations(workload: Workload, plan: Plan, micro_batches: int) -> _Activat
     if not blocks:
         blocks, others = others, []
     here = away = deepest = 0.0
+    share = fullest_share(plan, sum(layer.count for layer in blocks))
     for layer in blocks:
         every = layer.activation_elements_per_sample
         inputs = _known(layer.input_elements_per_sample, every * INPUT_SHARE)
         costly = _known(layer.costly_elements_per_sample, every * COSTLY_SHARE)
-        in_stage = max(round(layer.count / plan.pp), 1)
-        again = len(plan.recomputed(in_stage)) / in_stage * layer.count / plan.pp
-        kept = (layer.count / plan.pp - again) * every + again * inputs
+        held = layer.count * share
+        in_stage = max(round(held), 1)
+        again = len(plan.recomputed(in_stage)) / in_stage * held
+        kept = (held - again) * every + again * inputs
         by_operator = again * costly if plan.recompute == "selective" else 0.0
         if plan.offload_activations == "nothing":
             here += kept + by_operator
@@ -157,12 +162,11 @@ def _known(counted: float | None, typical: float) -> float:
     return typical if counted is None else counted
 
 
-def _in_flight(plan: Plan, micro_batches: int) -> int:
-    """Micro-batches whose activations the first stage holds at once: all under GPipe (Huang et al. 2019),
-    as many as stages under 1F1B (Narayanan et al. 2021, section 2.2.1)."""
+def _in_flight(plan: Plan, micro_batches: int) -> float:
+    """Micro-batches whose activations the fullest rank holds at once, of all its stages."""
     if plan.pp == 1:
-        return 1
-    return micro_batches if plan.schedule == "gpipe" else min(plan.pp, micro_batches)
+        return 1.0
+    return stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, micro_batches) / plan.virtual_stages
 
 
 def _units(workload: Workload) -> tuple[list[Layer], list[Layer]]:

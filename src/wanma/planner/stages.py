@@ -181,3 +181,31 @@ def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches
     """
     waits = (3 if schedule in ("gpipe", "1f1b", "interleaved_1f1b") else 1) * (pp - 1)
     return waits / (3 * virtual_stages * micro_batches + waits)
+
+
+def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> int:
+    """Forwards of one stage whose activations the fullest rank keeps at once.
+
+    All of them under GPipe (Huang et al. 2019), as many as stages under 1F1B (Narayanan et al. 2021,
+    section 2.2.1); the others by the warm-up of torch's own schedules. A schedule that takes a backward
+    apart keeps them until the weights' gradients are there.
+    """
+    everything = virtual_stages * micro_batches
+    in_round = micro_batches // max(micro_batches // pp, 1)
+    most = {
+        "gpipe": everything,
+        "1f1b": pp,
+        "interleaved_1f1b": (virtual_stages - 1) * in_round + 2 * pp - 1,
+        "interleaved_zero_bubble": (virtual_stages - 1) * in_round + pp,
+        "zbv": 2 * pp,
+        "dualpipev": 2 * pp + 1,
+    }
+    return min(most[schedule], everything)
+
+
+def fullest_share(plan: Plan, blocks: int) -> float:
+    """Share of a model's blocks that the rank with the most of them holds."""
+    if plan.pp == 1 or not plan.stage_cuts or blocks == 0:
+        return 1 / plan.pp
+    sizes = [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
+    return max(sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.pp)) / blocks
