@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,17 @@ def test_no_rank_computes_a_head_twice_where_grouped_attention_needs_it_once() -
     assert heads_seen(14, 2, 7, 3) == [0, 1]
     assert heads_seen(8, 2, 4, 2) == [1]
     assert heads_seen(6, 3, 2, 0) == [0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
+)
+def test_compiled_blocks_follow_the_same_curve(tmp_path: Path) -> None:
+    model = {**DECODER, "hidden": 32, "dropout": 0.1}
+    text = job(tmp_path, model, {}, precision="fp32", global_batch=4)
+    plan = Plan(tp=2, sequence=True, dp_shard=2, shard="parameters", micro_batch=2, compile=True)
+    one = one_process(tmp_path / "one", text, 4)
+    other = spread_over(tmp_path / "run", text, plan, seconds=280)
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert other.norms == pytest.approx(one.norms, rel=1e-4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -61,13 +62,49 @@ def whole_with_partial_gradient(parameter: DTensor) -> Tensor:
 def convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
     """From what the ranks hold as `source` to `target`; backward is the transpose.
 
-    Whole tensors are what split matrices are applied to: the gradient of a `Replicate` target is a
-    sum over the ranks.
+    Whole tensors that others were converted to are what split matrices take: their gradient is a sum over
+    the ranks. The gradient of a sum is whole.
+
+    Args:
+        source, target: `Shard` (evenly) or `Replicate` to `Replicate`, or `Partial` to either.
     """
-    placed = DTensor.from_local(x, mesh, [source], run_check=False)
-    gradient = Partial() if isinstance(target, Replicate) and not isinstance(source, Partial) else target
-    converted = placed.redistribute(placements=[target])
-    return converted.to_local(grad_placements=[gradient])
+    group = mesh.get_group()
+    converted: Tensor = _Convert.apply(x, source, target, group.size(), group.group_name)  # type: ignore[no-untyped-call]  # torch's
+    return converted
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
+        is_sum = isinstance(source, Partial)
+        from_gradient = Partial() if isinstance(target, Replicate) and not is_sum else target
+        to_gradient = Replicate() if is_sum else source
+        ctx.way_back = from_gradient, to_gradient, ranks, group
+        return _move(x, source, target, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _move(gradient, *ctx.way_back), None, None, None, None
+
+
+def _move(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
+    """Torch's functional collectives by their operators, which compile too."""
+    if source == target:
+        return x.view_as(x)
+    collectives = torch.ops._c10d_functional
+    moved: Tensor
+    if isinstance(source, Shard) and isinstance(target, Replicate):
+        gathered = collectives.all_gather_into_tensor(x.contiguous(), ranks, group)
+        by_rank = collectives.wait_tensor(gathered).unflatten(0, (ranks, x.shape[0]))
+        moved = by_rank.movedim(0, source.dim).flatten(source.dim, source.dim + 1)
+    elif isinstance(source, Partial) and isinstance(target, Replicate):
+        moved = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+    elif isinstance(source, Partial) and isinstance(target, Shard):
+        by_rank = x.unflatten(target.dim, (ranks, -1)).movedim(target.dim, 0).flatten(0, 1)
+        moved = collectives.wait_tensor(collectives.reduce_scatter_tensor(by_rank, "sum", ranks, group))
+    else:
+        raise ValueError(f"there is no way from {source} to {target}")
+    return moved
 
 
 def shard_of_last_dim(x: Tensor, mesh: DeviceMesh) -> DTensor:
