@@ -62,8 +62,11 @@ def _plan_table(job: Job, plan: Plan) -> Table:
         ("compile", "each block" if plan.compile else "no"),
     ]
     if plan.pp > 1:
-        cuts = ", ".join(map(str, plan.stage_cuts)) or "by parameters, once the model is built"
-        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stages} stages, cut before block {cuts}"))
+        cuts = "by parameters, once the model is built"
+        if plan.stage_cuts:
+            blocks = "blocks" if len(plan.stage_cuts) > 1 else "block"
+            cuts = f"before {blocks} {', '.join(map(str, plan.stage_cuts))}"
+        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stages} stages, cut {cuts}"))
     for name, value in rows:
         table.add_row(name, value)
     return table

@@ -54,7 +54,7 @@ class Ties:
             if len(gradients) == 2:
                 gradients[0].add_(gradients[1])
                 gradients[1].copy_(gradients[0])
-            elif gradients:
+            elif gradients and self.group is not None:
                 dist.all_reduce(gradients[0], group=self.group)
 
     @torch.no_grad()
