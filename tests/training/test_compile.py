@@ -29,8 +29,13 @@ DECODER: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(micro_batch=2, compile=True), Plan(dp_shard=2, shard="parameters", micro_batch=2, compile=True)],
-    ids=["1 rank", "2 ranks ZeRO 3"],
+    [
+        Plan(micro_batch=2, compile=True),
+        Plan(dp_shard=2, shard="parameters", micro_batch=2, compile=True),
+        Plan(dp_shard=2, shard="parameters", micro_batch=2, compile=True, recompute="full"),
+        Plan(dp_shard=2, shard="gradients", micro_batch=2, compile=True, recompute="selective"),
+    ],
+    ids=["1 rank", "2 ranks ZeRO 3", "2 ranks ZeRO 3, recomputing", "2 ranks ZeRO 2, selective"],
 )
 def test_compiled_blocks_follow_the_same_curve(plan: Plan, tmp_path: Path) -> None:
     job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}

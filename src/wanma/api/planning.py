@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from wanma.data.open import prepare
@@ -12,7 +13,7 @@ from wanma.hardware.compiler import NO_COMPILER, cpp_compiler
 from wanma.hardware.cpu_peak import stored_cpu_peak
 from wanma.hardware.discover import discover
 from wanma.job.cluster import Cluster
-from wanma.job.errors import EXIT_USAGE, WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
@@ -53,11 +54,16 @@ def first_layout(job: Job) -> tuple[Cluster, Plan]:
     """The machines, and the part of the plan that is known without the model.
 
     A CPU without a C++ compiler cannot compile: the plan then says so, and `notes` tells the user.
+
+    Raises:
+        JobError, WanmaError: what the job asks cannot be done here.
     """
     cluster = discover()
     plan = layout(job, cluster)
     if plan.compile and plan.device == "cpu" and cpp_compiler() is None:
         plan = replace(plan, compile=False)
+    if plan.fp8 and find_spec("torchao") is None:
+        raise missing_extra("torchao", "fp8", "train.fp8")
     return cluster, plan
 
 

@@ -20,6 +20,7 @@ from wanma.models.statistics import NotesStatistics, couples_samples, noting_mod
 from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
+from wanma.parallel.low_precision import compute_in_fp8
 from wanma.parallel.materialize import allocate, draw
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_activations, offload_parameters, parameters_device
@@ -131,6 +132,8 @@ def _apply(
     part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch, scratch: Scratch | None
 ) -> Sharded:
     """Split one stage, in the order in which the splits can see through each other."""
+    if plan.fp8:
+        compute_in_fp8(_blocks(part, spec.layout), plan)
     if plan.ep > 1 or (spec.layout is not None and spec.layout.experts is not None):
         split_experts(part, spec.require_layout("parallel.ep"), grid)
     if plan.tp > 1:
