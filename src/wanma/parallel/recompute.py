@@ -23,7 +23,8 @@ from torch.utils.checkpoint import (
 
 from wanma.job.plan import Plan
 from wanma.models.costly import Costly
-from wanma.models.dropout import KeyedDropout, recompute_context
+from wanma.models.dropout import recompute_context
+from wanma.models.samples import SampleAware
 from wanma.parallel.ring import OPERATOR as RING_ATTENTION
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -54,8 +55,8 @@ def _recomputing(forward: Callable[..., Any], contexts: Callable[[], _Contexts])
 
 
 def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts]:
-    """What `checkpoint` asks for at every run: with the dropout of the first run in the second."""
-    if not keeps_some and not any(isinstance(module, KeyedDropout) for module in block.modules()):
+    """What `checkpoint` asks for at every run: what the first run was told of its samples, in the second."""
+    if not keeps_some and not any(isinstance(module, SampleAware) for module in block.modules()):
         return noop_context_fn
     keyed = recompute_context(block)
 
