@@ -107,10 +107,9 @@ def same_run(one: Outcome, other: Outcome, text: dict[str, Any]) -> None:
         change = (expected[f"model.{name}"] - initial).norm()
         assert change > 0, name
         assert (got[f"model.{name}"] - expected[f"model.{name}"]).norm() / change < 1e-9, name
-    for name, bias in expected.items():
-        if name.endswith("routing.bias"):
-            assert bias.abs().max() > 0, name
-            assert torch.equal(got[name], bias), name
+    biases = [name for name in expected if name.endswith("routing.bias")]
+    assert all(torch.equal(got[name], expected[name]) for name in biases)
+    assert not biases or any(bool(expected[name].any()) for name in biases)
 
 
 EXPERT_PLANS = {
@@ -195,3 +194,29 @@ def test_experts_under_the_other_axes_follow_one_process(
     name: str, model: str, tmp_path: Path, compare: Any
 ) -> None:
     compare(tmp_path, model, OTHER_PLANS[name])
+
+
+def test_experts_train_in_low_precision_too(tmp_path: Path, compare: Any) -> None:
+    """Rounding may send a token elsewhere: the curves are near each other, not equal."""
+    shutil.copy(__file__, tmp_path / "text.py")
+    text = job(tmp_path, BIAS, precision="bf16")
+    one = one_process(tmp_path / "one", text, SAMPLES)
+    other = spread_over(tmp_path / "other", text, EXPERT_PLANS["ep 2 × tp 2, sequence"])
+    assert other.losses == pytest.approx(one.losses, rel=2e-3)
+    assert other.norms == pytest.approx(one.norms, rel=5e-2)
+
+
+RESHARDED = [
+    (EXPERT_PLANS["ep 2, ZeRO 3"], Plan(micro_batch=6)),
+    (Plan(micro_batch=6), EXPERT_PLANS["4 ranks, ep beyond the shards"]),
+    (EXPERT_PLANS["ep 2 × tp 2"], EXPERT_PLANS["ep 2 × pp 2"]),
+    (EXPERT_PLANS["4 ranks, ep 2, ZeRO 3"], OTHER_PLANS["tp 2, sequence, ZeRO 3"]),
+]
+
+
+@pytest.mark.parametrize(("first", "then"), RESHARDED, ids=str)
+def test_a_run_carries_on_under_another_layout(first: Plan, then: Plan, tmp_path: Path, compare: Any) -> None:
+    """Weights, optimizer state and biases of experts, from one layout's boxes to another's."""
+    run = tmp_path / "run"
+    compare(run, "bias", first, steps=1, schedule="constant")
+    compare(run, "bias", then, schedule="constant")

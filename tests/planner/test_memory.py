@@ -75,6 +75,44 @@ def test_forecast_state_is_what_a_rank_holds(plan: Plan, precision: Precision, t
     assert forecast.gradients_bytes - largest <= measured["gradients"]
 
 
+EXPERTS = {"experts": 4, "shared_experts": 1, "expert_feed_forward": 96, "dense_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp_replicate=2, ep=2, micro_batch=2),
+        Plan(dp_shard=2, ep=2, shard="gradients", micro_batch=2),
+        Plan(dp_shard=2, ep=2, shard="parameters", micro_batch=2),
+        Plan(dp_shard=2, shard="parameters", micro_batch=2),
+    ],
+    ids=str,
+)
+def test_forecast_state_of_experts_is_what_a_rank_of_ep_holds(plan: Plan, tmp_path: Path) -> None:
+    measured = run_ranks(measure_rank, 2, (job(tmp_path, "fp32", **EXPERTS), plan))[0]
+    forecast = forecast_memory(workload(**EXPERTS), plan, "adamw", micro_batches=2)
+    assert forecast.parameters_bytes == pytest.approx(measured["parameters"], rel=0.02)
+    assert forecast.optimizer_bytes == pytest.approx(measured["optimizer"], rel=0.02)
+    assert measured["gradients"] <= forecast.gradients_bytes * 1.02
+
+
+def test_deepseek_v3_on_2048_gpus_holds_a_64th_of_its_experts_by_hand() -> None:
+    section = ModelSection(preset="deepseek-v3")
+    model = section_workload(section, vocabulary=None, sequence_length=4096, image_shape=None, classes=None)
+    assert model is not None
+    dense, sparse = model.layers[1:3]
+    assert (dense.count, sparse.count) == (3, 58)
+    assert sparse.expert_parameters == 256 * 3 * 7168 * 2048
+    plan = Plan(dp_shard=128, ep=64, pp=16, shard="optimizer", precision="bf16", device="cuda")
+    forecast = forecast_memory(model, plan, "adamw", micro_batches=16)
+    experts = 58 * sparse.expert_parameters / 16
+    others = (58 * (sparse.parameters - sparse.expert_parameters) + 3 * dense.parameters) / 16
+    others += 129280 * 7168 + 7168  # the head, in the last stage
+    shard = others / 128 + experts / 64 / 2
+    assert forecast.optimizer_bytes == pytest.approx(shard * 8, rel=1e-6)
+    assert forecast.parameters_bytes == pytest.approx(shard * 4 + (others + experts / 64) * 2, rel=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("heads", [{}, {"kv_heads": 2}], ids=["heads", "grouped heads"])
 def test_forecast_activations_are_what_autograd_keeps(

@@ -214,7 +214,8 @@ class Routing(SampleAware):
                 "make every rank's micro-batch a multiple of model.balance_group "
                 "(parallel.micro_batch, train.global_batch), or change model.balance_group",
             )
-        return rows.unflatten(0, (-1, group))
+        grouped: Tensor = rows.unflatten(0, (-1, group))
+        return grouped
 
     def _within_capacity(self, chosen: Tensor) -> Tensor:
         """The choices with those beyond an expert's capacity replaced by none."""

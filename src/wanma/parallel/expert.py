@@ -40,15 +40,14 @@ def split_experts(model: nn.Module, layout: Layout, grid: Grid) -> None:
             f"parallel.ep = {plan.ep}: {type(model).__name__} has no experts",
             "set parallel.ep = 1, or give the model some (model.experts)",
         )
-    for module in experts:
+    for module in experts if plan.ep * plan.tp > 1 else []:
         if not isinstance(module, Experts):
             raise JobError(
                 f"parallel.ep = {plan.ep}, parallel.tp = {plan.tp}: experts of type {type(module).__name__} "
                 "cannot be split",
                 "set both to 1",
             )
-        if plan.ep * plan.tp > 1:
-            _split(module, grid)
+        _split(module, grid)
     if plan.sequence or plan.cp > 1:
         for router in (module for module in model.modules() if isinstance(module, Routing)):
             router.parts = SplitSamples(grid)

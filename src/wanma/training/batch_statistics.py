@@ -36,7 +36,7 @@ def commit_statistics(model: Parallel, grid: Grid, applied: bool) -> dict[str, T
     zeros = torch.zeros((), dtype=torch.float64, device=grid.device)
     packed = torch.cat(
         [
-            torch.cat([part.flatten().double() for part in taken[name]])
+            torch.cat([part.flatten().to(zeros) for part in taken[name]])
             if name in here
             else zeros.expand(module.statistics_elements)
             for name, module in model.noting.items()
