@@ -109,7 +109,12 @@ def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
 
     torchtitan 0.2.2, distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part: what does not divide
     goes to the first stages.
+
+    Raises:
+        ValueError: as torchtitan: there are too many stages.
     """
+    if stages > layers + 2:
+        raise ValueError(f"{layers} blocks cannot be cut into {stages} stages")
     each, extra = divmod(layers + 2, stages)
     sizes = [each + (stage < extra) for stage in range(stages)]
     sizes[0] -= 1  # the embedding

@@ -14,6 +14,8 @@ from benchmarks.train.report import LOSS_LIMITS, loss_difference, ratios
 
 GOAL = 0.97
 """Of the ratio's interval."""
+PAIRS = 7
+"""Fewer say nothing about the goal."""
 
 Piece = dict[str, Any]
 
@@ -171,7 +173,7 @@ def _model(piece: Piece) -> str:
 
 
 def _middle(piece: Piece, who: str) -> float:
-    return statistics.median(taken[who]["tokens_per_second"] for taken in undisturbed(piece))
+    return float(statistics.median(taken[who]["tokens_per_second"] for taken in undisturbed(piece)))
 
 
 def _speeds(piece: Piece) -> list[str]:
@@ -179,8 +181,11 @@ def _speeds(piece: Piece) -> list[str]:
 
 
 def _ratio(piece: Piece) -> list[str]:
-    found = estimate(ratios(piece))
-    return [str(found), "yes" if found.low >= GOAL else "no", _pairs(piece)]
+    values = ratios(piece)
+    found = estimate(values)
+    is_met = found.low >= GOAL and _is_same_training(piece)
+    verdict = "too few pairs" if len(values) < PAIRS else "yes" if is_met else "no"
+    return [str(found), verdict, _pairs(piece)]
 
 
 def _pairs(piece: Piece) -> str:
@@ -188,10 +193,12 @@ def _pairs(piece: Piece) -> str:
     return f"{count}" + (f" ({dropped} disturbed)" if dropped else "")
 
 
+def _is_same_training(piece: Piece) -> bool:
+    return loss_difference(piece) <= LOSS_LIMITS[piece["settings"]["precision"]]
+
+
 def _stated_difference(piece: Piece) -> str:
-    difference = loss_difference(piece)
-    limit = LOSS_LIMITS[piece["settings"]["precision"]]
-    return f"{difference:.1e}" + ("" if difference <= limit else " NOT THE SAME TRAINING")
+    return f"{loss_difference(piece):.1e}" + ("" if _is_same_training(piece) else " NOT THE SAME TRAINING")
 
 
 def _describe(piece: Piece) -> str:

@@ -58,7 +58,8 @@ def run(options: argparse.Namespace) -> None:
     results = Results(options.results)
     deadline = time.monotonic() + options.minutes * 60
     environment = describe_environment(options.venv)
-    for setting in [*settings(options), *bubbles(options)]:
+    chosen: list[Setting | Bubble] = [*settings(options), *bubbles(options)]
+    for setting in chosen:
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
         piece["job"] = setting.job()

@@ -38,6 +38,11 @@ def test_cuts_by_count_are_torchtitans(layers, stages, cuts):
     assert module("axes").even_cuts(layers, stages) == cuts
 
 
+def test_more_stages_than_blocks_and_ends_are_refused():
+    with pytest.raises(ValueError, match="4 blocks cannot be cut into 8 stages"):
+        module("axes").even_cuts(4, 8)
+
+
 def test_every_axis_has_a_job_that_says_its_layout(tmp_path):
     contenders, axes = module("contenders"), module("axes").AXES
     seen = {}
@@ -259,6 +264,8 @@ def test_the_report_says_which_axes_meet_the_goal_and_which_are_not_the_same_tra
     assert "| replicas | `gpt-17m`, 8 heads | 980 | 1,000 | 0.98 (0.98–0.98) | yes | 7 | 0.0e+00 |" in text
     assert "0.90 (0.90–0.90) | no | 7 | 2.0e-02 NOT THE SAME TRAINING |" in text
     assert "apply_ddp" in text
+    del pieces[0]["pairs"][6:]
+    assert "| 0.98 (0.98–0.98) | too few pairs | 6 |" in module("report").report(pieces)
 
 
 def test_the_report_sets_context_parallel_beside_its_theory_and_bubbles_beside_theirs():

@@ -47,7 +47,7 @@ def main() -> None:
         return loss_share(logits, targets, tokens)
 
     schedule: Any = kind(
-        stages[0] if is_single else stages,  # type: ignore[arg-type]  # by kind
+        stages[0] if is_single else stages,
         n_microbatches=work.batch // work.parallel.micro_batch,
         loss_fn=loss_of,
         scale_grads=False,
