@@ -163,6 +163,9 @@ def read_counting(worker: Worker, folder: Path, plan: Plan) -> tuple[int, int, i
     spec = model_spec(ModelSection(huggingface=str(folder / "config")), **sizes)
     with process_grid(worker, plan, 60.0) as grid:
         parallel = parallelize(spec, plan, grid, 1)
+        for part in parallel.parts:
+            part.initialize_parameter = None  # type: ignore[assignment]  # nothing is drawn to be replaced
+        parallel.initialize(published.published_names(parallel))
         read = published.start_from_published(parallel, folder / "published", worker)
         parts = [local_part(parameter) for _, parameter in parallel.named_parameters()]
     return read, peak, sum(part.numel() * 4 for part in parts)

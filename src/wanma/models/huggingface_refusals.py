@@ -30,6 +30,12 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
     Raises:
         JobError: names the config's key, and what to write into model.arguments.
     """
+    needed = ("vocab_size", "num_attention_heads", "num_hidden_layers", "hidden_size")
+    if lacks := [key for key in needed if not isinstance(getattr(config, key, None), int)]:
+        raise JobError(
+            f"model.huggingface: a config of {config.model_type} has no {lacks[0]}",
+            "name the config of a causal language model alone, without an encoder or images",
+        )
     settings = config.to_dict()
     for key, value in settings.items():
         is_drop = ("dropout" in key or "pdrop" in key) and isinstance(value, (int, float)) and value > 0

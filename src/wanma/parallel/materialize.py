@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import nn
 
@@ -24,12 +26,17 @@ def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) 
 
 
 @torch.no_grad()
-def draw(model: nn.Module, seed: int) -> None:
+def draw(model: nn.Module, seed: int, but: Container[str] = ()) -> None:
     """Draw this rank's part of every parameter's initial value.
 
     A value is a function of (seed, parameter name) alone; a rank draws the tiles that its box touches.
+
+    Args:
+        but: names of parameters that something else fills.
     """
     for name, parameter in model.named_parameters():
+        if name in but:
+            continue
         box = local_box(name, parameter)
         assert box is not None  # parameters lie on this rank's own mesh
         part = initial_part(model, name, parameter.shape, box.offset, box.shape, parameter.dtype, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -55,11 +55,15 @@ class Parallel:
     scratch: Scratch | None = None
     """Where what the plan offloads to disk goes."""
 
-    def initialize(self) -> None:
-        """Give the parameters their initial values, where no checkpoint does."""
+    def initialize(self, but: Container[str] = ()) -> None:
+        """Give the parameters their initial values, where no checkpoint does.
+
+        Args:
+            but: names of those that are about to be filled otherwise.
+        """
         if self.seed is not None:
             for part in self.parts:
-                draw(part, self.seed)
+                draw(part, self.seed, but)
         self.ties.copy_first(dict(self.named_parameters()))
 
     @property

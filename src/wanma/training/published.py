@@ -48,6 +48,17 @@ def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> in
         return weights.bytes_read
 
 
+def published_names(parallel: Parallel) -> set[str]:
+    """Parameters here that a published checkpoint fills, and that need no initial value before."""
+    return {
+        name
+        for part in parallel.parts
+        if hasattr(part, "published")
+        for name, parameter in part.named_parameters()
+        if cast(Published, part).published(name, tuple(parameter.shape))
+    }
+
+
 @dataclass
 class _Comparison:
     """One stage's parameters beside the tensors of the files."""

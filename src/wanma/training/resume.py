@@ -17,7 +17,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
-from wanma.training.published import start_from_published
+from wanma.training.published import published_names, start_from_published
 from wanma.training.state import TrainingState, restore_random_state
 
 _NAMED = 5
@@ -42,13 +42,14 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     path = _newest(folder, worker, messages) if choice.resume else None
+    start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     if path is None:
-        state.begin()
+        state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())
     if path is not None:
         notes = _carry_on(state, path, job.train, plan, worker, data_fingerprint)
         messages += [f"carrying on from step {state.step} ({path.name})", *notes]
-    elif choice.start_from is not None:
-        notes = _start_from(state, Path(choice.start_from).expanduser(), plan, worker)
+    elif start is not None:
+        notes = _start_from(state, start, plan, worker)
         messages += [f"weights from {choice.start_from}", *notes]
     if not choice.resume:
         _set_aside(folder, worker, messages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,13 @@ class TrainingState:
     best_loss: float | None = None
     """Lowest validation loss so far."""
 
-    def begin(self) -> None:
-        """Initial weights: of a run that takes up no checkpoint."""
-        self.parallel.initialize()
+    def begin(self, but: Container[str] = ()) -> None:
+        """Initial weights: of a run that takes up no checkpoint.
+
+        Args:
+            but: parameters that the job's own start fills.
+        """
+        self.parallel.initialize(but)
         if self.average is not None:
             self.average.restart()
 
