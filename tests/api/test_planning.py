@@ -32,9 +32,9 @@ def test_fp8_without_torchao_is_refused_before_anything_starts(monkeypatch: pyte
     gpu = Device("cuda", "H100", 80 << 30, {"fp8": 1979e12})
     monkeypatch.setattr(planning, "discover", lambda: Cluster((Node("box", 8, 64 << 30, (gpu,)),)))
     job = job_from({"model": {"preset": "gpt-1m"}, "train": {"fp8": True, "precision": "bf16"}})
-    monkeypatch.setattr(planning, "find_spec", lambda name: None)
+    monkeypatch.setattr(planning, "find_spec", lambda _: None)
     with pytest.raises(WanmaError, match=r"train\.fp8 needs the package `torchao`") as refusal:
         first_layout(job)
     assert refusal.value.exit_code == 2
-    monkeypatch.setattr(planning, "find_spec", lambda name: object())
+    monkeypatch.setattr(planning, "find_spec", lambda _: object())
     assert first_layout(job)[1].approximate == ("fp8",)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -210,3 +212,23 @@ def test_a_forward_that_looks_at_values_is_told_so() -> None:
 
     with pytest.raises(WanmaError, match=r"cannot measure Looks[\s\S]*must not depend on the values"):
         module_workload(Looks(), (torch.zeros(2, 2),))
+
+
+def test_adapters_are_all_that_is_trained() -> None:
+    size: dict[str, Any] = {
+        "vocabulary": None,
+        "sequence_length": 64,
+        "image_shape": None,
+        "classes": None,
+    }
+    section = ModelSection(preset="gpt-1m", vocabulary=320)
+    plain = section_workload(section, **size)
+    adapted = section_workload(section.model_copy(update={"lora_rank": 4}), **size)
+    assert plain is not None
+    assert adapted is not None
+    # Four matrices of 128 × 128 in each of four blocks, each with 4 × 128 on either side.
+    adapters = 4 * 4 * 2 * 4 * 128
+    assert adapted.parameters == plain.parameters + adapters
+    assert adapted.trained_share == pytest.approx(adapters / adapted.parameters)
+    assert plain.trained_share == 1.0
+    assert 2 / 3 < adapted.flops_per_sample / plain.flops_per_sample < 0.7  # no gradients of frozen weights

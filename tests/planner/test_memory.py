@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.measure import kept_activations, measure_rank
 from support.ranks import run_ranks
 from wanma.job.forecast import Layer, Workload
-from wanma.job.plan import Plan
+from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import ModelSection, Precision, Recompute, Shard
 from wanma.models.workload import section_workload
 from wanma.planner.memory import forecast_memory
@@ -177,6 +177,35 @@ def test_optimizer_state_follows_the_update_rule(optimizer: str, elements: float
     assert forecast_memory(BILLION, Plan(), optimizer).optimizer_bytes == 4 * elements
     averaged = forecast_memory(BILLION, Plan(), optimizer, weight_average=True)
     assert averaged.optimizer_bytes == 4 * (elements + 1.2e9)
+
+
+def test_what_is_not_trained_has_neither_gradients_nor_state() -> None:
+    frozen = Workload(
+        tuple(replace(layer, trained_parameters=layer.parameters // 100) for layer in BILLION.layers), 1024
+    )
+    forecast, whole = forecast_memory(frozen, Plan(), "adamw"), forecast_memory(BILLION, Plan(), "adamw")
+    assert forecast.parameters_bytes == whole.parameters_bytes
+    assert forecast.gradients_bytes == whole.gradients_bytes // 100
+    assert forecast.optimizer_bytes == whole.optimizer_bytes // 100
+
+
+def test_what_waits_elsewhere_by_hand() -> None:
+    plan = Plan(dp_shard=8, shard="parameters", precision="bf16", device="cuda", micro_batch=2)
+    here = forecast_memory(BILLION, plan, "adamw")
+    shard = 1_200_000_000 // 8
+    parameters = forecast_memory(BILLION, replace(plan, offload_parameters="host"), "adamw")
+    # On the host are the shards, their gradients and their state, for the update runs there.
+    assert parameters.host_bytes == shard * 4 * (1 + 1 + 2)
+    assert here.memory_bytes - parameters.memory_bytes == parameters.host_bytes
+    optimizer = forecast_memory(BILLION, replace(plan, offload_optimizer="host"), "adamw")
+    assert optimizer.host_bytes == 2 * shard * 4
+    assert optimizer.optimizer_bytes == 2 * 4 * UPDATED_TOGETHER  # is here at a time
+    activations = forecast_memory(BILLION, replace(plan, offload_activations="disk"), "adamw")
+    assert activations.disk_bytes == here.activations_bytes
+    assert activations.activations_bytes == 2 * 1_000_000 * 2 * 2  # of two blocks: one computes, one comes
+    alone = forecast_memory(BILLION, Plan(offload_parameters="disk"), "sgd")
+    assert alone.disk_bytes == 1_200_000_000 * 4
+    assert alone.parameters_bytes == (200_000_000 + 50_000_000) * 4  # gathered block by block
 
 
 def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:

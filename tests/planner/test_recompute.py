@@ -76,6 +76,12 @@ def test_a_stage_of_a_pipeline_has_fewer_blocks_to_choose_from() -> None:
     assert reason == "recompute full of 1 of 2 blocks: the least that fits"
 
 
+def test_a_schedule_that_takes_backward_apart_recomputes_nothing() -> None:
+    plan, reason = least_recompute(Plan(pp=2, schedule="zbv", virtual_stages=2), MODEL, lambda _: False)
+    assert plan.recompute == "none"
+    assert "schedule zbv" in reason
+
+
 def test_what_does_not_fit_with_everything_recomputed_is_refused() -> None:
     with pytest.raises(JobError, match="the plan does not fit"):
         on(0.2)

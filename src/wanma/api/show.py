@@ -58,9 +58,13 @@ def _plan_table(job: Job, plan: Plan) -> Table:
             "micro-batches",
             f"{plan.accumulation(batch)} per step, of at most {plan.micro_batch} samples per rank",
         ),
-        ("recompute", plan.recompute),
+        ("recompute", _recompute(plan)),
         ("compile", "each block" if plan.compile else "no"),
     ]
+    if offloaded := _offloaded(plan):
+        rows.append(("offloaded", offloaded))
+    if plan.approximate:
+        rows.append(("approximate", ", ".join(plan.approximate)))
     if plan.pp > 1:
         cuts = "by parameters, once the model is built"
         if plan.stage_cuts:
@@ -72,6 +76,17 @@ def _plan_table(job: Job, plan: Plan) -> Table:
     return table
 
 
+def _recompute(plan: Plan) -> str:
+    share = "" if plan.recompute_share == 1 else f", {plan.recompute_share:.0%} of the blocks"
+    return f"{plan.recompute}{share}"
+
+
+def _offloaded(plan: Plan) -> str:
+    kinds = ("parameters", "optimizer", "activations")
+    places = {kind: getattr(plan, f"offload_{kind}") for kind in kinds}
+    return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "nothing")
+
+
 def _memory_table(forecast: Forecast) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column()
@@ -80,6 +95,9 @@ def _memory_table(forecast: Forecast) -> Table:
         if size := getattr(forecast, f"{kind}_bytes"):
             table.add_row(kind, bytes_text(size))
     table.add_row(Text("in all", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
+    for place in ("host", "disk"):
+        if size := getattr(forecast, f"{place}_bytes"):
+            table.add_row(f"waiting on {place}", bytes_text(size))
     return table
 
 

@@ -26,8 +26,17 @@ class Layer:
     """Of the parameters, those of routed experts, which `ep` spreads."""
     idle_parameters: int = 0
     """Of them, those of experts that a token is not sent to."""
+    trained_parameters: int | None = None
+    """Of the parameters, those that are trained; None: all."""
     is_block: bool = False
     """One of the model's repeated blocks, also where it is the only one of its kind."""
+
+    @property
+    def trained_share(self) -> float:
+        """Of the parameters, those that are trained; one where there are none."""
+        if self.trained_parameters is None or not self.parameters:
+            return 1.0
+        return self.trained_parameters / self.parameters
 
 
 @dataclass(frozen=True)
@@ -48,9 +57,19 @@ class Workload:
         return self.parameters - sum(layer.count * layer.idle_parameters for layer in self.layers)
 
     @property
+    def trained_share(self) -> float:
+        """Of the parameters, those that are trained."""
+        trained = (layer.count * layer.parameters * layer.trained_share for layer in self.layers)
+        return sum(trained) / max(self.parameters, 1)
+
+    @property
     def flops_per_sample(self) -> float:
-        """Forward and backward, without recompute: what MFU counts."""
-        return 3 * sum(layer.count * layer.flops_per_sample for layer in self.layers)
+        """Forward and backward, without recompute: what MFU counts.
+
+        Backward is a product for the gradient of a layer's input, and one for that of its weights, which
+        those that are not trained do without.
+        """
+        return sum(layer.count * layer.flops_per_sample * (2 + layer.trained_share) for layer in self.layers)
 
 
 @dataclass(frozen=True)

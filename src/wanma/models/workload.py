@@ -7,6 +7,7 @@ but no storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast import Layer, Workload
@@ -35,6 +36,16 @@ def section_workload(
     Raises:
         JobError: as `model_spec`.
     """
+    if section.lora_rank > 0:
+        plain = section.model_copy(update={"lora_rank": 0})
+        found = section_workload(
+            plain,
+            vocabulary=vocabulary,
+            sequence_length=sequence_length,
+            image_shape=image_shape,
+            classes=classes,
+        )
+        return found if found is None else _with_adapters(found, section, vocabulary, image_shape, classes)
     kind = model_kind(section)
     if kind == "custom":
         return None
@@ -152,6 +163,37 @@ def module_workload(
     from wanma.models.measure import measure
 
     return Workload(measure(module, example_inputs, opened), targets_per_sample)
+
+
+def _with_adapters(
+    plain: Workload,
+    section: ModelSection,
+    vocabulary: int | None,
+    image_shape: tuple[int, int, int] | None,
+    classes: int | None,
+) -> Workload:
+    """`plain`, whose parameters are frozen, and adapters beside them, as many in each of its blocks."""
+    import torch
+
+    from wanma.models.build import model_spec
+    from wanma.models.lora import is_adapter
+
+    spec = model_spec(
+        section, vocabulary=vocabulary, sequence_length=None, image_shape=image_shape, classes=classes
+    )
+    with torch.device("meta"):
+        adapters = {n: p.numel() for n, p in spec.make().named_parameters() if is_adapter(n)}
+    path = spec.layout.blocks if spec.layout is not None else None
+    in_blocks = sum(size for name, size in adapters.items() if path and name.startswith(f"{path}."))
+    blocks = sum(layer.count for layer in plain.layers if layer.is_block or layer.count > 1)
+    others = sum(adapters.values()) - in_blocks
+    layers = []
+    for layer in plain.layers:
+        added = in_blocks // blocks if layer.is_block or layer.count > 1 else 0
+        if layer is plain.layers[-1]:
+            added += others // layer.count
+        layers.append(replace(layer, parameters=layer.parameters + added, trained_parameters=added))
+    return replace(plain, layers=tuple(layers))
 
 
 def _measured_huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int) -> Workload:

@@ -86,8 +86,10 @@ def forecast_memory(
     else:
         gradients = sharded * master + unit * (compute + master)
 
+    gradients *= workload.trained_share
     average = sharded * master * int(weight_average)
     state = master * _state_elements(optimizer, blocks, others) * sharded / max(workload.parameters, 1)
+    state *= workload.trained_share
 
     activations = _activations(workload, plan, micro_batches)
     elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
@@ -97,8 +99,9 @@ def forecast_memory(
         # Then the update runs on the host: what belongs to the shards is there.
         here = "host" if plan.offload_optimizer == "nothing" else plan.offload_optimizer
         elsewhere[here] += state
-        elsewhere["host"] += average + sharded * master
-        gradients, state, average = gradients - (0 if whole else sharded * master), 0.0, 0.0
+        of_shards = 0.0 if whole else sharded * master * workload.trained_share
+        elsewhere["host"] += average + sharded * master * workload.trained_share
+        gradients, state, average = gradients - of_shards, 0.0, 0.0
     elif plan.offload_optimizer != "nothing":
         elsewhere[plan.offload_optimizer] += state
         state = min(state, state / max(sharded, 1) * UPDATED_TOGETHER)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
+from wanma.planner.stages import SPLIT_BACKWARD
 
 SELECTIVE_COST = 0.5
 """What running a block again selectively costs, next to running all of it again: every second product."""
@@ -18,6 +19,8 @@ def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]
     Returns:
         the plan, and the reason in words.
     """
+    if plan.schedule in SPLIT_BACKWARD:
+        return plan, f"recompute none: schedule {plan.schedule} would run a block again for each gradient"
     blocks = sum(layer.count for layer in workload.layers if layer.count > 1 or layer.is_block)
     in_stage = max(-(-blocks // plan.stages), 1)
     options = [replace(plan, recompute="none", recompute_share=1.0)]
