@@ -17,7 +17,14 @@ from wanma.job.errors import WanmaError
 from wanma.models.build import ModelSpec, build_model
 from wanma.models.decoder import Decoder, decoder_layout
 from wanma.models.dropout import keyed_samples, recompute_context
-from wanma.models.moe import MixtureOfExperts, collect, positions_in, spread, weighted_swiglu
+from wanma.models.moe import (
+    GroupedFeedForward,
+    MixtureOfExperts,
+    collect,
+    positions_in,
+    spread,
+    weighted_swiglu,
+)
 from wanma.models.presets import DecoderDimensions
 from wanma.models.routing import Routing, set_loss_factor
 
@@ -255,6 +262,27 @@ def test_the_weighted_swiglu_has_the_gradient_of_its_formula() -> None:
     assert torch.autograd.gradcheck(weighted_swiglu, inputs)
     gate, up, weights = inputs
     torch.testing.assert_close(weighted_swiglu(gate, up, weights), F.silu(gate) * up * weights)
+
+
+@pytest.mark.gpu
+def test_a_gpus_grouped_products_are_those_of_each_expert() -> None:
+    generator = torch.Generator().manual_seed(2)
+    counts = torch.tensor([5, 0, 11, 3])
+    sizes: list[tuple[int, ...]] = [(19, 64), (19, 1), (4, 48, 64), (4, 48, 64), (4, 64, 48)]
+    exact = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    low = [
+        tensor.to("cuda", torch.float32 if number == 1 else torch.bfloat16).requires_grad_()
+        for number, tensor in enumerate(exact)
+    ]
+    wide = [tensor.detach().cpu().double().requires_grad_() for tensor in low]
+    rows, weights, *matrices = low
+    got = GroupedFeedForward()(rows, weights, counts.cuda(), *matrices)
+    expected = GroupedFeedForward()(wide[0], wide[1], counts, *wide[2:])
+    got.float().square().sum().backward()
+    expected.square().sum().backward()
+    pairs = [(got, expected), *((a.grad, b.grad) for a, b in zip(low, wide, strict=True))]
+    for a, b in pairs:
+        assert float((a.cpu().double() - b).norm() / b.norm()) < 2e-2
 
 
 # ------------------------------------------------------------------ the load, and the bias that follows it

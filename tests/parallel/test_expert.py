@@ -117,6 +117,7 @@ EXPERT_PLANS = {
     "ep 2, accumulating": Plan(dp_replicate=2, ep=2, micro_batch=1),
     "ep 2, ZeRO 3": Plan(dp_shard=2, ep=2, shard="parameters", micro_batch=2),
     "ep 2, ZeRO 3 recomputing": Plan(dp_shard=2, ep=2, shard="parameters", micro_batch=2, recompute="full"),
+    "ep 2, recomputing selectively": Plan(dp_replicate=2, ep=2, micro_batch=2, recompute="selective"),
     "4 ranks, ep 2, ZeRO 1": Plan(dp_shard=4, ep=2, shard="optimizer", micro_batch=1),
     "4 ranks, ep 2, ZeRO 2": Plan(dp_shard=4, ep=2, shard="gradients", micro_batch=1),
     "4 ranks, ep 2, ZeRO 3": Plan(dp_shard=4, ep=2, shard="parameters", micro_batch=1),
@@ -135,6 +136,7 @@ EXPERT_PLANS = {
 OTHER_PLANS = {
     "accumulating": Plan(micro_batch=2),
     "recomputing": Plan(micro_batch=2, recompute="full"),
+    "recomputing selectively": Plan(micro_batch=2, recompute="selective"),
     "2 replicas": Plan(dp_replicate=2, micro_batch=2),
     "4 ranks, ZeRO 3": Plan(dp_shard=4, shard="parameters", micro_batch=1),
     "tp 2": Plan(tp=2, micro_batch=3),
@@ -146,10 +148,46 @@ OTHER_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERT_PLANS)
-@pytest.mark.parametrize("model", ["bias", "loss"])
-def test_spread_experts_follow_one_process(name: str, model: str, tmp_path: Path, compare: Any) -> None:
-    compare(tmp_path, model, EXPERT_PLANS[name])
+def cases(plans: dict[str, Plan], models: list[str], quick: set[tuple[str, str]]) -> list[Any]:
+    """Every model under every plan; those that are not `quick` only where time is no matter."""
+    return [
+        pytest.param(
+            model,
+            plan,
+            id=f"{model}, {name}",
+            marks=() if (model, name) in quick else pytest.mark.slow,
+        )
+        for name, plan in plans.items()
+        for model in models
+    ]
+
+
+QUICK = {
+    ("loss", "ep 2, accumulating"),
+    ("bias", "ep 2, ZeRO 3 recomputing"),
+    ("bias", "4 ranks, ep 2, hybrid"),
+    ("loss", "4 ranks, ep beyond the shards"),
+    ("bias", "ep 2 × tp 2"),
+    ("loss", "ep 2 × tp 2, sequence"),
+    ("loss", "ep 2 × pp 2"),
+    ("bias", "ep over cp"),
+    ("loss", "recomputing"),
+    ("bias", "4 ranks, ZeRO 3"),
+    ("bias", "tp 2, sequence"),
+    ("loss", "cp 2 × tp 2, sequence"),
+}
+
+
+@pytest.mark.parametrize(("model", "plan"), cases(EXPERT_PLANS, ["bias", "loss"], QUICK))
+def test_spread_experts_follow_one_process(model: str, plan: Plan, tmp_path: Path, compare: Any) -> None:
+    compare(tmp_path, model, plan)
+
+
+@pytest.mark.parametrize(("model", "plan"), cases(OTHER_PLANS, ["bias", "loss"], QUICK))
+def test_experts_under_the_other_axes_follow_one_process(
+    model: str, plan: Plan, tmp_path: Path, compare: Any
+) -> None:
+    compare(tmp_path, model, plan)
 
 
 GROUPED_PLANS = {
@@ -161,16 +199,27 @@ GROUPED_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPED_PLANS)
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    cases(GROUPED_PLANS, ["groups"], {("groups", "ep 3"), ("groups", "cp 2 × tp 2, sequence")}),
+)
 def test_a_loss_and_capacity_over_several_samples_follow_one_process(
-    name: str, tmp_path: Path, compare: Any
+    model: str, plan: Plan, tmp_path: Path, compare: Any
 ) -> None:
-    compare(tmp_path, "groups", GROUPED_PLANS[name])
+    compare(tmp_path, model, plan)
 
 
-@pytest.mark.parametrize("name", ["ep 2 × tp 2, sequence", "ep over cp", "tp 2", "recomputing"])
-def test_latent_attention_follows_one_process(name: str, tmp_path: Path, compare: Any) -> None:
-    compare(tmp_path, "latent", {**EXPERT_PLANS, **OTHER_PLANS}[name])
+LATENT_PLANS = {
+    name: {**EXPERT_PLANS, **OTHER_PLANS}[name]
+    for name in ("ep 2 × tp 2, sequence", "ep over cp", "tp 2", "recomputing")
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), cases(LATENT_PLANS, ["latent"], {("latent", "ep 2 × tp 2, sequence")})
+)
+def test_latent_attention_follows_one_process(model: str, plan: Plan, tmp_path: Path, compare: Any) -> None:
+    compare(tmp_path, model, plan)
 
 
 SCHEDULES = {
@@ -182,18 +231,11 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("model", ["deep bias", "deep loss"])
-def test_every_schedule_counts_the_load_once(name: str, model: str, tmp_path: Path, compare: Any) -> None:
-    compare(tmp_path, model, SCHEDULES[name])
-
-
-@pytest.mark.parametrize("name", OTHER_PLANS)
-@pytest.mark.parametrize("model", ["bias", "loss"])
-def test_experts_under_the_other_axes_follow_one_process(
-    name: str, model: str, tmp_path: Path, compare: Any
-) -> None:
-    compare(tmp_path, model, OTHER_PLANS[name])
+@pytest.mark.parametrize(
+    ("model", "plan"), cases(SCHEDULES, ["deep bias", "deep loss"], {("deep bias", "zbv × ep 2")})
+)
+def test_every_schedule_counts_the_load_once(model: str, plan: Plan, tmp_path: Path, compare: Any) -> None:
+    compare(tmp_path, model, plan)
 
 
 def test_experts_train_in_low_precision_too(tmp_path: Path, compare: Any) -> None:
@@ -207,10 +249,14 @@ def test_experts_train_in_low_precision_too(tmp_path: Path, compare: Any) -> Non
 
 
 RESHARDED = [
-    (EXPERT_PLANS["ep 2, ZeRO 3"], Plan(micro_batch=6)),
     (Plan(micro_batch=6), EXPERT_PLANS["4 ranks, ep beyond the shards"]),
     (EXPERT_PLANS["ep 2 × tp 2"], EXPERT_PLANS["ep 2 × pp 2"]),
-    (EXPERT_PLANS["4 ranks, ep 2, ZeRO 3"], OTHER_PLANS["tp 2, sequence, ZeRO 3"]),
+    pytest.param(EXPERT_PLANS["ep 2, ZeRO 3"], Plan(micro_batch=6), marks=pytest.mark.slow),
+    pytest.param(
+        EXPERT_PLANS["4 ranks, ep 2, ZeRO 3"],
+        OTHER_PLANS["tp 2, sequence, ZeRO 3"],
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -86,11 +86,9 @@ def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
     one = 3 * hidden * width
     always_used = hidden * count + 3 * hidden * shared
     products = (count, choices * width, choices * width, choices * hidden)
-    if shared:
-        products += (shared, shared, hidden)
     return Half(
         hidden + always_used + count * one,
-        products,
+        (*products, shared, shared, hidden) if shared else products,
         always_used + choices * one,
         2 * hidden + 1 + choices * (hidden + 3 * width + 1) + 2 * count + 4 * shared,
         experts=count * one,

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -26,6 +29,9 @@ from wanma.models.costly import Costly
 from wanma.models.dropout import recompute_context
 from wanma.models.samples import SampleAware
 from wanma.parallel.ring import OPERATOR as RING_ATTENTION
+
+_SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""In which torch runs a block the first and the second time."""
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around the first run of a block, and around the second."""
@@ -73,6 +79,31 @@ def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts]:
         return _together(first, keep), _together(again, take)
 
     return contexts
+
+
+def hide_hooks(module: nn.Module) -> None:
+    """Let the hooks that a module inside of a block has, FSDP2's, be no part of what is kept or runs again.
+
+    Torch 2.13 wants to see the same operators in the second run, and a sharded module that is gathered
+    in the first may still be so in the second.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = _hidden(hook)
+
+
+def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        modes = _get_current_dispatch_mode_stack()
+        if not modes or not isinstance(modes[-1], _SELECTIVE_MODES):
+            return hook(*arguments, **keywords)
+        _pop_mode()
+        try:
+            return hook(*arguments, **keywords)
+        finally:
+            _push_mode(modes[-1])
+
+    return run
 
 
 class _Policy:

@@ -36,6 +36,7 @@ from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
+from wanma.parallel.recompute import hide_hooks
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -92,6 +93,8 @@ def shard_data(
                 reshard_after_forward=reshard,
                 shard_placement_fn=partial(_placement, experts=of_experts, shards=grid.expert_mesh.size(1)),
             )
+            if plan.recompute == "selective":
+                hide_hooks(module)
     placement = partial(_placement, experts=of_experts, shards=plan.shard_ranks) if of_experts else None
     for block in blocks:
         fully_shard(
