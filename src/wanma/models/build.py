@@ -114,7 +114,7 @@ def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelS
     """
     if statistics_group is not None:
         model = convert_batch_norm(model, statistics_group)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
         # Of transformers: a cache of keys and values grows again where backward runs a block again.
         config.use_cache = False

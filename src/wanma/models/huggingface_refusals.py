@@ -38,7 +38,7 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
         )
     settings = config.to_dict()
     for key, value in settings.items():
-        is_drop = ("dropout" in key or "pdrop" in key) and isinstance(value, (int, float)) and value > 0
+        is_drop = ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and value > 0
         if key in _IN_ATTENTION and is_drop:
             _refuse(key, value, "attention's weights are dropped by the rank's own generator", f"{key} = 0.0")
         if is_drop and not (key in _AS_MODULES and config.model_type in TESTED) and key not in _UNUSED:
@@ -63,7 +63,11 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        _refuse("layer_types", sorted(kinds), "wanma's attention sees the whole sequence", "another model")
+        raise JobError(
+            f"model.huggingface: its config has layers of {', '.join(sorted(kinds))} (layer_types), but "
+            "wanma's attention sees the whole sequence",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
     if window is not None and (sequence_length is None or sequence_length > window):
         raise JobError(
             f"model.huggingface: its config has sliding_window = {window}, but wanma's attention sees all of "
