@@ -58,7 +58,7 @@ TORCH_FREE = (
     "wanma.hardware.catalogue",
     "wanma.hardware.discover",
     "wanma.hardware.doctor",
-    "wanma.models.presets",
+    "wanma.models.described",
     "wanma.observe.console",
     "wanma.report.html",
     "wanma.report.read",

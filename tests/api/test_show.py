@@ -8,7 +8,7 @@ from wanma.api.planning import Prepared
 from wanma.api.show import describe
 from wanma.job.cluster import Cluster, Node
 from wanma.job.sections import Job
-from wanma.models.presets import DecoderDimensions
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
 from wanma.planner.choose import complete, layout
 

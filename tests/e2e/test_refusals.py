@@ -219,11 +219,11 @@ def test_a_fresh_start_keeps_the_older_checkpoints_apart(
     ran = desk.run("train", "text.toml", "--run-dir", finished.path.name, "--fresh", "train.steps=7")
     assert ran.code == 0
     assert finished.checkpoints() == ["step-00000005", "step-00000007"]
-    assert f"run directory: {finished.path.name}\n" in ran.out
     assert finished.losses[0] == whole.losses[0]
     assert len(finished.losses) == 7
     aside = finished.path / "checkpoints-before-1"
     assert f"the earlier run's checkpoints are kept in {aside}" in ran.out
+    assert f"run directory: {finished.path.name}\n" in ran.out
     assert sorted(path.name for path in aside.iterdir()) == whole.checkpoints()
 
 

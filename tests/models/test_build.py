@@ -102,7 +102,10 @@ def test_a_factorys_weights_follow_the_seed_and_leave_the_generator_alone(models
             r"unexpected keyword argument 'hight'[\s\S]*\(width, depth=1\)",
         ),
         ({"factory": "users_models:network", "layers": 2}, "model.layers does not apply to model.factory"),
-        ({"preset": "gpt-1m", "arguments": {"a": 1}}, "model.arguments are for model.factory and model.huggingface only"),
+        (
+            {"preset": "gpt-1m", "arguments": {"a": 1}},
+            "model.arguments are for model.factory and model.huggingface only",
+        ),
         ({"preset": "gpt-1m", "data_image_shape": (3, 8, 8)}, "reads tokens, but the data are images"),
         ({"preset": "resnet-18", "data_vocabulary": 300}, "reads images, but the data are tokens"),
     ],

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from wanma.job.sections import ModelSection
 from wanma.models.build import build_model, model_spec
 from wanma.models.decoder import Decoder
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.normalization import RMSNorm
-from wanma.models.presets import DecoderDimensions
 from wanma.models.rotary import rotary_factors, rotate
 
 SMALL = DecoderDimensions(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=96, vocabulary=64)

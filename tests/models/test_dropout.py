@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wanma.job.errors import WanmaError
 from wanma.models.decoder import Decoder
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import (
     KeyedDropout,
     keyed_samples,
@@ -17,7 +18,6 @@ from wanma.models.dropout import (
     unkeyed_randomness,
 )
 from wanma.models.initialize import stable_hash
-from wanma.models.presets import DecoderDimensions
 
 
 def dropped(

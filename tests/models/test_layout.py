@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from wanma.models.decoder import Decoder
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.layout import find_blocks, tie_parameters
-from wanma.models.presets import DecoderDimensions
 
 
 def test_a_decoder_declares_what_to_do_with_each_of_its_modules() -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from wanma.job.errors import WanmaError
 from wanma.models.build import ModelSpec, build_model
 from wanma.models.decoder import Decoder, decoder_layout
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import keyed_samples, recompute_context
 from wanma.models.moe import (
     GroupedFeedForward,
@@ -25,7 +26,6 @@ from wanma.models.moe import (
     spread,
     weighted_swiglu,
 )
-from wanma.models.presets import DecoderDimensions
 from wanma.models.routing import Routing, set_loss_factor
 
 MIXTRAL = DecoderDimensions(

@@ -8,14 +8,8 @@ from hypothesis import strategies as st
 
 from wanma.job.errors import JobError
 from wanma.job.sections import ModelSection
-from wanma.models.presets import (
-    DECODER_PRESETS,
-    GPT_PRESETS,
-    VISION_PRESETS,
-    decoder_dimensions,
-    model_kind,
-    vision_dimensions,
-)
+from wanma.models.described import decoder_dimensions, model_kind, vision_dimensions
+from wanma.models.presets import DECODER_PRESETS, GPT_PRESETS, VISION_PRESETS
 from wanma.models.workload import decoder_workload
 
 

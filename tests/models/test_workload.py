@@ -9,8 +9,10 @@ from wanma.job.errors import WanmaError
 from wanma.job.sections import ModelSection
 from wanma.models.build import ModelSpec, build_model
 from wanma.models.decoder import Decoder, decoder_layout
+from wanma.models.described import vision_dimensions
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.measure import _attention_on_cpu
-from wanma.models.presets import GPT_MOE_PRESETS, DecoderDimensions, vision_dimensions
+from wanma.models.presets import GPT_MOE_PRESETS
 from wanma.models.statistics import noting_modules
 from wanma.models.vision import build_vision
 from wanma.models.workload import decoder_workload, module_workload, section_workload

@@ -20,8 +20,8 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import ModelSection
 from wanma.models.decoder import Decoder
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.lora import add_adapters
-from wanma.models.presets import DecoderDimensions
 from wanma.parallel.low_precision import compute_in_fp8
 
 FP8 = Plan(fp8=True, precision="bf16")

@@ -17,7 +17,7 @@ from support.ranks import Outcome, run_job
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute, TrainSection
 from wanma.models.decoder import Decoder
-from wanma.models.presets import DecoderDimensions
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
 from wanma.parallel.offload import offload_activations
 from wanma.parallel.recompute import recompute

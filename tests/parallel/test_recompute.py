@@ -15,8 +15,8 @@ from support.measure import held_after, size, storage
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
 from wanma.models.decoder import Decoder
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import keyed_samples
-from wanma.models.presets import DecoderDimensions
 from wanma.parallel.recompute import recompute
 
 DECODER: dict[str, Any] = {

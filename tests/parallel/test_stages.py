@@ -17,8 +17,8 @@ from support.compare import one_process, same_numbers, spread_over
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.decoder import Decoder
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.layout import Layout
-from wanma.models.presets import DecoderDimensions
 from wanma.models.statistics import GroupedBatchNorm
 from wanma.parallel.stages import keep_stage, stage_layout
 

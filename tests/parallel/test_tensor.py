@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.compare import one_process, same_numbers, spread_over
@@ -33,7 +35,7 @@ from wanma.training.cross_entropy import cross_entropy_sum
 from wanma.training.loss import classification_loss
 
 STEPS = 3
-DECODER = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2}
+DECODER: dict[str, Any] = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2}
 QWEN_2_5 = {
     "preset": "qwen-2.5-0.5b",  # biases, tied
     "layers": 2,
@@ -212,8 +214,20 @@ class Largest(TorchDispatchMode):
 ROWS, LENGTH, VOCABULARY = 6, 16, 320
 
 
-def train_once(worker: Worker, plan: Plan) -> tuple[tuple[int, ...], int]:
-    """Shape of a rank's logits, and the elements of the largest tensor that a forward and backward makes."""
+@dataclass(frozen=True)
+class Once:
+    """What one rank saw of a forward and backward."""
+
+    logits: tuple[int, ...]
+    largest: int
+    """Elements of the largest tensor."""
+    forward: dict[str, int]
+    """Collectives by name."""
+    backward: dict[str, int]
+
+
+def train_once(worker: Worker, plan: Plan) -> Once:
+    """Twice, for the modes that watch see each other."""
     section = ModelSection.model_validate({**DECODER, "vocabulary": VOCABULARY})
     spec = model_spec(section, vocabulary=None, sequence_length=LENGTH, image_shape=None, classes=None)
     with process_grid(worker, plan, 60) as grid:
@@ -223,18 +237,48 @@ def train_once(worker: Worker, plan: Plan) -> tuple[tuple[int, ...], int]:
         batch = Batch(
             inputs=(tokens,), targets=tokens, samples=torch.arange(ROWS), real=torch.ones(ROWS).bool()
         )
+
+        def forward() -> DTensor:
+            logits: DTensor = parallel.module(tokens, positions=torch.arange(LENGTH))
+            return logits
+
         with Largest() as largest:
-            logits = parallel.module(tokens, positions=torch.arange(LENGTH))
-            loss, _ = classification_loss(logits, batch)
+            logits = forward()
+            classification_loss(logits, batch)[0].backward()
+        with CommDebugMode() as in_forward:
+            again = forward()
+        loss, _ = classification_loss(again, batch)
+        with CommDebugMode() as in_backward:
             loss.backward()
-        return tuple(logits.to_local().shape), largest.elements
+        return Once(
+            tuple(logits.to_local().shape),
+            largest.elements,
+            collectives(in_forward),
+            collectives(in_backward),
+        )
+
+
+def collectives(mode: CommDebugMode) -> dict[str, int]:
+    """Without those of FSDP2 over data ranks, which are not functional ones."""
+    counts = {str(call): count for call, count in mode.get_comm_counts().items()}
+    return {call.rpartition(".")[2]: count for call, count in counts.items() if "functional" in call}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_no_rank_holds_whole_logits(sequence: bool) -> None:
-    for shape, largest in run_ranks(train_once, 4, (Plan(tp=4, sequence=sequence),)):
-        assert shape == (ROWS, LENGTH, VOCABULARY // 4)
-        assert largest == ROWS * LENGTH * VOCABULARY // 4
+    for once in run_ranks(train_once, 4, (Plan(tp=4, sequence=sequence),)):
+        assert once.logits == (ROWS, LENGTH, VOCABULARY // 4)
+        assert once.largest == ROWS * LENGTH * VOCABULARY // 4
+
+
+def test_each_pair_of_matrices_costs_one_collective_before_it_and_one_after_it() -> None:
+    pairs = 2 * DECODER["layers"]  # attention and feed-forward; one more with the embedding and the head
+    for once in run_ranks(train_once, 2, (Plan(tp=2, sequence=True),)):
+        assert once.forward == {"all_gather_into_tensor": pairs + 1, "reduce_scatter_tensor": pairs + 1}
+        norms = pairs + 1  # each has a gradient of its own to sum
+        assert once.backward == {**once.forward, "all_reduce": norms}
+    for once in run_ranks(train_once, 2, (Plan(tp=2),)):
+        assert once.forward == once.backward == {"all_reduce": pairs + 1}
 
 
 class Inner(nn.Module):

@@ -14,7 +14,7 @@ from wanma.job.errors import JobError
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.presets import decoder_dimensions
+from wanma.models.described import decoder_dimensions
 from wanma.planner.choose import MEMORY_SHARE, Planned, complete, device_of, layout
 
 GIB = 1 << 30

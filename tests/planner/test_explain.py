@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.job.plan import AXES, Plan
-from wanma.models.presets import DecoderDimensions
+from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.explain import axes, group_of, holding, stages
 
 DIMENSIONS = DecoderDimensions(8, 64, 8, 4, 192, 320)

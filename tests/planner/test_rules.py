@@ -13,7 +13,7 @@ from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, Schedule
-from wanma.models.presets import DecoderDimensions
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
 from wanma.planner.choose import complete, layout
 from wanma.planner.rules import check_axes, check_dimensions
@@ -78,13 +78,12 @@ def test_a_factorys_model_declares_no_attention_to_share() -> None:
 
 def test_all_to_all_shares_heads_that_divide_and_a_ring_any() -> None:
     decoder = DecoderDimensions(2, 48, 6, 2, 64, 320)
-    asked = job()
-    check_dimensions(asked, Plan(cp=4), decoder)
-    check_dimensions(asked, Plan(cp=3, tp=2, context="all_to_all"), decoder)
+    check_dimensions(Plan(cp=4), decoder)
+    check_dimensions(Plan(cp=3, tp=2, context="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"parallel.cp = 4 .*'all_to_all' cannot share model.heads = 6"):
-        check_dimensions(asked, Plan(cp=4, context="all_to_all"), decoder)
+        check_dimensions(Plan(cp=4, context="all_to_all"), decoder)
     with pytest.raises(JobError, match=r"model.heads = 6 after parallel.tp = 2") as error:
-        check_dimensions(asked, Plan(cp=2, tp=2, context="all_to_all"), decoder)
+        check_dimensions(Plan(cp=2, tp=2, context="all_to_all"), decoder)
     assert "parallel.context = 'ring'" in error.value.hint
 
 
@@ -113,9 +112,9 @@ def test_tensor_ranks_want_a_sequence_that_they_can_share(plan: Plan, refused: i
 def test_tensor_ranks_want_equal_shares_of_the_dimensions(key: str, size: int, possible: str) -> None:
     plan, given = Plan(tp=4), {"heads": 8, "kv_heads": 2, "feed_forward": 96, "vocabulary": 320}
     # Two key and value heads for four ranks are no hindrance.
-    check_dimensions(job(), plan, DecoderDimensions(2, 48, **given))
+    check_dimensions(plan, DecoderDimensions(2, 48, **given))
     with pytest.raises(JobError, match=rf"parallel.tp = 4 does not divide model.{key} = {size}\n") as error:
-        check_dimensions(job(), plan, DecoderDimensions(2, 48, **{**given, key: size}))
+        check_dimensions(plan, DecoderDimensions(2, 48, **{**given, key: size}))
     assert error.value.hint == f"set parallel.tp to {possible}, or make model.{key} a multiple of 4"
 
 
@@ -194,22 +193,22 @@ def test_a_model_without_experts_cannot_spread_them(model: dict[str, Any]) -> No
 def test_a_dense_decoder_cannot_spread_experts() -> None:
     dense = replace(MIXTURE, experts=0, experts_per_token=0)
     with pytest.raises(JobError, match=r"parallel.ep = 2, but the model has no experts"):
-        check_dimensions(job(), Plan(dp_replicate=2, ep=2), dense)
+        check_dimensions(Plan(dp_replicate=2, ep=2), dense)
 
 
 def test_each_expert_rank_has_as_many_experts_as_the_others() -> None:
-    check_dimensions(job(), Plan(dp_replicate=12, ep=3), MIXTURE)
+    check_dimensions(Plan(dp_replicate=12, ep=3), MIXTURE)
     with pytest.raises(JobError, match=r"parallel.ep = 4 does not divide model.experts = 6") as error:
-        check_dimensions(job(), Plan(dp_replicate=12, ep=4), MIXTURE)
+        check_dimensions(Plan(dp_replicate=12, ep=4), MIXTURE)
     assert "parallel.ep to 1 or 2 or 3 or 6, or" in error.value.hint
 
 
 def test_tensor_ranks_share_the_width_of_each_expert() -> None:
-    check_dimensions(job(), Plan(tp=2), MIXTURE)
+    check_dimensions(Plan(tp=2), MIXTURE)
     with pytest.raises(JobError, match=r"tp = 8 does not divide model.expert_feed_forward = 36"):
-        check_dimensions(job(), Plan(tp=8), replace(MIXTURE, heads=8, kv_heads=8))
+        check_dimensions(Plan(tp=8), replace(MIXTURE, heads=8, kv_heads=8))
     without_dense = replace(MIXTURE, dense_layers=0, feed_forward=33)  # which no block then has
-    check_dimensions(job(), Plan(tp=2), without_dense)
+    check_dimensions(Plan(tp=2), without_dense)
 
 
 # ------------------------------------------------------------------ pipelines

@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "heads": 4,
         "kv_heads": 2,
         "tie_embeddings": True,
+        "dropout": 0.1,
     },
     "experts, balanced by bias": {
         "family": "decoder",
@@ -75,6 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts_per_token": 2,
         "expert_feed_forward": 32,
         "balance": "loss",
+        "capacity": 0.9,
     },
     "Llama of transformers": {"huggingface": "llama"},
     "Qwen 2 of transformers, tied": {"huggingface": "qwen2"},

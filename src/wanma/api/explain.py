@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wanma.job.plan import Plan
-from wanma.models.presets import DecoderDimensions
+from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.explain import Axis, Holding, Stage, axes, holding, stages
 
 SHOWN_STAGES = 16

@@ -19,7 +19,7 @@ from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.build import model_spec
-from wanma.models.presets import model_kind
+from wanma.models.described import model_kind
 from wanma.models.workload import section_dimensions
 from wanma.observe.units import bytes_text
 from wanma.planner.choose import complete, layout

@@ -17,7 +17,7 @@ from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.presets import model_kind
+from wanma.models.described import model_kind
 from wanma.models.workload import section_dimensions, section_workload
 from wanma.planner.choose import Planned, complete, layout
 

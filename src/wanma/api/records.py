@@ -23,7 +23,7 @@ from wanma.job.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.sections import Job
 from wanma.job.worker import Event
 from wanma.job.write import differences, mathematics_hash, to_toml
-from wanma.models.presets import model_kind
+from wanma.models.described import model_kind
 from wanma.observe.jsonl import START_FAILED, append_event
 from wanma.report.html import write_report
 from wanma.report.read import read_report

@@ -28,7 +28,7 @@ from wanma.job.read import read_tables
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ClusterSection, Job
 from wanma.job.worker import Unsupervised, Worker, current_worker
-from wanma.models.presets import model_kind
+from wanma.models.described import model_kind
 from wanma.observe.console import open_console
 from wanma.planner.choose import complete
 

@@ -16,7 +16,7 @@ from wanma.job.sections import ContextKind, Offload, Precision, Recompute, Sched
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
 
-UPDATED_TOGETHER = 1 << 25
+UPDATED_TOGETHER = 1 << 23
 """Parameters whose optimizer state is on the device at once, where it otherwise waits elsewhere."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wanma.models.presets import DecoderDimensions
+from wanma.models.dimensions import DecoderDimensions
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from wanma.job.imports import import_object
 from wanma.job.sections import ModelSection
 from wanma.job.user_code import users_line
 from wanma.models.decoder import Decoder, decoder_layout
+from wanma.models.described import decoder_dimensions, model_kind, reject_dimension_keys, vision_dimensions
 from wanma.models.huggingface_config import read_config
 from wanma.models.initialize import initial_value
 from wanma.models.layout import Layout, tie_parameters
 from wanma.models.lora import with_adapters
-from wanma.models.presets import decoder_dimensions, model_kind, reject_dimension_keys, vision_dimensions
 from wanma.models.statistics import convert_batch_norm
 from wanma.models.vision import VISION_LAYOUT, build_vision
 

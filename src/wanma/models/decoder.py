@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from wanma.models.attention import AttentionMask, DotProductAttention
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import KeyedDropout
 from wanma.models.feed_forward import FeedForward
 from wanma.models.latent_attention import LatentAttention
 from wanma.models.layout import Layout, TensorRole, tie_parameters
 from wanma.models.moe import MixtureOfExperts
 from wanma.models.normalization import RMSNorm
-from wanma.models.presets import DecoderDimensions
 from wanma.models.published_decoder import PublishedDecoder
 from wanma.models.rotary import Rotary, rotary_factors, rotate
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from wanma.job.errors import JobError, missing_extra
 from wanma.job.sections import ModelSection
-from wanma.models.presets import DecoderDimensions, reject_dimension_keys
+from wanma.models.described import reject_dimension_keys
+from wanma.models.dimensions import DecoderDimensions
 
 FILE = "config.json"
 

@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from wanma.job.errors import WanmaError
 from wanma.models.attention import DotProductAttention
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.moe import MixtureOfExperts
 from wanma.models.normalization import RMSNorm
-from wanma.models.presets import DecoderDimensions
 
 ATTENTION = "wanma"
 """Name under which transformers finds `attend`."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from wanma.models.attention import DotProductAttention
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.normalization import RMSNorm
-from wanma.models.presets import DecoderDimensions
 from wanma.models.rotary import Rotary, rotate
 
 

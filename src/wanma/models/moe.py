@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.feed_forward import FeedForward
-from wanma.models.presets import DecoderDimensions
 from wanma.models.routing import Router, Routing
 
 

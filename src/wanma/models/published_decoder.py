@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from wanma.job.errors import WanmaError
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.huggingface_config import decoder_of
 from wanma.models.lora import is_adapter
-from wanma.models.presets import DecoderDimensions
 from wanma.models.published import Alternative, Shape, mixture, whole
 
 

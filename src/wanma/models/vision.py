@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wanma.models.dimensions import VisionDimensions
 from wanma.models.layout import Layout
-from wanma.models.presets import VisionDimensions
 from wanma.models.statistics import GroupedBatchNorm
 
 VISION_LAYOUT = Layout(blocks=None)
@@ -34,7 +34,7 @@ class _Classifier(nn.Module):
             tensor.normal_(0.0, 0.01, generator=generator)
         elif len(shape) > 1:
             # By outputs for convolutions, as torch's own residual networks; by inputs for linears.
-            fan = shape[0] * shape[2:].numel() if len(shape) == 4 else shape[1]
+            fan = shape[0] * math.prod(shape[2:]) if len(shape) == 4 else shape[1]
             tensor.normal_(0.0, math.sqrt(2.0 / fan), generator=generator)
         else:
             tensor.fill_(1.0 if name.endswith("weight") else 0.0)

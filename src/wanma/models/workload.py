@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from wanma.job.forecast import Layer, Workload
 from wanma.job.sections import ModelSection
 from wanma.models.block_workload import attention_half, feed_forward_half
+from wanma.models.described import decoder_dimensions, model_kind
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.huggingface_config import decoder_of, read_config
-from wanma.models.presets import DecoderDimensions, decoder_dimensions, model_kind
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +57,7 @@ def section_workload(
         return decoder_workload(dimensions, sequence_length)
     import torch
 
-    from wanma.models.presets import vision_dimensions
+    from wanma.models.described import vision_dimensions
     from wanma.models.vision import build_vision
 
     vision = vision_dimensions(section, image_shape, classes)

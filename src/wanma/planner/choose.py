@@ -10,7 +10,7 @@ from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
-from wanma.models.presets import DecoderDimensions
+from wanma.models.dimensions import DecoderDimensions
 from wanma.observe.units import bytes_text
 from wanma.planner.memory import forecast_memory
 from wanma.planner.recompute import least_recompute
@@ -115,7 +115,7 @@ def complete(
     group = _group(job, dimensions)
     reasons = [_layout_reason(job, plan)]
     if dimensions is not None:
-        check_dimensions(job, plan, dimensions)
+        check_dimensions(plan, dimensions)
     if dimensions is not None and plan.pp > 1:
         plan = _cut(job, plan, workload, dimensions.layers)
     if workload is None:

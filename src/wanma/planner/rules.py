@@ -14,7 +14,8 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.presets import DecoderDimensions, model_kind
+from wanma.models.described import model_kind
+from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.stages import (
     INTERLEAVED,
     SPLIT_BACKWARD,
@@ -80,7 +81,7 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
         )
 
 
-def check_dimensions(job: Job, plan: Plan, dimensions: DecoderDimensions) -> None:
+def check_dimensions(plan: Plan, dimensions: DecoderDimensions) -> None:
     """Sizes of the axes against those of a decoder.
 
     Raises:
