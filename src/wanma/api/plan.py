@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,6 +25,9 @@ from wanma.models.workload import section_dimensions
 from wanma.observe.units import bytes_text
 from wanma.planner.choose import complete, layout
 from wanma.planner.explain import group_of
+
+if TYPE_CHECKING:
+    from wanma.parallel.recording import Collective
 
 DEVICES_PER_NODE = 8
 """Of imagined machines."""
@@ -121,7 +125,7 @@ def _built(job: Job, plan: Plan, rank: int) -> RenderableType:
     for collective, count in built.collectives:
         moved.add_row(
             collective.kind,
-            _axis_of(collective.ranks, plan, rank),
+            _axis_of(collective, plan, rank),
             ranks_text(collective.ranks),
             f"{count:,}",
             bytes_text(collective.tensor_bytes),
@@ -130,10 +134,13 @@ def _built(job: Job, plan: Plan, rank: int) -> RenderableType:
     return Group(Text(head, style="bold"), sizes, Text(), moved)
 
 
-def _axis_of(ranks: tuple[int, ...], plan: Plan, rank: int) -> str:
-    """The axis, or the axes, whose group `ranks` are."""
+def _axis_of(collective: Collective, plan: Plan, rank: int) -> str:
+    """The axis, or the axes, whose group it runs on."""
+    ranks = collective.ranks
     members = set(ranks)
-    for axis in (*AXES, "ep"):
+    # Experts' ranks may be just those of another axis; what they alone do is to exchange tokens.
+    order = ("ep", *AXES) if collective.kind == "all-to-all" and plan.ep > 1 else (*AXES, "ep")
+    for axis in order:
         group = set(group_of(plan, axis, rank))
         if members == group or (axis == "pp" and members < group):
             return axis

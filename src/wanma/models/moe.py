@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.feed_forward import FeedForward
@@ -106,7 +107,7 @@ class GroupedFeedForward(nn.Module):
                 weights,
             )
             return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
-        sizes = counts.tolist()
+        sizes = on_host(counts, len(rows))
         # All experts, also those without rows: every parameter then has a gradient on every rank, which
         # the reduction between them counts on.
         parts = zip(
@@ -117,6 +118,20 @@ class GroupedFeedForward(nn.Module):
             for mine, weight, g, u, d in parts
         ]
         return torch.cat(results)
+
+
+def on_host(counts: Tensor, total: int) -> list[Any]:
+    """`counts` as numbers; those of a dry run, whose tensors hold nothing, are even shares of `total`.
+
+    Args:
+        counts: (n,) or (m, n) int64.
+        total: of each row of `counts`.
+    """
+    if not isinstance(counts, FakeTensor):
+        return counts.tolist()
+    parts = counts.shape[-1]
+    even = [total // parts + (part < total % parts) for part in range(parts)]
+    return even if counts.ndim == 1 else [even] * counts.shape[0]
 
 
 def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distr
 
 from wanma.job.errors import JobError
 from wanma.models.layout import Layout
-from wanma.models.moe import Experts, collect, positions_in, spread
+from wanma.models.moe import Experts, collect, on_host, positions_in, spread
 from wanma.models.routing import Routing, WholeSamples
 from wanma.parallel.local import compute_locally, convert, own_shard
 from wanma.parallel.mesh import Grid
@@ -115,7 +115,7 @@ class Exchange(nn.Module):
         going = counts.view(ranks, -1)  # (ranks, experts of each)
         coming = all_to_all_single(going, None, None, self._group)  # (ranks, experts here)
         # Both at once: the host waits for a GPU here.
-        sent, received = torch.stack([going.sum(1), coming.sum(1)]).tolist()
+        sent, received = on_host(torch.stack([going.sum(1), coming.sum(1)]), len(rows))
         rows = all_to_all_single_autograd(rows, received, sent, self._group)
         weights = all_to_all_single_autograd(weights, received, sent, self._group)
 
