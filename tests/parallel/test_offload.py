@@ -160,6 +160,21 @@ def test_what_stays_of_the_activations_is_what_the_forecast_says(
         losses[0].backward()
 
 
+def test_a_run_needs_as_much_less_memory_as_the_forecast_says(tmp_path: Path) -> None:
+    """13M parameters; a checkpoint is saved too, which in memory would be another copy of all state."""
+    text = job(tmp_path, steps=2, global_batch=2)
+    text["model"] = {"family": "decoder", "layers": 4, "hidden": 512, "heads": 8, "vocabulary": 320}
+    dimensions = DecoderDimensions(4, 512, 8, 8, 1408, 320)
+    peaks, forecasts = [], []
+    for plan in (Plan(micro_batch=2), Plan(micro_batch=2, **ALL)):
+        run = run_job(tmp_path / plan.offload_parameters, text, plan)
+        peaks.append(max(step["memory_bytes"] for step in run.steps))
+        forecasts.append(forecast_memory(decoder_workload(dimensions, 32), plan, "adamw", micro_batches=1))
+    assert forecasts[1].disk_bytes > 13_000_000 * 12
+    saved = forecasts[0].memory_bytes - forecasts[1].memory_bytes
+    assert peaks[0] - peaks[1] > 0.8 * saved > 80 << 20
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"

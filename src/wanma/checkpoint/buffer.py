@@ -7,6 +7,7 @@ memory is kept between saves and grows at most once per change of the model; for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,11 +16,28 @@ from wanma.checkpoint.format import build_header
 from wanma.checkpoint.shards import DTYPES, Piece, assign, local_part, pieces_of
 from wanma.job.errors import WanmaError
 
+_REST_BYTES = 64 << 20
+
+
+class Room(Protocol):
+    """Memory from elsewhere than the process's own, such as mapped files."""
+
+    def empty(self, size: int) -> torch.Tensor:
+        """(size,) uint8."""
+
+    def rest(self) -> None:
+        """Let go of the process's memory behind it; called now and then while much is copied."""
+
 
 class FileBuffer:
-    """The host memory of one rank."""
+    """The host memory of one rank.
 
-    def __init__(self, rank: int, replicas: Sequence[int]) -> None:
+    Args:
+        room: what the copy lies in; None: host memory.
+    """
+
+    def __init__(self, rank: int, replicas: Sequence[int], room: Room | None = None) -> None:
+        self._room = room
         self._rank = rank
         self._replicas = tuple(replicas)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -42,11 +60,16 @@ class FileBuffer:
             self._arrange(tensors)
             self._layout = layout
         devices = set()
+        touched = 0
         with torch.no_grad():
             for name, view in self._views.items():
                 local = local_part(tensors[name])
                 view.copy_(local, non_blocking=True)
                 devices.add(local.device)
+                touched += view.numel() * view.element_size()
+                if self._room is not None and touched >= _REST_BYTES:
+                    self._room.rest()
+                    touched = 0
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -56,12 +79,15 @@ class FileBuffer:
         self.pieces = assign(pieces_of(tensors, self._replicas), self._rank)
         header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.pieces})
         size = max((region.stop for region in regions.values()), default=0)
-        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        pinned = self._room is None and any(tensor.is_cuda for tensor in tensors.values())
         self._views, self.content = {}, memoryview(b"")
         if size > self._memory.numel() or pinned != self._memory.is_pinned():
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before asking for the new
             try:
-                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                if self._room is not None:
+                    self._memory = self._room.empty(size)
+                else:
+                    self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             except RuntimeError as error:
                 raise WanmaError(
                     f"no host memory for rank {self._rank}'s part of a checkpoint, {size:,} bytes: {error}",

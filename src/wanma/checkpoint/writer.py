@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from wanma.checkpoint.buffer import FileBuffer
+from wanma.checkpoint.buffer import FileBuffer, Room
 from wanma.checkpoint.commit import commit
 from wanma.checkpoint.exchange import Meeting
 from wanma.checkpoint.folder import Retention, clean
@@ -81,6 +81,7 @@ class Checkpointer:
             one; they share the writing of them. Default: all ranks. With pipeline stages: the ranks
             of this rank's stage.
         deadline_seconds: how long rank 0 waits for the other ranks' parts after its own.
+        room: what the copy of what is being saved lies in; None: host memory.
 
     Raises:
         WanmaError: `folder` cannot be written to.
@@ -97,6 +98,7 @@ class Checkpointer:
         keep_best: bool = True,
         replicas: Sequence[int] | None = None,
         deadline_seconds: float = 600.0,
+        room: Room | None = None,
     ) -> None:
         if keep < 1:
             raise WanmaError(
@@ -108,7 +110,7 @@ class Checkpointer:
         self._generation = generation
         self._deadline_seconds = deadline_seconds
         self._retention = Retention(keep, keep_best)
-        self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size))
+        self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), room)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._results: list[SaveResult] = []

@@ -21,7 +21,7 @@ class Away(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """All of a block has been sent."""
+        """All of a block has been sent, or is about to be brought."""
 
 
 class Sent(ABC):

@@ -59,7 +59,7 @@ def offload_parameters(
             dim = shard.fsdp_placement.dim
             shard._sharded_param_data = moved
             parameter._local_tensor = whole.narrow(dim, 0, parameter._local_tensor.size(dim))
-    scratch.rest()
+        scratch.rest()
     _rest_between(blocks, scratch)
 
 
@@ -158,6 +158,7 @@ class _Journey:
         if not self._returning:
             # Backward has reached this block: all of it is wanted now, and then the block before.
             self._returning = True
+            self._luggage.away.settle()
             self.begin()
             before = self._before() if self._before is not None else None
             if before is not None:

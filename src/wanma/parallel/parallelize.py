@@ -65,6 +65,8 @@ class Parallel:
             for part in self.parts:
                 draw(part, self.seed, but)
         self.ties.copy_first(dict(self.named_parameters()))
+        if self.scratch is not None:
+            self.scratch.rest()
 
     @property
     def module(self) -> nn.Module:

@@ -6,6 +6,7 @@ The files have no names: their space is free again when the process ends, howeve
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import tempfile
@@ -26,6 +27,9 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 20, 1 << 30
 """Files are as large as all before them together, within these bounds: an open file for every tensor
 would exceed what a process may have."""
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Of the GNU C library; others have none."""
 
 
 def open_scratch(job: Job, worker: Worker) -> Scratch:
@@ -88,9 +92,15 @@ class Scratch:
         self._free[lent.numel()].append(lent)
 
     def rest(self) -> None:
-        """Let go of the memory in which pages of the files are, which the files keep."""
+        """Let go of the memory in which pages of the files are, which the files keep.
+
+        And of what the process has freed: between long-lived gradients the heap keeps holes as large as the
+        activations that have gone elsewhere.
+        """
         for file in self._files:
             file.madvise(mmap.MADV_DONTNEED)
+        if self._files and _trim is not None:
+            _trim(0)
 
     def _file(self, size: int) -> mmap.mmap:
         try:

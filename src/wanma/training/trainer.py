@@ -25,6 +25,7 @@ from wanma.observe.phases import PhaseTimer
 from wanma.observe.recorder import Recorder
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
+from wanma.parallel.scratch import Scratch
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
 from wanma.training.optimizer import build_updater, check_patterns
@@ -96,6 +97,7 @@ class Trainer:
             keep=job.checkpoint.keep,
             keep_best=job.checkpoint.keep_best,
             replicas=self._stage_ranks(),
+            room=self._room_for_saves(),
         )
         messages = resume(self.state, job, plan, worker, data_fingerprint)
         self._log = StepLog(job, worker)
@@ -232,6 +234,8 @@ class Trainer:
                 rank_state={"random": random_state()},
                 metric=metric,
             )
+        if self.state.parallel.scratch is not None:
+            self.state.parallel.scratch.rest()
 
     def message(self, text: str, level: str = "info") -> None:
         """Tell the user something, once: rank 0 speaks."""
@@ -277,6 +281,11 @@ class Trainer:
         except WanmaError as error:
             self.message(f"no GPU utilisation or power in this run's records: {error}")
             return None
+
+    def _room_for_saves(self) -> Scratch | None:
+        """State that is on disk because memory has no room for it is not copied into memory either."""
+        on_disk = "disk" in (self.plan.offload_parameters, self.plan.offload_optimizer)
+        return self.state.parallel.scratch if on_disk else None
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
