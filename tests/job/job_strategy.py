@@ -41,7 +41,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
 """What the types alone do not say."""
 
 ONE_OF: dict[type[Section], tuple[str, ...]] = {
-    ModelSection: ("preset", "family", "factory"),
+    ModelSection: ("preset", "family", "factory", "huggingface"),
     DataSection: ("text", "sources", "images", "factory"),
 }
 
@@ -83,7 +83,8 @@ def values(hint: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
     if get_origin(hint) is list:
         inner = get_args(hint)[0]
         few = max((m.min_length for m in field.metadata if isinstance(m, annotated_types.MinLen)), default=0)
-        return st.lists(text if inner is str else sections(inner), min_size=few, max_size=3)
+        items = {str: text, int: st.integers(0, 999)}.get(inner)
+        return st.lists(sections(inner) if items is None else items, min_size=few, max_size=3)
     if hint is bool:
         return st.booleans()
     if hint is str:

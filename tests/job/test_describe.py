@@ -44,7 +44,7 @@ def test_the_starter_file_shows_every_key_at_its_default() -> None:
     for line in starter_toml().splitlines():
         if header := re.fullmatch(r"(?:# )?\[\[?([a-z_.]+)\]\]?", line):
             table = header[1]
-        elif setting := re.match(r"(?:# )?([a-z_]+) = *(.*?) *  # ", line):
+        elif setting := re.match(r"(?:# )?([a-z_0-9]+) = *(.*?) *  # ", line):
             key = keys()[f"{table}.{setting[1]}"]
             shown.add(key.path)
             if line.startswith("#") and setting[2]:

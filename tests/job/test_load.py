@@ -93,7 +93,7 @@ def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_pat
         ("observe = 4", "observe = 4: must be a table, [observe] with its keys below it."),
         (
             'model.family = "decoder"',
-            "[model] give exactly one of preset, family, factory (given: preset, family)",
+            "[model] give exactly one of preset, family, factory, huggingface (given: preset, family)",
         ),
         (
             "data = {text = ['a'], images = 'b'}",
