@@ -70,7 +70,8 @@ def first_layout(job: Job) -> tuple[Cluster, Plan]:
 def notes(job: Job, planned: Planned) -> list[str]:
     """What a user should know of the plan unasked: what was left out, and why an automatic choice."""
     told = [NO_COMPILER] if job.parallel.compile and not planned.plan.compile else []
-    if job.parallel.auto and planned.forecast is not None:
+    chosen = job.parallel.auto or job.parallel.recompute == "auto"
+    if chosen and planned.forecast is not None:
         told += planned.forecast.reasons
     return told
 
