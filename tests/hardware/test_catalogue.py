@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import re
+from pathlib import Path
+
 import pytest
 
-from wanma.hardware.catalogue import CATALOGUE, find_device
+from wanma.hardware.catalogue import CATALOGUE, _plain, find_device, find_named, named
+from wanma.job.errors import JobError
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "tables"
 
 
 @pytest.mark.parametrize(
@@ -54,9 +61,95 @@ def test_variants_with_other_peaks_are_not_taken_for_the_whole_device(driver_nam
 
 def test_every_kind_is_unique_names_its_source_and_is_ordered_by_precision() -> None:
     assert len({kind.name for kind in CATALOGUE}) == len(CATALOGUE)
+    order = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
     for kind in CATALOGUE:
-        peak = kind.peak_flops_per_second
+        rates = [kind.peak_flops_per_second[one] for one in order if one in kind.peak_flops_per_second]
         assert kind.source
-        assert 0 < peak["fp64"] <= peak["fp32"] <= peak["fp16"]
-        assert 8e9 <= kind.memory_bytes <= 3e11
-        assert 5e11 <= kind.bandwidth_bytes_per_second <= 1e13
+        assert set(kind.peak_flops_per_second) <= set(order)
+        assert rates[0] > 0
+        assert rates == sorted(rates)
+        assert 8e9 <= kind.memory_bytes <= 1e12
+        assert 2e11 <= kind.bandwidth_bytes_per_second <= 1e13
+        assert kind.power_watts is None or 100 <= kind.power_watts <= 1500
+
+
+def test_every_accelerator_has_a_link_and_the_machine_it_comes_in() -> None:
+    for kind in CATALOGUE:
+        assert (kind.kind == "cpu") == (kind.link is None) == (kind.server is None) == (kind.cores > 0)
+        if kind.link and kind.server:
+            assert 1e10 <= kind.link.bandwidth_bytes_per_second <= 1e12
+            assert kind.server.devices in (4, 8)
+            assert kind.server.source
+            if kind.server.power_watts and kind.power_watts:
+                assert kind.server.power_watts > kind.server.devices * kind.power_watts
+
+
+@pytest.mark.parametrize(
+    ("link", "gigabytes_per_second", "devices"),
+    [
+        ("NVLink 2", 150, "V100 SXM2 32 GB"),
+        ("NVLink 3", 300, "A100 SXM 80 GB"),
+        ("NVLink 4", 450, "H100 SXM"),
+        ("NVLink 5", 900, "B200"),
+        ("PCIe 4", 31.5, "RTX 4090"),
+    ],
+)
+def test_links_are_counted_in_one_direction(link: str, gigabytes_per_second: float, devices: str) -> None:
+    joined = named(devices).link
+    assert joined is not None
+    assert (joined.name, joined.bandwidth_bytes_per_second) == (link, gigabytes_per_second * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("h100 sxm", "H100 SXM"),
+        ("H100", "H100 SXM"),
+        ("A100 40GB", "A100 SXM 40 GB"),
+        ("A100-SXM-80GB", "A100 SXM 80 GB"),
+        ("a100_sxm", "A100 SXM 80 GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("tpu v5p", "TPU v5p"),
+        ("Xeon 8480+", "Xeon Platinum 8480+"),
+    ],
+)
+def test_people_s_names_for_a_device_find_it(said: str, name: str) -> None:
+    assert named(said).name == name
+
+
+def test_no_name_means_two_devices() -> None:
+    names = [(_plain(name), kind.name) for kind in CATALOGUE for name in (kind.name, *kind.aliases)]
+    assert len({plain for plain, _ in names}) == len(set(names))
+
+
+def test_an_unknown_device_is_refused_with_the_closest_name() -> None:
+    with pytest.raises(
+        JobError, match=r"'H100 SMX' is not in the catalogue of devices\. Did you mean 'H100 SXM'\?"
+    ):
+        named("H100 SMX")
+
+
+def test_processors_scale_with_their_cores() -> None:
+    xeon = named("Xeon Platinum 8480+")
+    assert xeon.peak_flops_per_second["bf16"] == pytest.approx(56 * 2.0e9 * 2048)
+    two_sockets = xeon.processors(112, 10**12)
+    assert two_sockets.peak_flops_per_second["fp32"] == pytest.approx(2 * 56 * 2.0e9 * 64)
+    assert (two_sockets.power_watts, two_sockets.memory_bytes) == (700, 10**12)
+    assert two_sockets.bandwidth_bytes_per_second == pytest.approx(614.4e9)
+
+
+@pytest.mark.skipif(
+    not PUBLISHED.is_dir(), reason="the published measurements are not beside this repository"
+)
+def test_every_published_measurement_s_device_is_in_the_catalogue() -> None:
+    with (PUBLISHED / "published.csv").open(encoding="utf-8") as file:
+        columns = {row["gpu"] for row in csv.DictReader(file)}
+    # Mixed rows read "RTX-3090x8+RTX-2080x16".
+    gpus = {re.sub(r"x\d+$", "", part) for column in columns for part in column.split("+")}
+    measured = {
+        re.sub(r"_(context_attention|gemm|nccl)_perf$", "", p.stem) for p in (PUBLISHED / "devices").iterdir()
+    }
+    assert len(gpus) >= 10
+    assert len(measured) >= 6
+    assert [name for name in sorted(gpus | measured) if find_named(name) is None] == []
