@@ -1,0 +1,1 @@
+"""Forecasts of published measurements, and the curves behind them."""

@@ -1,0 +1,158 @@
+"""Fits the curves of `wanma.planner.curves` to measured latencies of single operators.
+
+Needs pyarrow. The measurements (ai-dynamo/aiconfigurator, Apache-2.0) stay where they are; what is printed
+here is carried into the source by hand.
+
+    python -m benchmarks.planner.fit --tables ../shared/tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.planner.machines import CHIPS
+from wanma.planner.compute import ELEMENT_BYTES, TILES
+from wanma.planner.machine import Chip
+
+Array = npt.NDArray[np.float64]
+
+FILES = {
+    "A100 SXM": "a100_sxm",
+    "H100 SXM": "h100_sxm",
+    "H200": "h200_sxm",
+    "B200": "b200_sxm",
+    "GB200": "gb200",
+    "L40S": "l40s",
+}
+PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
+LEAST = (2048, 1024, 1024)
+"""Sides (m, n, k) from which on a product counts: training computes no smaller ones."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", type=Path, default=Path("../shared/tables"))
+    tables = parser.parse_args().tables / "devices"
+    for name, stem in FILES.items():
+        chip = CHIPS[name]
+        for precision, (attainable, fill, error, bias, count) in _products(tables, stem, chip):
+            print(
+                f"{name} {precision}: attainable {attainable:.2f}, fill {fill:.0f}; "
+                f"{count} products, mean |log error| {error:.3f}, bias {bias:+.3f}",
+                flush=True,
+            )
+        attainable, fill, error = _attention(tables, stem, chip)
+        print(f"{name} attention: attainable {attainable:.2f}, fill {fill:.0f}; |log error| {error:.3f}")
+        for operation, latency, rate, error in _collectives(tables, stem):
+            print(f"{name} {operation}: {latency * 1e6:.1f} µs a step, {rate / 1e9:.0f} GB/s; {error:.3f}")
+
+
+def _products(
+    tables: Path, stem: str, chip: Chip
+) -> Iterator[tuple[str, tuple[float, float, float, float, int]]]:
+    table = _columns(tables / f"{stem}_gemm_perf.parquet", ["gemm_dtype", "m", "n", "k", "latency"])
+    m, n, k, latency = (np.asarray(table[name], dtype=float) for name in ("m", "n", "k", "latency"))
+    kinds = np.asarray(table["gemm_dtype"])
+    for kind, precision in PRECISIONS.items():
+        chosen = (kinds == kind) & (m >= LEAST[0]) & (n >= LEAST[1]) & (k >= LEAST[2])
+        if not chosen.any() or precision not in chip.peak_flops_per_second:
+            continue
+        sides = (m[chosen], n[chosen], k[chosen])
+        measured = latency[chosen] / 1e3
+        best = (np.inf, 0.0, 0.0, 0.0)
+        for fill in (0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536):
+            waves = _wave_seconds(chip, precision, *sides, fill)
+            moved = _moved_seconds(chip, precision, *sides)
+            for attainable in np.arange(0.3, 1.11, 0.01):
+                seconds = chip.launch_seconds + np.maximum(waves / attainable, moved)
+                errors = np.log(seconds / measured)
+                error = float(np.abs(errors).mean())
+                if error < best[0]:
+                    best = (error, float(attainable), float(fill), float(errors.mean()))
+        error, attainable, fill, bias = best
+        yield precision, (attainable, fill, error, bias, int(chosen.sum()))
+
+
+def _wave_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array, fill: float) -> Array:
+    """As `compute.product_seconds`, for many products at once, of the whole peak."""
+    peak = chip.peak_flops_per_second[precision]
+    seconds = np.full(m.shape, np.inf)
+    for rows, columns, share in TILES:
+        waves = np.ceil(np.ceil(m / rows) * np.ceil(n / columns) / chip.multiprocessors)
+        flops = waves * 2.0 * rows * columns * (k + fill) * chip.multiprocessors
+        seconds = np.minimum(seconds, flops / (peak * share))
+    return seconds
+
+
+def _moved_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array) -> Array:
+    element = ELEMENT_BYTES[precision]
+    moved = element * (m * k + k * n) + max(element, 2.0) * m * n
+    return moved / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)
+
+
+def _attention(tables: Path, stem: str, chip: Chip) -> tuple[float, float, float]:
+    """Of causal prefill in 16 bits with heads 128 wide, enough of them to fill the device."""
+    names = ["batch_size", "isl", "num_heads", "head_dim", "attn_dtype", "kv_cache_dtype", "window_size"]
+    table = _columns(tables / f"{stem}_context_attention_perf.parquet", [*names, "latency"])
+    batch, length, heads = (np.asarray(table[name], dtype=float) for name in names[:3])
+    chosen = (
+        (np.asarray(table["head_dim"], dtype=int) == 128)
+        & (np.asarray(table["attn_dtype"]) == "bfloat16")
+        & (np.asarray(table["kv_cache_dtype"]) == "bfloat16")
+        & (np.asarray(table["window_size"], dtype=int) == 0)
+        & (length >= 512)
+        & (batch * heads >= 64)
+    )
+    measured = np.asarray(table["latency"], dtype=float)[chosen] / 1e3
+    length = length[chosen]
+    flops = 2.0 * (batch * heads)[chosen] * length * length * 128
+    best = (np.inf, 0.0, 0.0)
+    for attainable, fill in itertools.product(np.arange(0.2, 0.9, 0.01), range(0, 4000, 100)):
+        rate = chip.peak_flops_per_second["bf16"] * attainable / (1 + fill / length)
+        error = float(np.abs(np.log((flops / rate + chip.launch_seconds) / measured)).mean())
+        best = min(best, (error, float(attainable), float(fill)))
+    return best[1], best[2], best[0]
+
+
+def _collectives(tables: Path, stem: str) -> Iterator[tuple[str, float, float, float]]:
+    """Latency of one step and rate of one direction within a node; of messages from 1 MiB on."""
+    table = _columns(
+        tables / f"{stem}_nccl_perf.parquet", ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"]
+    )
+    group = np.asarray(table["num_gpus"], dtype=float)
+    # Elements of 16 bits of the whole buffer, as the rates between 2, 4 and 8 devices show.
+    whole = np.asarray(table["message_size"], dtype=float) * 2
+    measured = np.asarray(table["latency"], dtype=float) / 1e3
+    for operation in ("all_gather", "reduce_scatter", "all_reduce", "alltoall"):
+        chosen = (
+            (np.asarray(table["op_name"]) == operation)
+            & (np.asarray(table["nccl_dtype"]) == "half")
+            & (whole >= 1 << 20)
+        )
+        if not chosen.any():
+            continue
+        passes = 2.0 if operation == "all_reduce" else 1.0
+        steps = passes * (group[chosen] - 1)
+        moved = passes * whole[chosen] * (group[chosen] - 1) / group[chosen]
+        best = (np.inf, 0.0, 0.0)
+        for latency, rate in itertools.product(np.arange(0.5e-6, 6e-6, 0.5e-6), np.geomspace(1e9, 1e12, 120)):
+            error = float(np.abs(np.log((latency * steps + moved / rate) / measured[chosen])).mean())
+            best = min(best, (error, float(latency), float(rate)))
+        yield operation, best[1], best[2], best[0]
+
+
+def _columns(path: Path, names: list[str]) -> dict[str, list[object]]:
+    import pyarrow.parquet as parquet
+
+    found: dict[str, list[object]] = parquet.read_table(path, columns=names).to_pydict()
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""The rows of `published.csv` as what the planner forecasts: dimensions, a plan, a machine, and the habits of
+the program that ran them. What a source does not say follows one rule for all its rows."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.planner.machines import machine
+from wanma.job.plan import Plan
+from wanma.job.sections import Schedule
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.machine import Machine
+from wanma.planner.operators import Software
+
+Record = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published measurement."""
+
+    source: str
+    name: str
+    dimensions: DecoderDimensions
+    sequence: int
+    plan: Plan
+    global_batch: int
+    machine: Machine
+    software: Software
+    in_flight: int | None
+    measured_seconds: float
+    is_fitted: bool
+    """Whether constants may be fitted to it; the others only check them."""
+    is_recalled: bool
+    """The source is cited from memory, or its step time is derived with such an input."""
+
+
+class UnusableRowError(Exception):
+    """A row cannot be forecast; the message says why."""
+
+
+def read_cases(path: Path) -> tuple[list[Case], list[str]]:
+    """The rows with a step time, and for each of the others what it lacks."""
+    cases, refused = [], []
+    with path.open(newline="") as file:
+        for number, record in enumerate(csv.DictReader(file), start=2):
+            try:
+                cases.append(_case(record))
+            except UnusableRowError as error:
+                refused.append(f"line {number}, {record['source']}, {record['model']}: {error}")
+    return cases, refused
+
+
+def is_fitted(record: Record) -> bool:
+    """Half of the rows, by a hash of what they are: no choice, and the same for ever."""
+    text = "|".join(record[key] for key in sorted(record) if key not in ("notes", "provenance"))
+    return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
+
+
+def _case(record: Record) -> Case:
+    if not record["step_time_s"]:
+        raise UnusableRowError("no step time, only memory")
+    if not record["layers"]:
+        raise UnusableRowError("an architecture that is not a plain decoder's (state-space layers)")
+    habits = next((habits for prefix, habits in _HABITS if record["source"].startswith(prefix)), None)
+    if habits is None:
+        raise UnusableRowError("different devices in one run, which this forecast does not take")
+    case = _plain_case(record)
+    return habits(record, case)
+
+
+def _plain_case(record: Record) -> Case:
+    def number(key: str, default: int = 1) -> int:
+        text = record[key]
+        return int(float(text)) if text and text.replace(".", "").isdigit() else default
+
+    pp, tp, cp, dp = number("pp"), number("tp"), number("cp"), number("dp")
+    zero = number("zero_stage", 0)
+    precision = record["precision"].lower()
+    virtual = number("interleave")
+    schedule: Schedule = "1f1b" if virtual == 1 else "interleaved_1f1b"
+    sharded = zero > 0
+    plan = Plan(
+        pp=pp,
+        dp_replicate=1 if sharded else dp,
+        dp_shard=dp if sharded else 1,
+        cp=cp,
+        tp=tp,
+        ep=number("ep"),
+        shard=("nothing", "optimizer", "gradients", "parameters")[zero],
+        sequence=tp > 1 and record["sequence_parallel"] != "0",
+        micro_batch=number("micro_batch", 0) or 1,
+        schedule=schedule,
+        virtual_stages=virtual,
+        recompute=record["recompute"] if record["recompute"] in ("full", "selective") else "none",  # type: ignore[arg-type]
+        precision="fp16" if precision == "fp16" else "bf16",
+        fp8=precision in ("fp8", "mxfp8"),
+        device="cuda",
+    )
+    return Case(
+        source=record["source"],
+        name=_name(record),
+        dimensions=_dimensions(record),
+        sequence=number("seq"),
+        plan=plan,
+        global_batch=number("global_batch"),
+        machine=_machine(record),
+        software=Software(product_precision="nvfp4" if precision == "nvfp4" else None),
+        in_flight=None,
+        measured_seconds=float(record["step_time_s"]),
+        is_fitted=is_fitted(record),
+        is_recalled=not record["provenance"].startswith("stored:")
+        or "TPxPP split recalled" in record["notes"],
+    )
+
+
+def _name(record: Record) -> str:
+    axes = " ".join(
+        f"{axis}{record[axis]}" for axis in ("dp", "tp", "pp", "cp", "ep") if record[axis] not in ("", "1")
+    )
+    batch = f"{record['micro_batch'] or '?'}/{record['global_batch']}"
+    devices = f"{record['gpu']}×{record['n_gpus']}"
+    return f"{record['model']} s{record['seq']} {devices} {axes} b{batch} {record['precision']}"
+
+
+def _dimensions(record: Record) -> DecoderDimensions:
+    layers, hidden, heads, kv_heads, wide, vocabulary = (
+        int(record[key]) for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+    )
+    model = record["model"].lower()
+    plain = DecoderDimensions(layers, hidden, heads, kv_heads, wide, vocabulary)
+    # Of the published configurations, what the table has no column for.
+    if "deepseek" in model:
+        latent = replace(
+            plain, query_rank=1536, key_value_rank=512, head_size=128, rotary_size=64, value_size=128
+        )
+        three = "v3" in model
+        return replace(
+            latent,
+            experts=256 if three else 160,
+            experts_per_token=8 if three else 6,
+            shared_experts=1 if three else 2,
+            expert_feed_forward=2048 if three else 1536,
+            dense_layers=(3 if three else 1) if layers > 10 else 0,
+        )
+    if "qwen3_" in model:
+        return replace(
+            plain, head_size=128, head_norm=True, experts=128, experts_per_token=8, expert_feed_forward=wide
+        )
+    if "gpt oss" in model:
+        return replace(plain, head_size=64, experts=128, experts_per_token=4, expert_feed_forward=wide)
+    return plain
+
+
+_CHIPS = (
+    # (prefix, chip, Gbit/s of one device's network card, devices that NVLink joins)
+    ("A100-SXM-40GB", "A100 SXM 40 GB", 200.0, 8),
+    ("A100-SXM-80GB", "A100 SXM", 200.0, 8),
+    ("H100-96GB-HBM2e", "H100 HBM2e 500 W", 400.0, 8),
+    ("H100", "H100 SXM", 400.0, 8),
+    ("GB200", "GB200", 400.0, 72),
+    ("GB300", "GB300", 800.0, 72),
+    ("B200", "B200", 400.0, 8),
+    ("B300", "B300", 800.0, 8),
+)
+
+
+def _machine(record: Record) -> Machine:
+    for prefix, chip, network, domain in _CHIPS:
+        if record["gpu"].startswith(prefix):
+            if "800 Gb/s per node" in record["notes"]:
+                network = 100.0
+            return machine(chip, int(record["n_gpus"]), network, domain)
+    raise UnusableRowError("different devices in one run, which this forecast does not take")
+
+
+MEGATRON_2021 = Software(
+    gated=False,
+    attention="scores",
+    selective="attention",
+    data_overlap=False,
+    gradient_bytes=2,
+)
+
+
+def _megatron(_: Record, case: Case) -> Case:
+    return replace(case, software=MEGATRON_2021)
+
+
+_SC21 = {
+    # examples/sc21/run_table_1.sh of the same repository: micro-batch and stages per rank.
+    "GPT 1.7B": (16, 1),
+    "GPT 3.6B": (16, 1),
+    "GPT 7.5B": (16, 1),
+    "GPT 18.4B": (8, 1),
+    "GPT 39.1B": (4, 1),
+    "GPT 76.1B": (2, 3),
+    "GPT 145.6B": (2, 2),
+    "GPT 310.1B": (1, 2),
+    "GPT 529.6B": (1, 3),
+    "GPT 1008B": (1, 1),
+}
+
+
+def _sc21(record: Record, case: Case) -> Case:
+    micro_batch, virtual = _SC21[record["model"]]
+    schedule: Schedule = "1f1b" if virtual == 1 else "interleaved_1f1b"
+    plan = replace(case.plan, micro_batch=micro_batch, virtual_stages=virtual, schedule=schedule)
+    return replace(case, plan=plan, software=MEGATRON_2021)
+
+
+def _zero_bubble(record: Record, case: Case) -> Case:
+    kind = record["notes"].partition(";")[0]
+    plan, pp = case.plan, case.plan.pp
+    layers = case.dimensions.layers
+    # The paper's models have one block less in the first and in the last stage (section 4).
+    if kind == "1F1B-I":
+        virtual = (layers + 2) // pp
+        plan = replace(plan, schedule="interleaved_1f1b", virtual_stages=virtual)
+    elif kind != "1F1B":
+        plan = replace(plan, schedule="interleaved_zero_bubble")
+    in_flight = 2 * pp if kind == "ZB-2p" else None
+    return replace(case, plan=plan, software=MEGATRON_2021, in_flight=in_flight)
+
+
+# Rates of older kernels next to the measured ones. FlashAttention's first version reaches 25 to 40 % of
+# an A100's peak, and its second 35 % of an H100's, whose own instructions neither uses (Dao 2023, section 1;
+# Shah et al. 2024, section 1).
+_FLASH_1 = {"A100": 0.8, "H100": 0.42}
+_FLASH_2_ON_HOPPER = 0.6
+
+
+def _foundry(record: Record, case: Case) -> Case:
+    # Composer's FSDP in bf16 throughout, eager PyTorch; FlashAttention in Triton (its first version).
+    software = Software(gated=False, attention_efficiency=_FLASH_1[record["gpu"][:4]], gradient_bytes=2)
+    return replace(case, software=software)
+
+
+def _titan(record: Record, case: Case) -> Case:
+    compiled = "compile" in record["notes"] or "4D" in record["notes"]
+    # The local batch is cut into as many micro-batches as there are stages (its default).
+    plan = replace(case.plan, micro_batch=max(case.plan.micro_batch // case.plan.pp, 1))
+    return replace(
+        case,
+        plan=plan,
+        software=Software(fused=compiled, gradient_bytes=4, attention_efficiency=_FLASH_2_ON_HOPPER),
+    )
+
+
+def _nemo(_: Record, case: Case) -> Case:
+    # Transformer Engine's fused operators; tensor parallel's exchanges overlap with products by its user
+    # buffers; attention by cuDNN; gradients and parameters overlap (the performance guide's defaults).
+    gated = case.dimensions.feed_forward != 4 * case.dimensions.hidden
+    software = replace(
+        case.software, gated=gated, fused=True, selective="attention", tensor_overlap=0.7, gradient_bytes=4
+    )
+    return replace(case, software=software)
+
+
+def _bridge(record: Record, case: Case) -> Case:
+    software = replace(
+        case.software,
+        fused=True,
+        graphs=record["gpu"].startswith("G"),
+        selective="attention",
+        tensor_overlap=0.7,
+        fuses_experts=False,
+        frozen="LoRA" in record["source"],
+    )
+    return replace(case, software=software)
+
+
+def _simumax(_: Record, case: Case) -> Case:
+    return replace(
+        case, software=Software(fused=True, data_overlap=False, gradient_bytes=4, fuses_experts=False)
+    )
+
+
+_HABITS: tuple[tuple[str, Callable[[Record, Case], Case]], ...] = (
+    ("Megatron-LM SC21", _sc21),
+    ("Megatron-LM README", _megatron),
+    ("Korthikanti", _megatron),
+    ("vTrain", _megatron),
+    ("Zero-Bubble", _zero_bubble),
+    ("MosaicML", _foundry),
+    ("torchtitan", _titan),
+    ("NVIDIA NeMo", _nemo),
+    ("NVIDIA Megatron-Bridge", _bridge),
+    ("SimuMax", _simumax),
+)
+
+
+def sources(cases: list[Case]) -> Iterator[tuple[str, list[Case]]]:
+    for source in dict.fromkeys(case.source for case in cases):
+        yield source, [case for case in cases if case.source == source]

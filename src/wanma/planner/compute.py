@@ -1,0 +1,100 @@
+"""Time of single operators on one device: a roofline whose roof depends on shape and precision.
+
+A matrix product is computed in tiles, as many at once as there are multiprocessors; the last wave of
+tiles is as long as a full one (NVIDIA, "Matrix Multiplication Background", section 4.2), and each tile
+loses time before its sum begins and after it ends. What streams through memory costs its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from wanma.planner.machine import Chip
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.7), (64, 64, 0.5))
+"""Rows and columns of the tiles that libraries choose from, and their rate next to the largest's: smaller
+tiles read each operand more often from the cache. Fitted to the measured products of five kinds of device."""
+
+ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+"""Bytes of one operand's element; nvfp4 has one scale of 8 bits for 16 elements."""
+
+
+def product_seconds(chip: Chip, m: float, n: float, k: float, precision: str, count: int = 1) -> float:
+    """Time of `count` independent products (m, k) × (k, n), issued as one batch.
+
+    Args:
+        precision: of the operands. The result has at least two bytes per element.
+
+    Raises:
+        ValueError: the chip has no rate for `precision`.
+    """
+    if min(m, n, k) <= 0:
+        return 0.0
+    rate = product_rate(chip, precision)
+    curve = chip.products[precision]
+    computed = min(
+        math.ceil(count * math.ceil(m / rows) * math.ceil(n / columns) / chip.multiprocessors)
+        * (2.0 * rows * columns * (k + curve.fill) * chip.multiprocessors)
+        / (rate * share)
+        for rows, columns, share in TILES
+    )
+    element = ELEMENT_BYTES[precision]
+    moved = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
+    return chip.launch_seconds + max(computed, _streamed(chip, moved))
+
+
+def product_rate(chip: Chip, precision: str) -> float:
+    """FLOP/s that a product of endless sides sustains.
+
+    Raises:
+        ValueError: the chip has no curve for `precision`.
+    """
+    if precision not in chip.products:
+        known = ", ".join(sorted(chip.products))
+        raise ValueError(f"{chip.name} has no measured rate for {precision} products; it has: {known}")
+    return chip.peak_flops_per_second[precision] * chip.products[precision].attainable * chip.sustained
+
+
+def attention_seconds(
+    chip: Chip,
+    sequences: float,
+    queries: float,
+    keys: float,
+    heads: float,
+    head_width: float,
+    *,
+    kv_heads: float | None = None,
+    value_width: float | None = None,
+    causal: bool = True,
+    backward: bool = False,
+    efficiency: float = 1.0,
+) -> float:
+    """Time of fused attention in 16 bits, which keeps no scores.
+
+    Backward computes five products where forward has two (Dao et al. 2022, section 3.1).
+
+    Args:
+        queries: tokens that ask; keys: tokens that they see, of which a causal model needs half.
+        efficiency: rate of an older kernel next to the one that was measured.
+    """
+    width = (head_width + (head_width if value_width is None else value_width)) * heads
+    flops = 2.0 * sequences * queries * keys * width * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+    curve = chip.attention
+    peak = chip.peak_flops_per_second.get("bf16", chip.peak_flops_per_second.get("fp16", 0.0))
+    if peak <= 0:
+        raise ValueError(f"{chip.name} has no 16-bit peak, which attention needs")
+    rate = peak * curve.attainable * chip.sustained * efficiency * (curve.backward if backward else 1.0)
+    # One sequence's work is cut into blocks whose first and last are half empty.
+    seconds = flops / rate * (1 + curve.fill / keys)
+    stored = sequences * (2 * queries * heads + 2 * keys * (heads if kv_heads is None else kv_heads))
+    moved = 2.0 * stored * head_width * (2.0 if backward else 1.0)
+    return chip.launch_seconds + max(seconds, _streamed(chip, moved))
+
+
+def streaming_seconds(chip: Chip, moved_bytes: float, kernels: int = 1) -> float:
+    """Time of `kernels` operators that read and write `moved_bytes` together and compute next to nothing."""
+    return kernels * chip.launch_seconds + _streamed(chip, moved_bytes)
+
+
+def _streamed(chip: Chip, moved_bytes: float) -> float:
+    return moved_bytes / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)

@@ -1,0 +1,46 @@
+"""What operators attain of a device's peak, by generation: a handful of constants, each with its source.
+
+Fitted by `benchmarks/planner/fit.py` to latencies of single operators measured by ai-dynamo/aiconfigurator
+(Apache-2.0, August 2026) on A100, H100, H200, B200, GB200 and L40S. A device that nobody measured takes the
+curves of its generation, or of the one nearest to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from wanma.planner.machine import AttentionCurve, ProductCurve
+
+
+class Curves(NamedTuple):
+    products: Mapping[str, ProductCurve]
+    attention: AttentionCurve
+
+
+def _curves(products: dict[str, tuple[float, float]], attention: tuple[float, float, float]) -> Curves:
+    by_precision = {name: ProductCurve(*numbers) for name, numbers in products.items()}
+    return Curves(MappingProxyType(by_precision), AttentionCurve(*attention))
+
+
+GENERATIONS: Mapping[str, Curves] = MappingProxyType(
+    {
+        # No measurements: tensor cores of the first generation, whose fp16 products attain about 0.85 (Jia et
+        # al. 2018, section 4.3); no fused attention was written for them.
+        "volta": _curves({"fp16": (0.85, 128), "fp32": (0.9, 128)}, (0.3, 600, 0.9)),
+        "ampere": _curves(
+            {"bf16": (0.91, 128), "fp16": (0.91, 128), "tf32": (0.9, 128), "fp32": (0.9, 128)},
+            (0.49, 600, 0.9),
+        ),
+        "ada": _curves({"bf16": (0.69, 0), "fp16": (0.69, 0), "fp8": (0.5, 0)}, (0.44, 700, 0.9)),
+        "hopper": _curves(
+            {"bf16": (0.82, 96), "fp16": (0.82, 96), "fp8": (0.71, 300), "fp32": (0.9, 128)},
+            (0.56, 1250, 0.9),
+        ),
+        "blackwell": _curves(
+            {"bf16": (0.74, 32), "fp16": (0.74, 32), "fp8": (0.67, 300), "nvfp4": (0.53, 770)},
+            (0.56, 2400, 0.9),
+        ),
+    }
+)

@@ -1,0 +1,110 @@
+"""What forecasts of time need to know of a machine: how fast its devices compute, and their links.
+
+Peaks are what a maker promises; curves say what of it an operator of some shape attains (`curves`).
+Pure data, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class ProductCurve:
+    """How the matrix products of one precision approach their peak."""
+
+    attainable: float
+    """Share of the peak that a product of endless sides attains."""
+    fill: float
+    """Terms of each sum whose time goes into starting and ending a tile: k takes the time of k + fill."""
+
+
+@dataclass(frozen=True)
+class AttentionCurve:
+    """Fused attention. Half its rate is reached where a sequence is `fill` long."""
+
+    attainable: float
+    """Share of the 16-bit peak for the half of the scores that a causal model needs."""
+    fill: float
+    backward: float
+    """Rate of the backward, as a share of the forward's."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of device, with what its operators attain."""
+
+    name: str
+    peak_flops_per_second: Mapping[str, float]
+    """Dense peak by precision: 'fp32', 'bf16', 'fp16', 'fp8', 'nvfp4'."""
+    bandwidth_bytes_per_second: float
+    multiprocessors: int
+    """Tiles of a product that are computed at once."""
+    products: Mapping[str, ProductCurve]
+    attention: AttentionCurve
+    bandwidth_share: float = 0.8
+    """Of the memory's bandwidth, what an operator that streams through it attains."""
+    launch_seconds: float = 2e-6
+    """From the end of one kernel to the start of the next, when the host is ahead."""
+    sustained: float = 1.0
+    """Rate of products over hours of training, as a share of that in an isolated measurement: the clock
+    falls under a continuous load at the power limit."""
+
+    def __post_init__(self) -> None:
+        if self.bandwidth_bytes_per_second <= 0 or self.multiprocessors < 1:
+            raise ValueError(f"{self.name} needs a memory bandwidth and at least one multiprocessor")
+        if missing := set(self.products) - set(self.peak_flops_per_second):
+            raise ValueError(f"{self.name} has curves for {sorted(missing)}, but no peak")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network. All devices of a level can use it at once, each at this rate."""
+
+    devices: int
+    """Consecutive ranks that reach each other within this level."""
+    latency_seconds: float
+    """Of one step of a collective."""
+    bandwidth_bytes_per_second: float
+    """Of one device's share, in one direction, as attained by endless messages."""
+    ramp_bytes: float = 0.0
+    """Messages of this size take twice as long as at that rate. Measured rates grow with the root of the
+    size, over four orders of magnitude, as libraries change protocols and numbers of channels."""
+
+    def seconds(self, moved_bytes: float, message_bytes: float, share: float = 1.0) -> float:
+        """Of `moved_bytes` over one device's link for a message of `message_bytes`; without latency.
+
+        Args:
+            share: of the link's rate, or devices that carry the message together.
+        """
+        if moved_bytes <= 0:
+            return 0.0
+        ramp = 1 + math.sqrt(self.ramp_bytes / message_bytes)
+        return moved_bytes * ramp / (self.bandwidth_bytes_per_second * share)
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.latency_seconds < 0 or self.bandwidth_bytes_per_second <= 0:
+            raise ValueError(f"a link joins at least one device, at a positive rate: {self}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal devices, and the levels of the network between them, innermost first."""
+
+    chip: Chip
+    links: tuple[Link, ...]
+    dispatch_seconds: float = field(default=7e-6)
+    """Time in which the host issues one kernel of an eager program."""
+
+    def __post_init__(self) -> None:
+        if not self.links:
+            raise ValueError("a machine needs at least one level of links; of one device, Link(1, 0, 1)")
+        if any(inner.devices >= outer.devices for inner, outer in pairwise(self.links)):
+            raise ValueError("levels of links come innermost first, each joining more devices")
+
+    @property
+    def devices(self) -> int:
+        return self.links[-1].devices

@@ -1,0 +1,276 @@
+"""How long a pipeline takes: its schedule played through, stage by stage, with what each stage costs.
+
+Stages may cost differently and sending takes time; the published bubbles (`stages.bubble_share`) are the
+special case of equal stages and free links. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from wanma.job.sections import Schedule
+from wanma.planner.stages import SPLIT_BACKWARD
+
+Kind = Literal["forward", "backward", "weights"]
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of one micro-batch in one stage."""
+
+    forward: float
+    backward: float
+    """With what runs again; of a schedule that takes backward apart, for the inputs' gradients alone."""
+    weights: float = 0.0
+    """For the weights' gradients, where a schedule computes them on their own."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.weights
+
+
+class Operation(NamedTuple):
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class Pipelined(NamedTuple):
+    """Of the step's pipelined part."""
+
+    seconds: float
+    busy: tuple[float, ...]
+    """Seconds in which each rank computes."""
+
+    @property
+    def bubble_seconds(self) -> float:
+        """In which the busiest rank waits."""
+        return self.seconds - max(self.busy)
+
+
+def pipeline_seconds(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    pp: int,
+    micro_batches: int,
+    send_seconds: float = 0.0,
+    in_flight: int | None = None,
+) -> Pipelined:
+    """Play `schedule` through.
+
+    From a few rounds of micro-batches on it repeats itself, so that more of them are not played but added.
+
+    Args:
+        costs: of every stage in the model's order; `pp` ranks hold them as `Plan.stages_of` says.
+        send_seconds: from the end of a stage to the start of the next one on another rank.
+        in_flight: of a schedule that takes backward apart: most stages' activations that a rank may hold.
+
+    Raises:
+        ValueError: the stages are not a multiple of the ranks, or there is no micro-batch.
+    """
+    if micro_batches < 1 or pp < 1 or len(costs) % pp:
+        raise ValueError(f"{len(costs)} stages on {pp} ranks with {micro_batches} micro-batches")
+    rounds = 4 * pp
+    rest, played = 0, micro_batches
+    if micro_batches > rounds + 2 * pp:
+        rest = (micro_batches - rounds) // pp
+        played = micro_batches - rest * pp
+    result = _play(schedule, costs, pp, played, send_seconds, in_flight)
+    if rest:
+        more = _play(schedule, costs, pp, played + pp, send_seconds, in_flight)
+        grown = tuple(
+            busy + rest * (more_busy - busy) for busy, more_busy in zip(result.busy, more.busy, strict=True)
+        )
+        result = Pipelined(result.seconds + rest * (more.seconds - result.seconds), grown)
+    return result
+
+
+def stages_on(schedule: Schedule, pp: int, rank: int, stages: int) -> list[int]:
+    """As `Plan.stages_of`."""
+    if schedule in ("zbv", "dualpipev"):
+        return [rank, 2 * pp - 1 - rank]
+    return list(range(rank, stages, pp))
+
+
+def _play(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    pp: int,
+    micro_batches: int,
+    send_seconds: float,
+    in_flight: int | None,
+) -> Pipelined:
+    if schedule in SPLIT_BACKWARD:
+        limit = in_flight or _usual_in_flight(schedule, pp, len(costs) // pp)
+        return _greedy(schedule, costs, pp, micro_batches, send_seconds, limit)
+    order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved_1f1b": _interleaved}[schedule]
+    orders = [order(rank, pp, len(costs), micro_batches) for rank in range(pp)]
+    return _ordered(orders, costs, pp, send_seconds)
+
+
+def _gpipe(rank: int, pp: int, stages: int, micro_batches: int) -> list[Operation]:
+    own = range(rank, stages, pp)
+    forwards = [Operation("forward", stage, index) for stage in own for index in range(micro_batches)]
+    return forwards + [operation._replace(kind="backward") for operation in reversed(forwards)]
+
+
+def _one_forward_one_backward(rank: int, pp: int, _stages: int, micro_batches: int) -> list[Operation]:
+    """Narayanan et al. 2021, section 2.2.1."""
+    return _alternating(
+        [Operation("forward", rank, index) for index in range(micro_batches)],
+        [Operation("backward", rank, index) for index in range(micro_batches)],
+        pp - 1 - rank,
+    )
+
+
+def _interleaved(rank: int, pp: int, stages: int, micro_batches: int) -> list[Operation]:
+    """Narayanan et al. 2021, section 2.2.2: rounds of `pp` micro-batches pass one of a rank's stages each.
+
+    A last round may be shorter, as torch's and Megatron's may be longer.
+    """
+    virtual = stages // pp
+    forwards, backwards = [], []
+    for start in range(0, micro_batches, pp):
+        group = range(start, min(start + pp, micro_batches))
+        for turn in range(virtual):
+            forwards += [Operation("forward", turn * pp + rank, index) for index in group]
+            backwards += [Operation("backward", (virtual - 1 - turn) * pp + rank, index) for index in group]
+    warm_up = 2 * (pp - 1 - rank) + (virtual - 1) * pp
+    return _alternating(forwards, backwards, warm_up)
+
+
+def _alternating(forwards: list[Operation], backwards: list[Operation], warm_up: int) -> list[Operation]:
+    warm_up = min(warm_up, len(forwards))
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards) - warm_up :]
+
+
+def _ordered(
+    orders: Sequence[Sequence[Operation]], costs: Sequence[StageCost], pp: int, send_seconds: float
+) -> Pipelined:
+    """Every rank runs its operations in the given order, each as soon as its input is there."""
+    ends: dict[Operation, float] = {}
+    positions, clocks, busy = [0] * pp, [0.0] * pp, [0.0] * pp
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank, order in enumerate(orders):
+            while positions[rank] < len(order):
+                operation = order[positions[rank]]
+                ready = _ready(operation, ends, len(costs), pp, send_seconds)
+                if ready is None:
+                    break
+                seconds = _seconds(operation, costs)
+                clocks[rank] = max(clocks[rank], ready) + seconds
+                busy[rank] += seconds
+                ends[operation] = clocks[rank]
+                positions[rank] += 1
+                waiting = True
+    if any(position < len(order) for position, order in zip(positions, orders, strict=True)):
+        raise ValueError("the schedule waits for itself")
+    return Pipelined(max(clocks), tuple(busy))
+
+
+def _ready(
+    operation: Operation, ends: dict[Operation, float], stages: int, pp: int, send_seconds: float
+) -> float | None:
+    """When the input of `operation` arrives; None when what makes it has not run yet."""
+    kind, stage, index = operation
+    if kind == "weights" or (kind == "backward" and stage == stages - 1):
+        return ends.get(Operation("backward" if kind == "weights" else "forward", stage, index))
+    if kind == "forward" and stage == 0:
+        return 0.0
+    source = stage - 1 if kind == "forward" else stage + 1
+    end = ends.get(Operation(kind, source, index))
+    if end is None:
+        return None
+    return end if pp == 1 else end + send_seconds
+
+
+def _seconds(operation: Operation, costs: Sequence[StageCost]) -> float:
+    cost: StageCost = costs[operation.stage]
+    return {"forward": cost.forward, "backward": cost.backward, "weights": cost.weights}[operation.kind]
+
+
+def _usual_in_flight(schedule: Schedule, pp: int, virtual: int) -> int:
+    """Stages' activations that a rank holds: of a whole pipeline where each has one stage (ZB-H1)."""
+    return {"zbv": 2 * pp, "dualpipev": 2 * pp + 1}.get(schedule, (virtual - 1) * pp + pp)
+
+
+def _greedy(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    pp: int,
+    micro_batches: int,
+    send_seconds: float,
+    in_flight: int,
+) -> Pipelined:
+    """Weights' gradients fill what would be bubbles (Qi et al. 2023, section 3).
+
+    A rank that is free runs the backward that is there; else a forward while memory allows; else it
+    computes weights' gradients, which is what gives memory back.
+    """
+    stages = len(costs)
+    rank_of = [0] * stages
+    for rank in range(pp):
+        for stage in stages_on(schedule, pp, rank, stages):
+            rank_of[stage] = rank
+    clocks, busy, held = [0.0] * pp, [0.0] * pp, [0] * pp
+    arrivals: list[dict[Operation, float]] = [{} for _ in range(pp)]
+    for index in range(micro_batches):
+        arrivals[rank_of[0]][Operation("forward", 0, index)] = 0.0
+    left = 3 * stages * micro_batches
+    end = 0.0
+    while left:
+        rank, start, operation = _next(clocks, arrivals, held, in_flight)
+        del arrivals[rank][operation]
+        seconds = _seconds(operation, costs)
+        clocks[rank] = start + seconds
+        busy[rank] += seconds
+        end = max(end, clocks[rank])
+        left -= 1
+        kind, stage, index = operation
+        if kind == "weights":
+            held[rank] -= 1
+            continue
+        if kind == "forward":
+            held[rank] += 1
+        following = stage + (1 if kind == "forward" else -1)
+        if kind == "backward":
+            arrivals[rank][Operation("weights", stage, index)] = clocks[rank]
+        elif following == stages:
+            arrivals[rank][Operation("backward", stage, index)] = clocks[rank]
+        if 0 <= following < stages:
+            target = rank_of[following]
+            delay = send_seconds if target != rank else 0.0
+            arrivals[target][Operation(kind, following, index)] = clocks[rank] + delay
+    return Pipelined(end, tuple(busy))
+
+
+_PREFERENCE: dict[Kind, int] = {"backward": 0, "forward": 1, "weights": 2}
+
+
+def _next(
+    clocks: Sequence[float], arrivals: Sequence[dict[Operation, float]], held: Sequence[int], in_flight: int
+) -> tuple[int, float, Operation]:
+    """The operation that starts first of all ranks, by each rank's preference."""
+    best: tuple[float, int, Operation] | None = None
+    for rank, waiting in enumerate(arrivals):
+        chosen: tuple[float, int, int, int, Operation] | None = None
+        for operation, arrival in waiting.items():
+            if operation.kind == "forward" and held[rank] >= in_flight:
+                continue
+            start = max(clocks[rank], arrival)
+            # Deeper stages first: their results are what the others wait for.
+            key = (start, _PREFERENCE[operation.kind], -operation.stage, operation.micro_batch, operation)
+            if chosen is None or key < chosen:
+                chosen = key
+        if chosen is not None and (best is None or chosen[0] < best[0]):
+            best = (chosen[0], rank, chosen[4])
+    if best is None:
+        raise ValueError(f"with {in_flight} stages in flight on a rank, the schedule waits for itself")
+    return best[1], best[0], best[2]

@@ -1,0 +1,90 @@
+"""Schedules played through, against their published bubbles and by-hand cases."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanma.job.sections import Schedule
+from wanma.planner.pipeline import StageCost, pipeline_seconds
+from wanma.planner.stages import bubble_share
+
+WHOLE = StageCost(1.0, 2.0)
+SPLIT = StageCost(1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 3), (4, 4), (4, 8), (4, 40), (8, 64)])
+def test_equal_stages_and_free_links_give_the_published_bubble(
+    schedule: Schedule, pp: int, micro_batches: int
+) -> None:
+    played = pipeline_seconds(schedule, [WHOLE] * pp, pp, micro_batches)
+    assert played.bubble_seconds / played.seconds == pytest.approx(
+        bubble_share(schedule, pp, 1, micro_batches)
+    )
+
+
+@pytest.mark.parametrize(("pp", "virtual", "micro_batches"), [(4, 2, 8), (4, 2, 40), (8, 3, 64), (2, 4, 2)])
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(
+    pp: int, virtual: int, micro_batches: int
+) -> None:
+    played = pipeline_seconds("interleaved_1f1b", [WHOLE] * (pp * virtual), pp, micro_batches)
+    expected = bubble_share("interleaved_1f1b", pp, virtual, micro_batches)
+    assert played.bubble_seconds / played.seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("interleaved_zero_bubble", 1), ("zbv", 2)])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(4, 8), (8, 40)])
+def test_weight_gradients_fill_most_of_the_bubble(
+    schedule: Schedule, virtual: int, pp: int, micro_batches: int
+) -> None:
+    played = pipeline_seconds(schedule, [SPLIT] * (pp * virtual), pp, micro_batches)
+    whole = bubble_share("1f1b", pp, virtual, micro_batches)
+    assert played.bubble_seconds / played.seconds < 0.65 * whole
+
+
+def test_more_activations_in_flight_leave_a_smaller_bubble() -> None:
+    few, many = (
+        pipeline_seconds("interleaved_zero_bubble", [SPLIT] * 4, 4, 12, 0.0, in_flight)
+        for in_flight in (4, 8)
+    )
+    assert many.seconds < few.seconds
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    costs = [StageCost(1.0, 2.0), StageCost(2.0, 4.0)]
+    assert pipeline_seconds("1f1b", costs, 2, 10).seconds == pytest.approx(1 + 10 * 6 + 2)
+
+
+def test_each_send_is_waited_for_at_both_ends_and_once_per_round() -> None:
+    # Two stages, one micro-batch: forward, send, forward, backward, send, backward.
+    assert pipeline_seconds("1f1b", [WHOLE] * 2, 2, 1, send_seconds=0.5).seconds == pytest.approx(7.0)
+    free, sent = (pipeline_seconds("1f1b", [WHOLE] * 2, 2, 40, send) for send in (0.0, 0.5))
+    assert sent.seconds > free.seconds + 1.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 3.0), min_size=4, max_size=4),
+    st.integers(1, 60),
+    st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b"]),
+)
+def test_what_is_not_played_adds_up_to_the_same(
+    forwards: list[float], rounds: int, schedule: Schedule
+) -> None:
+    pp = 4 if schedule != "interleaved_1f1b" else 2
+    costs = [StageCost(forward, 2 * forward) for forward in forwards]
+    micro_batches = rounds * pp
+    whole = pipeline_seconds(schedule, costs, pp, micro_batches, 0.05)
+    # Between a rank that never waits and stages that run one after the other.
+    alone = [sum(costs[stage].seconds for stage in range(rank, 4, pp)) for rank in range(pp)]
+    least = max(alone) * micro_batches
+    assert least <= whole.seconds + 1e-9
+    assert whole.seconds <= sum(cost.seconds for cost in costs) * micro_batches + 0.1 * 4 * micro_batches
+    assert max(whole.busy) == pytest.approx(least)
+
+
+def test_stages_that_do_not_fill_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 stages on 2 ranks"):
+        pipeline_seconds("1f1b", [WHOLE] * 3, 2, 4)
