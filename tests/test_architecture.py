@@ -56,6 +56,8 @@ TORCH_FREE = (
     "wanma.job.write",
     "wanma.data.open",
     "wanma.hardware.catalogue",
+    "wanma.hardware.cluster_file",
+    "wanma.hardware.cluster_toml",
     "wanma.hardware.discover",
     "wanma.hardware.doctor",
     "wanma.models.described",

@@ -1,6 +1,6 @@
 import pytest
 
-from wanma.api import planning
+from wanma.api import machines, planning
 from wanma.api.planning import first_layout, notes
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import WanmaError
@@ -30,7 +30,7 @@ def test_with_a_compiler_the_job_is_followed_without_a_word(monkeypatch: pytest.
 
 def test_fp8_without_torchao_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda", "H100", 80 << 30, {"fp8": 1979e12})
-    monkeypatch.setattr(planning, "discover", lambda: Cluster((Node("box", 8, 64 << 30, (gpu,)),)))
+    monkeypatch.setattr(machines, "discover", lambda: Cluster((Node("box", 8, 64 << 30, (gpu,)),)))
     job = job_from({"model": {"preset": "gpt-1m"}, "train": {"fp8": True, "precision": "bf16"}})
     monkeypatch.setattr(planning, "find_spec", lambda _: None)
     with pytest.raises(WanmaError, match=r"train\.fp8 needs the package `torchao`") as refusal:

@@ -69,6 +69,7 @@ def test_every_kind_is_unique_names_its_source_and_is_ordered_by_precision() -> 
         assert rates[0] > 0
         assert rates == sorted(rates)
         assert 8e9 <= kind.memory_bytes <= 1e12
+        assert kind.bandwidth_bytes_per_second is not None
         assert 2e11 <= kind.bandwidth_bytes_per_second <= 1e13
         assert kind.power_watts is None or 100 <= kind.power_watts <= 1500
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -10,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from wanma.api.explain import explain, ranks_text
+from wanma.api.machines import imagined
 from wanma.api.planning import Prepared, job_workload
 from wanma.api.show import describe_plan
 from wanma.data.tokenizer import load_tokenizer
-from wanma.hardware.catalogue import CATALOGUE, DeviceKind
 from wanma.hardware.discover import discover
-from wanma.job.cluster import Cluster, Device, Node
-from wanma.job.errors import JobError, did_you_mean
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.build import model_spec
@@ -29,40 +28,46 @@ from wanma.planner.explain import group_of
 if TYPE_CHECKING:
     from wanma.parallel.recording import Collective
 
-DEVICES_PER_NODE = 8
-"""Of imagined machines."""
-
 
 def plan_job(
-    job: Job, *, device: str | None = None, explained: bool = False, rank: int | None = None
+    job: Job,
+    *,
+    device: str | None = None,
+    cluster: str | None = None,
+    explained: bool = False,
+    rank: int | None = None,
 ) -> RenderableType:
     """A job's plan and its memory, without reading its data.
 
     Args:
-        device: plan for as many of this device of the catalogue as the job has ranks, in nodes of eight;
-            default: for this machine.
+        device: plan for as many of this device of the catalogue as the job has ranks, or for a cluster in
+            one line; default: for `cluster`.
+        cluster: plan for the machines of a cluster file, or of one line; default: the job's `cluster.file`,
+            else this machine.
         explained: show which rank holds what.
         rank: build this one with tensors that hold nothing, and show what it keeps and communicates.
 
     Raises:
-        JobError: the job is wrong, no such device or rank, or the plan fits nowhere.
+        JobError: the job or the cluster is wrong, no such device or rank, or the plan fits nowhere.
     """
-    if device is not None:
-        job, cluster = _imagine(job, _find(device))
-    else:
-        cluster = discover()
-    start = layout(job, cluster)
+    job, machines = _machines(job, device, cluster)
+    start = layout(job, machines)
     workload = job_workload(job)
     dimensions = None
     if model_kind(job.model) == "tokens":
         dimensions = section_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
-    planned = complete(job, start, cluster, workload, dimensions)
+    planned = complete(job, start, machines, workload, dimensions)
     plan = planned.plan
     if rank is not None and not 0 <= rank < plan.world_size:
         raise JobError(
             f"--rank {rank}: the plan has {plan.world_size} ranks", f"name one of 0 to {plan.world_size - 1}"
         )
-    parts: list[RenderableType] = [describe_plan(job, Prepared(cluster, planned, workload, None))]
+    parts: list[RenderableType] = [Text(f"\n{machines}", style="bold")]
+    if not_run := sorted(
+        {one.name for node in machines.nodes for one in node.devices if one.kind == "other"}
+    ):
+        parts.append(Text(f"· a forecast only: wanma does not run on {', '.join(not_run)}", style="dim"))
+    parts.append(describe_plan(job, Prepared(machines, planned, workload, None)))
     if explained:
         parts += [Text(), explain(plan, dimensions, rank, job.data.sequence_length)]
     if rank is not None:
@@ -70,28 +75,12 @@ def plan_job(
     return Group(*parts)
 
 
-def _find(name: str) -> DeviceKind:
-    for kind in CATALOGUE:
-        if kind.name.casefold() == name.casefold():
-            return kind
-    names = [kind.name for kind in CATALOGUE]
-    raise JobError(
-        f"--device '{name}' is not in the catalogue.{did_you_mean(name, names)}", f"known: {', '.join(names)}"
-    )
-
-
-def _imagine(job: Job, kind: DeviceKind) -> tuple[Job, Cluster]:
-    """As many nodes of `kind` as the job's ranks fill, and the job as it would run there."""
-    parallel = job.parallel
-    world = math.prod(getattr(parallel, axis) for axis in AXES)
-    on_each = math.gcd(world, DEVICES_PER_NODE)
-    one = Device("cuda", kind.name, kind.memory_bytes, dict(kind.peak_flops_per_second))
-    here = discover().nodes[0]
-    node = Node("imagined", here.cores, here.memory_bytes, (one,) * on_each)
-    section = job.cluster.model_copy(
-        update={"nodes": world // on_each, "rendezvous": "imagined:1", "device": "cuda", "node_rank": None}
-    )
-    return job.model_copy(update={"cluster": section}), Cluster((node,) * (world // on_each))
+def _machines(job: Job, device: str | None, cluster: str | None) -> tuple[Job, Cluster]:
+    if device is None and cluster is None:
+        cluster = job.cluster.file
+    if device is None and cluster is None:
+        return job, discover()
+    return imagined(job, device=device, cluster=cluster)
 
 
 def _built(job: Job, plan: Plan, rank: int) -> RenderableType:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from wanma.api.machines import here
 from wanma.data.open import prepare
 from wanma.data.tokenizer import load_tokenizer
 from wanma.hardware.compiler import NO_COMPILER, cpp_compiler
 from wanma.hardware.cpu_peak import stored_cpu_peak
-from wanma.hardware.discover import discover
 from wanma.job.cluster import Cluster
 from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra
 from wanma.job.forecast import Workload
@@ -58,7 +58,7 @@ def first_layout(job: Job) -> tuple[Cluster, Plan]:
     Raises:
         JobError, WanmaError: what the job asks cannot be done here.
     """
-    cluster = discover()
+    cluster = here(job)
     plan = layout(job, cluster)
     if plan.compile and plan.device == "cpu" and cpp_compiler() is None:
         plan = replace(plan, compile=False)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from wanma import __version__
 from wanma.cli.commands import (
+    cluster,
     completion,
     doctor,
     export,
@@ -23,7 +24,21 @@ from wanma.cli.commands import (
 )
 from wanma.job.errors import JobError, did_you_mean
 
-COMMANDS = (train, plan, launch, runs, show, report, sample, export, doctor, job, completion, version)
+COMMANDS = (
+    train,
+    plan,
+    launch,
+    runs,
+    show,
+    report,
+    sample,
+    export,
+    doctor,
+    cluster,
+    job,
+    completion,
+    version,
+)
 
 _OVERVIEW = """\
 Distributed AI training: plan, launch, train, heal, measure and explain.

@@ -1,4 +1,4 @@
-"""What is on this machine, without torch: cores, memory and GPUs, as a `Cluster` of one node.
+"""What is on this machine, without torch: cores, memory, GPUs and network, as a `Cluster` of one node.
 
 GPUs come from NVML where its Python package is installed, else from `nvidia-smi`, else there are
 none. Milliseconds on a machine without a GPU, so every command can afford it.
@@ -11,10 +11,13 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wanma.hardware.catalogue import find_device
-from wanma.hardware.limits import usable_cores, usable_memory_bytes
+from wanma.hardware.cpu_peak import stored_cpu_peak
+from wanma.hardware.limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.hardware.machines import inside, network
+from wanma.hardware.nics import network_cards
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import WanmaError
 
@@ -35,13 +38,34 @@ def discover(environment: Mapping[str, str] = os.environ) -> Cluster:
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     hidden = setting is not None and setting.strip() in ("", "-1")
     gpus = [] if hidden else visible(list_gpus(), setting)
+    devices = tuple(gpu.device for gpu in gpus)
+    cores, memory_bytes = usable_cores(), usable_memory_bytes()
+    kinds = {find_device(device.name) for device in devices}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    cards = network_cards()
     node = Node(
         name=socket.gethostname(),
-        cores=usable_cores(),
-        memory_bytes=usable_memory_bytes(),
-        devices=tuple(gpu.device for gpu in gpus),
+        cores=cores,
+        memory_bytes=memory_bytes,
+        devices=devices,
+        inside=inside(kind) if kind else (),
+        network=network(cards, len(devices) or 1, kind),
+        nics=cards.number if cards else 0,
+        cpu=_processors(cores, memory_bytes),
     )
     return Cluster(nodes=(node,))
+
+
+def _processors(cores: int, memory_bytes: int) -> Device:
+    """What this process may use of the processors, with measured rates where there are any."""
+    name = cpu_model()
+    kind = find_device(name)
+    known = kind.processors(cores, memory_bytes) if kind and kind.cores else None
+    # In whole numbers, which survive being written to a cluster file.
+    measured = {key: float(round(rate)) for key, rate in stored_cpu_peak(cores).items()}
+    if known is not None:
+        return replace(known, peak_flops_per_second=measured or known.peak_flops_per_second)
+    return Device("cpu", name, memory_bytes, measured)
 
 
 @dataclass(frozen=True)
@@ -129,7 +153,9 @@ def _gpus_from_nvidia_smi() -> list[Gpu]:
 
 def _device(name: str, memory_bytes: int) -> Device:
     kind = find_device(name)
-    return Device("cuda", name, memory_bytes, dict(kind.peak_flops_per_second) if kind else {})
+    if kind is None:
+        return Device("cuda", name, memory_bytes, {})
+    return replace(kind.device(), name=name, memory_bytes=memory_bytes)
 
 
 def _driver_error(reason: str) -> WanmaError:

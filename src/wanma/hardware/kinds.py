@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from wanma.job.cluster import Device, DeviceClass, Level
@@ -18,7 +18,7 @@ NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 0.6e-6, 1.0e-6, 2.7e-6
 
 @dataclass(frozen=True)
 class Link:
-    """How devices of one kind are joined inside a node."""
+    """How devices of one kind are joined."""
 
     name: str
     bandwidth_bytes_per_second: float
@@ -53,11 +53,12 @@ class DeviceKind:
     """Our name, unique: 'H100 SXM'."""
     driver_name: str
     """Regular expression that the whole name reported by the driver must match (case ignored)."""
-    peak_flops_per_second: Mapping[str, float]
+    peak_flops_per_second: Mapping[str, float] = field(hash=False)
     """Dense peak by precision: fp64, fp32, tf32, bf16, fp16, fp8; a precision without hardware is absent."""
     memory_bytes: int
     """As sold; the driver reports a little less or more."""
-    bandwidth_bytes_per_second: float
+    bandwidth_bytes_per_second: float | None
+    """Of its memory; None where nobody says."""
     source: str
     kind: DeviceClass = "cuda"
     power_watts: float | None = None
@@ -84,8 +85,15 @@ class DeviceKind:
         """`cores` of this processor as one device; what they reach follows their number."""
         share = cores / self.cores
         peak = {precision: rate * share for precision, rate in self.peak_flops_per_second.items()}
-        power = None if self.power_watts is None else self.power_watts * share
-        return Device("cpu", self.name, memory_bytes, peak, self.bandwidth_bytes_per_second * share, power)
+        bandwidth, power = self.bandwidth_bytes_per_second, self.power_watts
+        return Device(
+            "cpu",
+            self.name,
+            memory_bytes,
+            peak,
+            None if bandwidth is None else bandwidth * share,
+            None if power is None else power * share,
+        )
 
 
 def link(name: str, gigabytes_per_second: float, seconds: float) -> Link:

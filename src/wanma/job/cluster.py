@@ -94,7 +94,7 @@ class Node:
         return _reaching(self.network, nodes)
 
     def __str__(self) -> str:
-        machines = "1 node" if self.count == 1 else f"{self.count:,} nodes"
+        machines = "1 node" if self.count == 1 else f"{self.count} nodes"
         if self.devices:
             kinds = Counter(device.name for device in self.devices)
             what = " and ".join(f"{count} × {name}" for name, count in kinds.items())

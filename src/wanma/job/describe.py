@@ -40,10 +40,11 @@ def _starter_line(key: Key) -> str:
 
 def markdown() -> str:
     """`docs/job-file.md`."""
-    return _INTRODUCTION + "\n".join(_markdown_table(table) for table in tables())
+    return _INTRODUCTION + "\n".join(markdown_table(table) for table in tables())
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """A table of keys as a chapter of the guide."""
     rows = [
         f"| `{key.name}` | {_cell(key.allowed)} | {_cell(f'`{default_text(key)}`')} | {_cell(key.help)} |"
         for key in table.keys

@@ -110,7 +110,7 @@ def _literal(raw: str) -> Any:
 
 def _build(tables: Mapping[str, Any], overrides: Sequence[str], places: Places) -> Job:
     mistakes: list[Mistake] = []
-    given = _plain(tables, (), mistakes)
+    given = plain(tables, (), mistakes)
     given = {section: value for section, value in given.items() if value is not None}  # YAML's bare `train:`
     if given.get("parallel") == "auto":
         given["parallel"] = {"auto": True}
@@ -158,26 +158,29 @@ def _apply(
         mistakes.append(Mistake((*path, name), f"there is no {'.'.join(override.path)} to set"))
 
 
-def _plain(value: Any, path: KeyPath, mistakes: list[Mistake]) -> Any:
-    """`value` as JSON knows it, or a mistake; file contents and Python values take the same way."""
+def plain(value: Any, path: KeyPath, mistakes: list[Mistake]) -> Any:
+    """`value` at `path` as JSON knows it; what JSON has no form for is added to `mistakes`.
+
+    File contents and Python values take the same way.
+    """
     if len(path) > _DEEPEST:
         mistakes.append(Mistake(path[:2], f"{dotted(path[:2])} is nested too deeply"))
         return None
     match value:
         case Section():
-            return _plain(value.model_dump(), path, mistakes)
+            return plain(value.model_dump(), path, mistakes)
         case Mapping():
             if wrong := [name for name in value if not isinstance(name, str)]:
                 mistakes.append(
                     Mistake(path, f'{dotted(path)}: the name {wrong[0]!r} must be text, "{wrong[0]}"')
                 )
             return {
-                name: _plain(item, (*path, name), mistakes)
+                name: plain(item, (*path, name), mistakes)
                 for name, item in value.items()
                 if isinstance(name, str)
             }
         case list() | tuple():
-            return [_plain(item, (*path, index), mistakes) for index, item in enumerate(value)]
+            return [plain(item, (*path, index), mistakes) for index, item in enumerate(value)]
         case bool() | int() | float():
             return value
         case None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.positions import KeyPath
 from wanma.job.schema import Table, keys, tables
-from wanma.job.sections import Job
+from wanma.job.sections import Job, Section
 from wanma.job.write import toml_value
 
 
@@ -53,21 +53,27 @@ class Mistake:
     hint: str = ""
 
 
-def refuse(mistakes: Iterable[Mistake], places: Places) -> JobError:
+def refuse(
+    mistakes: Iterable[Mistake],
+    places: Places,
+    what: str = "the job",
+    hint: str = "`wanma job` lists every key with what it allows",
+) -> JobError:
     """All mistakes as one error, in the order of the file and then of the command line."""
     # A wrong element of a list is reported once, for the whole list.
     told = sorted(dict.fromkeys(mistakes), key=lambda mistake: places.of(mistake.path)[0])
     lines = [f"{place}: {m.text}" if (place := places.of(m.path)[1]) else m.text for m in told]
     hints = list(dict.fromkeys(mistake.hint for mistake in told if mistake.hint))
-    hint = "\n  ".join([*hints, "`wanma job` lists every key with what it allows"])
+    hint = "\n  ".join([*hints, hint])
     if len(lines) == 1:
         return JobError(lines[0], hint)
-    return JobError(f"the job has {len(lines)} mistakes\n  " + "\n  ".join(lines), hint)
+    return JobError(f"{what} has {len(lines)} mistakes\n  " + "\n  ".join(lines), hint)
 
 
-def from_pydantic(error: ValidationError, given: dict[str, Any]) -> list[Mistake]:
-    """The mistakes that validation found in the tables `given`."""
-    return [_mistake(one["type"], one["loc"], one["msg"], given) for one in error.errors(include_url=False)]
+def from_pydantic(error: ValidationError, given: dict[str, Any], root: type[Section] = Job) -> list[Mistake]:
+    """The mistakes that validation found in the tables `given` of a file that `root` describes."""
+    found = error.errors(include_url=False)
+    return [_mistake(one["type"], one["loc"], one["msg"], given, root) for one in found]
 
 
 def shown(value: Any) -> str:
@@ -87,20 +93,21 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any]) -> Mistake:
+def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any], root: type[Section]) -> Mistake:
     if kind == "extra_forbidden":
-        return Mistake(path, _unknown(path))
+        return Mistake(path, _unknown(path, root))
     if kind == "value_error":  # a rule between keys of one section
         hint = ""
         if "exactly one" in message or "only one" in message:
             hint = "an empty override unsets what the file gives, e.g. `model.preset=`"
         return Mistake(path, f"[{dotted(path)}] {message.removeprefix('Value error, ')}", hint)
     names = tuple(part for part in path if isinstance(part, str))
-    table = _table(".".join(names))
+    table = _table(".".join(names), root)
     if table is not None:
         return Mistake(path, _not_a_table(path, table, kind, given))
-    key = keys()[".".join(names[: _depth(names)])]
-    path = path[: _key_length(path, _depth(names))]
+    depth = _depth(names, root)
+    key = keys(root)[".".join(names[:depth])]
+    path = path[: _key_length(path, depth)]
     if kind == "missing" and _value(given, path) is _ABSENT:
         return Mistake(path, f"{dotted(path)} is missing ({key.help}): it must be {key.allowed}")
     value = _value(given, path)
@@ -108,22 +115,22 @@ def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any]) -> M
     return Mistake(path, f"{dotted(path)} = {shown(value)}: must be {key.allowed}.{close}")
 
 
-def _unknown(path: KeyPath) -> str:
+def _unknown(path: KeyPath, root: type[Section]) -> str:
     *holder, name = path
     inside = ".".join(part for part in holder if isinstance(part, str))
     name = str(name)
     if not inside:
-        homes = [table.header for table in tables() if name in {key.name for key in table.keys}]
-        meant = did_you_mean(name, Job.model_fields) or (f" It belongs in {homes[0]}." if homes else "")
+        homes = [table.header for table in tables(root) if name in {key.name for key in table.keys}]
+        meant = did_you_mean(name, root.model_fields) or (f" It belongs in {homes[0]}." if homes else "")
         return f"unknown section '{name}'.{meant}" + (
-            "" if meant else f" There are: {', '.join(Job.model_fields)}."
+            "" if meant else f" There are: {', '.join(root.model_fields)}."
         )
     prefix = f"{dotted(tuple(holder))}."
-    table = _table(inside)
+    table = _table(inside, root)
     here = difflib.get_close_matches(name, [key.name for key in table.keys] if table else [], n=1)
-    names = {key.name: key.path for key in reversed(keys().values())}
+    names = {key.name: key.path for key in reversed(keys(root).values())}
     elsewhere = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    if name in Job.model_fields:
+    if name in root.model_fields:
         meant = f" [{name}] is a section of its own."
     elif here and name not in names:
         meant = f" Did you mean '{prefix}{here[0]}'?"
@@ -143,13 +150,13 @@ def _not_a_table(path: KeyPath, table: Table, kind: str, given: dict[str, Any]) 
     return f"{dotted(path)} = {shown(value)}: must be a table, {table.header} with its keys below it{auto}."
 
 
-def _table(path: str) -> Table | None:
-    return next((table for table in tables() if table.path == path), None)
+def _table(path: str, root: type[Section]) -> Table | None:
+    return next((table for table in tables(root) if table.path == path), None)
 
 
-def _depth(names: tuple[str, ...]) -> int:
+def _depth(names: tuple[str, ...], root: type[Section]) -> int:
     """How many of `names` name a key: what follows lies inside a free table such as `arguments`."""
-    return next(depth for depth in range(len(names), 0, -1) if ".".join(names[:depth]) in keys())
+    return next(depth for depth in range(len(names), 0, -1) if ".".join(names[:depth]) in keys(root))
 
 
 def _key_length(path: KeyPath, names: int) -> int:

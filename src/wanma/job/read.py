@@ -12,34 +12,40 @@ from wanma.job.errors import JobError, missing_extra
 from wanma.job.positions import KeyPath, toml_lines, yaml_lines
 
 
-def read_tables(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def read_tables(
+    path: Path, what: str = "job file", starter: str | None = None
+) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The tables of a TOML or (.yaml, .yml) YAML file.
 
+    Args:
+        what: kind of file, as errors call it.
+        starter: how to get one, where there is none; default: the job files nearby.
+
     Raises:
-        JobError: it cannot be read or is not valid; names the line, and other job files when it is absent.
+        JobError: it cannot be read or is not valid; names the line, and other files when it is absent.
     """
-    text = _read(path)
+    text = _read(path, what, starter)
     try:
         return (_yaml if path.suffix in (".yaml", ".yml") else _toml)(path, text)
     except RecursionError:
-        raise JobError(f"{path} is nested too deeply to be a job file") from None
+        raise JobError(f"{path} is nested too deeply to be a {what}") from None
     except ValueError as error:  # a number or date that is well written but cannot be
         raise JobError(f"{path}: {error}") from None
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, what: str, starter: str | None) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise JobError(f"there is no job file {path}.{_similar(path)}", _nearby(path)) from None
+        raise JobError(f"there is no {what} {path}.{_similar(path)}", _nearby(path, starter)) from None
     except IsADirectoryError:
         inside = path / "job.toml"
-        hint = f"did you mean {inside}?" if inside.is_file() else _nearby(path / "job.toml")
-        raise JobError(f"{path} is a folder, not a job file", hint) from None
+        hint = f"did you mean {inside}?" if inside.is_file() else _nearby(inside, starter)
+        raise JobError(f"{path} is a folder, not a {what}", hint) from None
     except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not a job file: byte {error.start} is not valid UTF-8 text") from None
+        raise JobError(f"{path} is not a {what}: byte {error.start} is not valid UTF-8 text") from None
     except OSError as error:
-        raise JobError(f"cannot read the job file {path}: {error.strerror or error}") from error
+        raise JobError(f"cannot read the {what} {path}: {error.strerror or error}") from error
 
 
 def _similar(path: Path) -> str:
@@ -50,7 +56,9 @@ def _similar(path: Path) -> str:
     return f" Did you mean '{near[close[0]]}'?" if close else ""
 
 
-def _nearby(path: Path) -> str:
+def _nearby(path: Path, starter: str | None) -> str:
+    if starter is not None:
+        return starter
     files = _job_files(path)
     if not files:
         return "`wanma job --toml` prints one to start from"

@@ -61,16 +61,21 @@ class Table:
 
 
 @functools.cache
-def tables() -> tuple[Table, ...]:
-    """Every table in the order of the job file; a repeated one follows the section that holds it."""
-    hints = get_type_hints(Job)
-    return tuple(table for name in Job.model_fields for table in _walk(name, hints[name], repeated=False))
+def tables(root: type[Section] = Job) -> tuple[Table, ...]:
+    """Every table in the order of the file that `root` describes; a repeated one follows what holds it."""
+    hints = get_type_hints(root)
+    lists = {name: _repeated_section(hints[name]) for name in root.model_fields}
+    return tuple(
+        table
+        for name, repeated in lists.items()
+        for table in _walk(name, repeated or hints[name], repeated=repeated is not None)
+    )
 
 
 @functools.cache
-def keys() -> dict[str, Key]:
+def keys(root: type[Section] = Job) -> dict[str, Key]:
     """Every key by its path."""
-    return {key.path: key for table in tables() for key in table.keys}
+    return {key.path: key for table in tables(root) for key in table.keys}
 
 
 def _walk(path: str, section: type[Section], *, repeated: bool) -> Iterator[Table]:
@@ -132,7 +137,7 @@ def _allowed(hint: Any, field: FieldInfo) -> str:
         few = " (at least one)" if any(isinstance(m, annotated_types.MinLen) for m in field.metadata) else ""
         return f"a list of {_noun(get_args(hint)[0])}{few}"
     bounds = [
-        f"{sign} {getattr(m, name):g}"
+        f"{sign} {getattr(m, name):,.12g}"
         for kind, name, sign in _BOUNDS
         for m in field.metadata
         if isinstance(m, kind)

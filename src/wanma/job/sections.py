@@ -247,6 +247,9 @@ class ClusterSection(Section):
 
     engine: Literal["local"] = Field("local", description="what starts the processes")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when present")
+    file: str | None = Field(
+        None, description="cluster file, or a line such as '8x8 H100 SXM, 4x100G'; default: what is here"
+    )
     nodes: int = Field(1, ge=1, description="machines; each runs the same command")
     node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by arrival")
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from wanma.cli.arguments import add_job
+from wanma.cli.arguments import add_job, complete_with, job_files
 
 _EXAMPLES = """\
 examples:
   wanma plan examples/gpt.toml
   wanma plan examples/gpt.toml --explain parallel.tp=2 parallel.pp=2
+  wanma plan examples/gpt.toml --cluster "8x8 H100 SXM, 4x100G" parallel=auto
   wanma plan examples/gpt.toml --device "H100 SXM" --rank 700 model.preset=llama-3-405b \\
       parallel.pp=16 parallel.dp_shard=8 parallel.tp=8 train.precision=bf16 train.global_batch=512
 
---device plans for machines that are not here. --rank builds one rank of any layout on this machine: its
-tensors have shapes but no memory, and nothing is sent.
+--device and --cluster plan for machines that are not here. --rank builds one rank of any layout on this
+machine: its tensors have shapes but no memory, and nothing is sent.
 """
 
 
@@ -23,7 +24,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_job(parser)
     parser.add_argument("--explain", action="store_true", help="show which rank holds what")
     parser.add_argument("--rank", metavar="R", type=int, help="build this rank, and show its collectives")
-    parser.add_argument("--device", metavar="NAME", help="of the catalogue, e.g. 'H100 SXM', instead of here")
+    parser.add_argument(
+        "--device", metavar="NAME", help="as many of the catalogue's 'H100 SXM' as the job has ranks"
+    )
+    where = parser.add_argument(
+        "--cluster", metavar="FILE", help="cluster file, or a line such as '8x8 H100 SXM, 4x100G'"
+    )
+    complete_with(where, job_files)
     parser.set_defaults(run=run)
 
 
@@ -34,5 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.api.plan import plan_job
     from wanma.cli.show import show
 
-    show(plan_job(job, device=arguments.device, explained=arguments.explain, rank=arguments.rank))
+    show(
+        plan_job(
+            job,
+            device=arguments.device,
+            cluster=arguments.cluster,
+            explained=arguments.explain,
+            rank=arguments.rank,
+        )
+    )
     return 0

@@ -1,0 +1,270 @@
+"""Cluster files: what they mean, every mistake with its line, and that a written file reads back."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanma.hardware.catalogue import CATALOGUE
+from wanma.hardware.cluster_file import load_cluster, read_cluster
+from wanma.hardware.cluster_sections import ClusterFile
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_toml import to_toml
+from wanma.hardware.discover import discover
+from wanma.hardware.kinds import DeviceKind
+from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.job.describe import markdown_table
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.schema import tables
+
+MIXED = """
+[[nodes]]
+count = 8
+device = "H100 SXM"
+network = "4x100G"
+
+[[nodes.levels]]
+name = "rack"
+size = 4
+
+[[nodes.levels]]
+name = "spine"
+gb_per_second = 3.125
+latency_microseconds = 8.5
+
+[[nodes]]
+count = 16
+device = "Ours"
+devices = 4
+cores = 32
+memory_gb = 256
+network = "2x100G"
+cpu = "EPYC 9654"
+power_watts = 3000
+
+[[nodes.levels]]
+name = "bridge"
+inside = true
+size = 2
+gb_per_second = 100
+
+[[nodes.levels]]
+name = "PCIe"
+inside = true
+gb_per_second = 16
+latency_microseconds = 1
+
+[[devices]]
+name = "Ours"
+memory_gb = 40
+peak_teraflops = { bf16 = 100, fp32 = 10 }
+gb_per_second = 1000
+power_watts = 250
+
+[between]
+gb_per_second = 1
+latency_microseconds = 50
+"""
+
+
+def loaded(text: str) -> Cluster:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        path.write_text(text, encoding="utf-8")
+        return load_cluster(path)
+
+
+def refusal(path: Path, text: str) -> str:
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        load_cluster(path)
+    return str(caught.value)
+
+
+def test_a_file_is_the_machines_it_describes() -> None:
+    cluster = loaded(MIXED)
+    h100, ours = cluster.nodes
+    assert (h100.count, len(h100.devices), h100.cores, h100.nics) == (8, 8, 112, 4)
+    assert h100.network == (Level("rack", 6.25e9, 2.7e-6, 4), Level("spine", 3.125e9, 8.5e-6))
+    assert h100.inside == (Level("NVLink 4", 450e9, 6e-7),)
+    assert set(ours.devices) == {
+        Device("cuda", "Ours", 40 * 10**9, {"bf16": 1e14, "fp32": 1e13}, 1e12, 250.0)
+    }
+    assert (ours.device_count, ours.cores, ours.memory_bytes, ours.power_watts) == (64, 32, 256 * 10**9, 3000)
+    assert ours.inside == (Level("bridge", 100e9, 6e-7, 2), Level("PCIe", 16e9, 1e-6))
+    assert ours.network == (Level("network", 6.25e9, 2.7e-6),)
+    assert ours.cpu is not None
+    assert ours.cpu.peak_flops_per_second["fp32"] == pytest.approx(32 * 2.4e9 * 32)
+    assert cluster.between == Level("between", 1e9, 5e-5)
+
+
+def test_a_device_s_name_is_enough() -> None:
+    assert loaded('[[nodes]]\ndevice = "b200"\ncount = 3\n') == parse_cluster("3x8 B200")
+
+
+def test_what_the_file_says_of_a_device_comes_before_the_catalogue() -> None:
+    (node,) = loaded('[[devices]]\nname = "B200"\nmemory_gb = 180\n[[nodes]]\ndevice = "B200"\n').nodes
+    assert node.devices[0].memory_bytes == 180 * 10**9
+
+
+def test_every_mistake_is_told_at_once_with_its_line_and_what_is_allowed(tmp_path: Path) -> None:
+    text = refusal(
+        tmp_path / "c.toml",
+        '[[nodes]]\ncount = 0\nnetwrok = "4x100G"\ndevices = 2000\n'
+        '[[nodes.levels]]\nname = "rack"\nsize = -1\n[[devices]]\nname = "X"\nmemory_gb = "big"\n'
+        "peak_teraflops = { bf61 = 3 }\n[clutser]\n",
+    )
+    for line in (
+        "the cluster has 7 mistakes",
+        "c.toml:2: nodes[0].count = 0: must be a whole number >= 1 and <= 1,000,000.",
+        "c.toml:3: unknown key 'nodes[0].netwrok'. Did you mean 'nodes[0].network'?",
+        "c.toml:4: nodes[0].devices = 2000: must be a whole number >= 1 and <= 1,024.",
+        "c.toml:7: nodes[0].levels[0].size = -1: must be a whole number >= 2 and <= 1,000,000.",
+        'c.toml:10: devices[0].memory_gb = "big": must be a number >= 0.001 and <= 1,000,000.',
+        "there is no precision 'bf61'. Did you mean 'bf16'?",
+        "c.toml:12: unknown section 'clutser'. There are: nodes, devices, between.",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            'device = "H100 SMX"',
+            "c.toml:2: nodes[0].device = 'H100 SMX': there is no such device. Did you mean",
+        ),
+        ("devices = 8", "c.toml:2: nodes[0].devices = 8: of which device? Say device = ... too"),
+        ("count = 8", "c.toml:1: nodes[0]: give a device, a cpu or cores"),
+        ('device = "Grace"', 'c.toml:2: nodes[0].device: Grace is a processor: write cpu = "Grace"'),
+        ('cpu = "B200"', 'c.toml:2: nodes[0].cpu: B200 is no processor: write device = "B200"'),
+        ('device = "B200"\nnetwork = "fast"', "c.toml:3: nodes[0].network: 'fast' is no network"),
+        (
+            'cores = 8\n[[nodes.levels]]\nname = "rack"',
+            "the level 'rack' needs gb_per_second: no network is known",
+        ),
+        (
+            'device = "B200"\n[[nodes.levels]]\nname = "x"\n[[nodes.levels]]\nname = "y"',
+            "nodes[0].levels: the sizes of the levels network must rise (given: x all, y all)",
+        ),
+        (
+            'device = "B200"\n[[nodes.levels]]\nname = "x"\ninside = true\nsize = 16',
+            "c.toml:6: nodes[0].levels[0].size = 16: a node has 8 devices",
+        ),
+        ('cores = 1\n[[devices]]\nname = "P"\nkind = "cpu"\nmemory_gb = 1', "the processor 'P' needs cores"),
+        (
+            'cores = 1\n[[devices]]\nname = "A"\nmemory_gb = 1\n[[devices]]\nname = "A"\nmemory_gb = 1',
+            "c.toml:7: devices[1].name: 'A' is described twice",
+        ),
+        (
+            'cores = 1\n[[devices]]\nname = "A"\nmemory_gb = 1\nlink = "bus"',
+            "c.toml:6: devices[0].link: needs link_gb_per_second beside it",
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_their_line(text: str, told: str, tmp_path: Path) -> None:
+    assert told in refusal(tmp_path / "c.toml", f"[[nodes]]\n{text}\n")
+
+
+def test_a_file_without_machines_and_no_file_at_all_say_how_to_get_one(tmp_path: Path) -> None:
+    assert "it needs, for example: [[nodes]] with count = 8" in refusal(tmp_path / "c.toml", "")
+    assert "[[nodes]] with its keys below it" in refusal(tmp_path / "c.toml", "nodes = 3")
+    with pytest.raises(JobError, match=r"there is no cluster file .*none.toml") as caught:
+        read_cluster(str(tmp_path / "none.toml"))
+    assert "wanma cluster > cluster.toml" in caught.value.hint
+
+
+def test_this_machine_written_as_a_file_reads_back() -> None:
+    cluster = discover({"CUDA_VISIBLE_DEVICES": ""})
+    assert loaded(to_toml(cluster)) == cluster
+
+
+def test_a_node_of_two_kinds_of_devices_has_no_file() -> None:
+    one, other = (Device("cuda", name, 10**9, {}) for name in "ab")
+    with pytest.raises(WanmaError, match="node with several kinds of devices: box has a, b"):
+        to_toml(Cluster((Node("box", 8, 10**10, (one, other)),)))
+
+
+@pytest.mark.parametrize("kind", CATALOGUE, ids=lambda kind: kind.name)
+def test_every_kind_of_the_catalogue_is_written_by_its_name(kind: DeviceKind) -> None:
+    cluster = parse_cluster(f"3x2 {kind.name}, 2x100G")
+    text = to_toml(cluster)
+    assert "[[devices]]" not in text
+    assert "[[nodes.levels]]" not in text
+    assert loaded(text) == cluster
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8)
+gigabytes = st.integers(10**6, 10**12).map(float)
+rates = st.dictionaries(st.sampled_from(["fp32", "bf16", "fp8"]), gigabytes)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Any cluster with devices of one kind in a node, in whole bytes and nanoseconds."""
+    level_values = st.tuples(names, gigabytes, st.integers(0, 10**6).map(lambda n: n / 1e9))
+
+    def levels(most: int) -> tuple[Level, ...]:
+        sizes = sorted(draw(st.sets(st.integers(2, most), max_size=2))) if most >= 2 else []
+        found = [Level(*draw(level_values), size) for size in sizes]
+        return (*found, Level(*draw(level_values))) if draw(st.booleans()) else tuple(found)
+
+    nodes = []
+    for number in range(draw(st.integers(1, 3))):
+        memory = draw(st.integers(10**7, 10**12))
+        cores = draw(st.integers(1, 999))
+        power = st.none() | st.integers(1, 10**4).map(float)
+        device = Device(
+            draw(st.sampled_from(["cuda", "other"])),
+            f"{draw(names)}{number}",
+            draw(st.integers(10**7, 10**12)),
+            draw(rates),
+            draw(st.none() | gigabytes),
+            draw(power),
+        )
+        cpu = Device(
+            "cpu", f"{draw(names)}cpu{number}", memory, draw(rates), draw(st.none() | gigabytes), draw(power)
+        )
+        devices = (device,) * draw(st.integers(0, 9))
+        network = levels(1000)
+        nodes.append(
+            Node(
+                draw(names),
+                cores,
+                memory,
+                devices,
+                draw(st.integers(1, 10**6)),
+                levels(len(devices)) if devices else (),
+                network,
+                0,
+                draw(st.sampled_from([None, cpu])),
+                draw(power),
+            )
+        )
+    between = Level(*draw(level_values)) if draw(st.booleans()) else None
+    return Cluster(tuple(nodes), between)
+
+
+@given(clusters())
+def test_a_written_cluster_reads_back_equal(cluster: Cluster) -> None:
+    assert loaded(to_toml(cluster)) == cluster
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_lists_every_key_as_it_is_accepted() -> None:
+    for table in tables(ClusterFile):
+        assert markdown_table(table) in GUIDE
+
+
+def test_the_guide_s_example_is_a_cluster() -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.DOTALL)
+    cluster = loaded(example)
+    assert [node.device_count for node in cluster.nodes] == [64, 64]
+    assert [level.name for level in cluster.nodes[1].inside] == ["NVLink bridge", "PCIe 4"]

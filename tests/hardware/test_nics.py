@@ -1,0 +1,46 @@
+"""Network cards as the kernel tells them, from made-up file systems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wanma.hardware.machines import Cards
+from wanma.hardware.nics import network_cards
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / "sys/class" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def infiniband(name: str, rate: str, state: str = "4: ACTIVE") -> dict[str, str]:
+    port = f"infiniband/{name}/ports/1"
+    return {f"{port}/rate": f"{rate} Gb/sec (4X NDR)\n", f"{port}/state": f"{state}\n"}
+
+
+def test_active_infiniband_of_the_fastest_kind_counts(tmp_path: Path) -> None:
+    files = {f"net/eth0/{name}": text for name, text in (("speed", "100000\n"), ("device", ""))}
+    for number in range(8):
+        files |= infiniband(f"mlx5_{number}", "400")
+    files |= infiniband("mlx5_8", "400", "1: DOWN") | infiniband("mlx5_9", "25")
+    assert network_cards(write(tmp_path, files)) == Cards(8, 400e9)
+
+
+@pytest.mark.parametrize(
+    ("speed", "device", "cards"),
+    [("25000\n", True, Cards(1, 25e9)), ("-1\n", True, None), ("25000\n", False, None)],
+)
+def test_ethernet_counts_where_a_real_card_tells_its_speed(
+    speed: str, device: bool, cards: Cards | None, tmp_path: Path
+) -> None:
+    files = {"net/eth0/speed": speed} | ({"net/eth0/device": ""} if device else {})
+    assert network_cards(write(tmp_path, files)) == cards
+
+
+def test_a_machine_that_tells_nothing_has_unknown_cards(tmp_path: Path) -> None:
+    assert network_cards(tmp_path) is None
