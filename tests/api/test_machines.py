@@ -1,0 +1,96 @@
+"""Which machines a job is planned for: those here, those of `cluster.file`, or imagined ones."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from wanma.api import machines
+from wanma.api.machines import here, imagined
+from wanma.api.plan import plan_job
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.load import job_from
+from wanma.job.sections import Job
+
+
+def job(**sections: dict[str, Any]) -> Job:
+    return job_from({"model": {"preset": "gpt-1m"}, **sections})
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, said: str) -> Cluster:
+    """This machine is one node of what `said` describes, by its driver's names."""
+    (node,) = parse_cluster(said).nodes
+    devices = tuple(replace(device, name=f"NVIDIA {device.name}") for device in node.devices)
+    found = Cluster((replace(node, name="this", count=1, devices=devices),))
+    monkeypatch.setattr(machines, "discover", lambda: found)
+    return found
+
+
+def test_without_a_file_a_job_runs_on_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = pretend(monkeypatch, "8 B200")
+    assert here(job()) == found
+
+
+def test_a_file_describes_the_machines_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, "8 B200")
+    file = tmp_path / "cluster.toml"
+    file.write_text('[[nodes]]\ndevice = "B200"\ncount = 2\nnetwork = "4x100G"\n')
+    described = here(job(cluster={"file": str(file), "nodes": 2, "rendezvous": "host:1"}))
+    assert described == parse_cluster("2x8 B200, 4x100G")
+
+
+@pytest.mark.parametrize(
+    ("file", "nodes", "told"),
+    [
+        ("2x8 B200", 1, r"describes 2 nodes, and cluster\.nodes = 1"),
+        ("2x8 H100", 2, r"describes 2 nodes of 8 × H100 SXM, .*this machine .* is none of them"),
+        ("2x4 B200", 2, "is none of them"),
+        ("2x2 Grace, 25G", 2, "is none of them"),
+    ],
+)
+def test_a_run_is_refused_where_the_file_describes_other_machines(
+    file: str, nodes: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, "8 B200")
+    with pytest.raises(JobError, match=told):
+        here(job(cluster={"file": file, "nodes": nodes}))
+
+
+def test_a_device_s_name_imagines_as_many_as_the_job_has_ranks() -> None:
+    wide = job(parallel={"dp_shard": 24, "tp": 2})
+    sized, cluster = imagined(wide, device="h100 sxm")
+    assert cluster == parse_cluster("6x8 H100")
+    assert (sized.cluster.nodes, sized.cluster.device) == (6, "cuda")
+    assert imagined(job(), device="H100")[1].device_count == 1
+    assert imagined(wide, device="2x4 B200")[1] == parse_cluster("2x4 B200")
+
+
+def test_a_layout_runs_on_as_much_of_an_imagined_cluster_as_it_needs() -> None:
+    some = job(parallel={"dp_shard": 16})
+    assert imagined(some, cluster="64x8 H100")[0].cluster.nodes == 2
+    everything = job(parallel={"auto": True})
+    assert imagined(everything, cluster="64x8 H100 + 32x8 A100")[0].cluster.nodes == 96
+    on_cpus = imagined(everything, cluster="4x2 EPYC 9654, 25G")[0].cluster
+    assert (on_cpus.nodes, on_cpus.device) == (4, "cpu")
+
+
+def test_only_one_of_device_and_cluster_is_taken() -> None:
+    with pytest.raises(JobError, match="--device and --cluster both say for which machines"):
+        imagined(job(), device="H100", cluster="8x8 H100")
+
+
+def test_a_plan_says_for_which_machines_it_is() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    wide = job(parallel={"dp_shard": 8}, cluster={"file": "2x4 TPU v4"})
+    console.print(plan_job(wide))
+    text = console.export_text()
+    assert "2 nodes of 4 × TPU v4, 1 × 100G" in text
+    assert "a forecast only: wanma does not run on TPU v4" in text
+    assert "8 (dp_shard 8)" in text
