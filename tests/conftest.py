@@ -18,15 +18,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="a skip whose reason does not contain WORD fails the run; may be given several times",
     )
-    parser.addoption("--full", action="store_true", help="run the parity matrix on every kind of model")
+    parser.addoption("--full", action="store_true", help="run all of the grids of layouts and models")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SKIPS] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Markers skip by themselves where their need is not met."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Markers skip by themselves where their need is not met; what only `--full` runs is left out."""
+    if not config.getoption("--full"):
+        left_out = list(_marked(items, "full"))
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
     if os.geteuid() != 0:
         for item in _marked(items, "root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))

@@ -149,13 +149,13 @@ OTHER_PLANS = {
 
 
 def cases(plans: dict[str, Plan], models: list[str], quick: set[tuple[str, str]]) -> list[Any]:
-    """Every model under every plan; those that are not `quick` only where time is no matter."""
+    """Every model under every plan; those that are not `quick` with `--full` alone."""
     return [
         pytest.param(
             model,
             plan,
             id=f"{model}, {name}",
-            marks=() if (model, name) in quick else pytest.mark.slow,
+            marks=() if (model, name) in quick else pytest.mark.full,
         )
         for name, plan in plans.items()
         for model in models

@@ -104,7 +104,11 @@ def trained(folder: Path) -> Any:
     return run
 
 
-EVERY = [(model, layout) for model in MODELS for layout in layouts_of(model)]
+EVERY = [
+    pytest.param(model, layout, marks=() if model == "experts" else pytest.mark.full)
+    for model in MODELS
+    for layout in layouts_of(model)
+]
 
 
 @pytest.mark.slow
