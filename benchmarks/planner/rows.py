@@ -262,13 +262,25 @@ def _nemo(_: Record, case: Case) -> Case:
 
 
 def _bridge(record: Record, case: Case) -> Case:
+    """As `_nemo`; of mixtures, by the recipes of the same repository (scripts/performance/configs).
+
+    On Blackwell racks of the newer release, DeepSeek and GPT-OSS in MXFP8 have all experts in one kernel,
+    replay whole steps and exchange tokens beside compute. Qwen on B200 and B300 with a pipeline, and GPT-OSS
+    on H100, exchange by a plain all-to-all; all others send a token to a rank only once.
+    """
+    model, gpu = case.dimensions, record["gpu"]
+    newest = "26.06" in record["source"] and gpu.startswith("GB") and record["precision"] == "MXFP8"
+    whole = model.experts > 0 and newest and "Qwen" not in record["model"]
+    plain = not gpu.startswith("GB") and case.plan.pp > 1
     software = replace(
         case.software,
         fused=True,
-        graphs=record["gpu"].startswith("G"),
+        graphs=whole,
         selective="attention",
         tensor_overlap=0.7,
-        fuses_experts=False,
+        fuses_experts=whole,
+        expert_overlap=whole,
+        routes_once=not plain,
         frozen="LoRA" in record["source"],
     )
     return replace(case, software=software)

@@ -82,6 +82,30 @@ def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharin
     return slowest + levels[-1].latency_seconds * math.log2(group.size) + levels[0].latency_seconds
 
 
+def routed_seconds(
+    machine: Machine, group: Group, tokens_bytes: float, choices: int, sharing: int = 1
+) -> float:
+    """Every member sends each of its tokens to the members of its `choices` experts, and to each member and
+    unit of a level only once (DeepEP and its successors; DeepSeek-AI 2024, section 3.2.2).
+
+    Args:
+        tokens_bytes: of one member's tokens, each once. Experts are taken to be chosen evenly.
+    """
+    if group.size == 1 or tokens_bytes <= 0:
+        return 0.0
+    levels = _levels(machine, group)
+    slowest, inner = 0.0, 1
+    for link, outer in _widths(levels, group):
+        units = group.size / inner
+        reached = units * (1 - (1 - 1 / units) ** choices)
+        # Inside a unit also what came from others is handed on.
+        elsewhere = 1 - inner / outer if inner == 1 else (outer - inner) / group.size
+        moved = tokens_bytes * reached * elsewhere
+        slowest = max(slowest, link.seconds(moved, tokens_bytes, _share(link, machine, sharing)))
+        inner = outer
+    return slowest + levels[-1].latency_seconds * math.log2(group.size) + levels[0].latency_seconds
+
+
 def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing: int = 1) -> float:
     """From one rank to the one `distance` ranks on, beside equal messages of its neighbours."""
     if message_bytes <= 0:

@@ -96,7 +96,7 @@ class Machine:
 
     chip: Chip
     links: tuple[Link, ...]
-    dispatch_seconds: float = field(default=7e-6)
+    dispatch_seconds: float = field(default=12e-6)
     """Time in which the host issues one kernel of an eager program."""
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from wanma.planner.communication import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    routed_seconds,
     send_seconds,
 )
 from wanma.planner.compute import ELEMENT_BYTES, attention_seconds, product_seconds, streaming_seconds
@@ -43,6 +44,10 @@ class Software:
     """Of the blocks' products, where the plan does not say ('nvfp4')."""
     fuses_experts: bool = True
     """All experts of a rank in one kernel; else each has its own for every product, and for every cast."""
+    routes_once: bool = False
+    """A token is sent to a rank only once, however many of its experts are there (DeepEP); else for each."""
+    expert_overlap: bool = False
+    """Tokens are exchanged while another micro-batch computes."""
     frozen: bool = False
     """The blocks' matrices are not trained, but narrow adapters beside them (LoRA)."""
     tensor_overlap: float = 0.0
@@ -314,8 +319,8 @@ def _experts(
     add.product(rows / local, 2 * wide, hidden, precision, count=local, again=full)
     add.product(rows / local, hidden, wide, precision, count=local, again=again)
     if not software.fuses_experts:
-        # Of two products, each expert's input, weight and gradient are cast on their own.
-        extra = 2 * (local - 1) * (3 if ELEMENT_BYTES[precision] < 2 else 1)
+        # Of two products, each expert's input, weight and gradient are cast on their own, along both sides.
+        extra = 2 * (local - 1) * (6 if ELEMENT_BYTES[precision] < 2 else 1)
         add._count(extra, 2 * extra, extra if full else 0)
     _activation(add, rows * wide, software, again=again)
     if dimensions.shared_experts:
@@ -329,6 +334,8 @@ def _experts(
             precision,
         )
     group = Group(plan.ep, plan.tp * plan.cp)
+    if software.routes_once:
+        return 2 * routed_seconds(machine, group, tokens * hidden * 2.0, choices)
     return 2 * all_to_all_seconds(machine, group, rows * hidden * 2.0)
 
 

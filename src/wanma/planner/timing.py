@@ -207,11 +207,15 @@ def _stage_cost(
         back = _with_host(both, part.kernels_backward, machine, software)
         scale = back / both if both else 1.0
         tensor_again = share * part.tensor_again
+        expert_forward, expert_backward = part.expert_forward, part.expert_backward
+        if software.expert_overlap:
+            expert_forward = _exposed(expert_forward, ahead)
+            expert_backward = _exposed(expert_backward, back)
         gathered_forward, gathered_backward = data.per_micro_batch(
             size, ahead + part.tensor_forward, again + back + part.tensor_backward
         )
         forward += count * (
-            ahead + part.tensor_forward + part.context_forward + part.expert_forward + gathered_forward
+            ahead + part.tensor_forward + part.context_forward + expert_forward + gathered_forward
         )
         inputs += count * (
             again
@@ -219,14 +223,14 @@ def _stage_cost(
             + part.tensor_backward
             + tensor_again
             + part.context_backward
-            + part.expert_backward
+            + expert_backward
             + gathered_backward
         )
         weights += count * scale * part.backward_weights
         kinds["compute"] += count * (ahead + again + back)
         kinds["tensor"] += count * (part.tensor_forward + part.tensor_backward + tensor_again)
         kinds["context"] += count * (part.context_forward + part.context_backward)
-        kinds["expert"] += count * (part.expert_forward + part.expert_backward)
+        kinds["expert"] += count * (expert_forward + expert_backward)
         kinds["data"] += count * (gathered_forward + gathered_backward)
     if plan.schedule in SPLIT_BACKWARD:
         return StageCost(forward, inputs, weights), kinds
