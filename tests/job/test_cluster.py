@@ -16,7 +16,7 @@ from wanma.job.errors import JobError
 H100 = Device("cuda", "H100", 80 * 10**9, {"bf16": 989e12}, 3350e9, 700.0)
 NVLINK = Level("NVLink", 450e9, 6e-7)
 RACK, SPINE = Level("rack", 50e9, 2e-6, 16), Level("spine", 25e9, 4e-6)
-BOX = Node("box", 64, 10**12, (H100,) * 8, 12_500, (NVLINK,), (RACK, SPINE), nics=8)
+BOX = Node("box", 64, 10**12, (H100,) * 8, 12_500, (NVLINK,), (RACK, SPINE), 8, 50e9)
 
 
 def test_a_hundred_thousand_devices_are_one_node_with_a_count() -> None:
@@ -43,9 +43,9 @@ def test_unlike_machines_meet_at_the_slower_bandwidth_and_the_longer_latency() -
 
 def test_a_cluster_prints_as_one_line() -> None:
     few = replace(BOX, count=8)
-    assert str(Cluster((few,))) == "8 nodes of 8 × H100, 8 × 200G"
+    assert str(Cluster((few,))) == "8 nodes of 8 × H100, 8 × 400G"
     other = Node("old", 8, 10**11, (H100,), 1)
-    assert str(Cluster((few, other))) == "8 nodes of 8 × H100, 8 × 200G + 1 node of 1 × H100"
+    assert str(Cluster((few, other))) == "8 nodes of 8 × H100, 8 × 400G + 1 node of 1 × H100"
     assert str(Cluster((Node("laptop", 8, 10**10, ()),))) == "1 node of 8 cores"
 
 
@@ -89,7 +89,7 @@ levels = st.builds(Level, st.text(), st.floats(1, 1e12), st.floats(0, 1))
 )
 def test_json_and_back_is_the_same_cluster(device: Device, links: list[Level], between: Level | None) -> None:
     rising = tuple(replace(level, size=2**power) for power, level in enumerate(links, 1))
-    node = Node("n", 3, 7, (device,) * 2, 9, rising, rising, 4, device, 12.5)
+    node = Node("n", 3, 7, (device,) * 2, 9, rising, rising, 4, 1.5e9, device, 12.5)
     cluster = Cluster((node, Node("m", 1, 1, ())), between)
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
     assert hash(pickle.loads(pickle.dumps(cluster))) == hash(cluster)

@@ -65,7 +65,7 @@ def imagined(job: Job, *, device: str | None = None, cluster: str | None = None)
     if accelerated and not job.parallel.auto:
         # A layout that fills a part of the cluster runs on that part.
         most = max(len(node.devices) for node in described.nodes)
-        nodes = min(nodes, -(-_ranks(job) // most))
+        nodes = min(nodes, math.ceil(_ranks(job) / most))
     section = job.cluster.model_copy(
         update={
             "nodes": nodes,

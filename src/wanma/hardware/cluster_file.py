@@ -131,8 +131,8 @@ class _Builder:
             return None
         node = _machines(section, kind, cpu, cards)
         link = node.inside[0] if node.inside else None
-        card = node.network[-1] if node.network else None
-        within = self._levels(section, True, link, len(node.devices), (*at, "levels"))
+        card = node.network[-1] if cards else None
+        within = self._levels(section, True, link, len(node.devices) or None, (*at, "levels"))
         beyond = self._levels(section, False, card, None, (*at, "levels"))
         try:
             return replace(node, inside=within or node.inside, network=beyond or node.network)
@@ -155,7 +155,7 @@ class _Builder:
                     (*at, number), f"the level '{level.name}' needs gb_per_second: no {default} is known"
                 )
                 continue
-            if most is not None and level.size is not None and level.size > max(most, 1):
+            if most is not None and level.size is not None and level.size > most:
                 self._wrong((*at, number, "size"), f"= {level.size}: a node has {most} devices")
             latency = usual.latency_seconds if usual else NVLINK_SECONDS if inside else NETWORK_SECONDS
             latency = _seconds(level.latency_microseconds, latency)
@@ -197,7 +197,13 @@ def _machines(
     if main is None:
         cores = section.cores or 1
         node = Node(section.name or "cpu", cores, memory_bytes or MEMORY_BYTES, (), section.count)
-        node = replace(node, network=network(cards, 1), nics=cards.number if cards else 0)
+        if cards is not None:
+            node = replace(
+                node,
+                network=network(cards, 1),
+                nics=cards.number,
+                nic_bytes_per_second=cards.bytes_per_second,
+            )
     else:
         node = machines(
             main,

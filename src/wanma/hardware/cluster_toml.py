@@ -7,32 +7,59 @@ from typing import Any
 from wanma.hardware.catalogue import find_named
 from wanma.hardware.cluster_sections import NO_NETWORK
 from wanma.hardware.kinds import GIGABYTE, TERA, DeviceKind
-from wanma.hardware.machines import inside, network, read_cards
+from wanma.hardware.machines import inside, machines, network, read_cards
 from wanma.job.cluster import Cluster, Device, Level, Node
 from wanma.job.errors import WanmaError
 from wanma.job.write import toml_value
+
+Keys = dict[str, Any]
 
 
 def to_toml(cluster: Cluster) -> str:
     """Every figure spelled out but those of the catalogue's devices and what follows from them.
 
     Raises:
-        WanmaError: a node has devices of several kinds, for which cluster files have no words.
+        WanmaError: a node has devices of several kinds, or different devices share a name: files have no
+            words for that.
     """
-    own: dict[str, dict[str, Any]] = {}
-    nodes = [_node(node, own) for node in cluster.nodes]
-    blocks = [f"# {cluster}\n"]
+    own = _own_devices(cluster)
+    # In a comment, control characters are not allowed.
+    title = "".join(letter if letter.isprintable() else " " for letter in str(cluster))
+    blocks = [f"# {title}\n"]
     blocks += [_block("[[devices]]", device) for device in own.values()]
-    for node, levels in nodes:
-        blocks.append(_block("[[nodes]]", node))
+    for node in cluster.nodes:
+        keys, levels = _node(node, own)
+        blocks.append(_block("[[nodes]]", keys))
         blocks += [_block("[[nodes.levels]]", level) for level in levels]
     if cluster.between is not None:
         blocks.append(_block("[between]", _level(cluster.between)))
     return "\n".join(blocks)
 
 
-def _node(node: Node, own: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The keys of one [[nodes]], and its levels where they are not the usual ones."""
+def _own_devices(cluster: Cluster) -> dict[str, Keys]:
+    """Figures by name of the devices that are not quite the catalogue's."""
+    figures: dict[str, Keys] = {}
+    as_in_catalogue: dict[str, bool] = {}
+    for node in cluster.nodes:
+        for device, cores in [(_only_device(node), None), (node.cpu, node.cores)]:
+            if device is None:
+                continue
+            found = _figures(device, cores)
+            same = _is_catalogued(device, node)
+            name = device.name
+            # A processor of the catalogue has as many cores as its node.
+            if as_in_catalogue.setdefault(name, same) != same or (
+                not same and figures.setdefault(name, found) != found
+            ):
+                raise WanmaError(
+                    f"a cluster file tells devices apart by name, and '{name}' has different figures in "
+                    "different nodes",
+                    "give one of them another name",
+                )
+    return figures
+
+
+def _only_device(node: Node) -> Device | None:
     kinds = set(node.devices)
     if len(kinds) > 1:
         names = ", ".join(sorted(device.name for device in kinds))
@@ -40,16 +67,40 @@ def _node(node: Node, own: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], l
             f"a cluster file has no words for a node with several kinds of devices: {node.name} has {names}",
             "choose those of one kind with CUDA_VISIBLE_DEVICES, or write each kind as nodes of their own",
         )
-    device = next(iter(kinds), None)
-    kind = _reference(device, own, node.inside) if device else None
-    cards = node.network_text.replace(" × ", "x")
+    return next(iter(kinds), None)
+
+
+def _is_catalogued(device: Device, node: Node) -> bool:
+    """Whether the name alone says all of `device`."""
+    kind = find_named(device.name)
+    if kind is None or (kind.kind == "cpu") != (device.kind == "cpu"):
+        return False
+    if kind.kind == "cpu":
+        return kind.processors(node.cores, node.memory_bytes) == device
+    usual = machines(kind, devices=len(node.devices), cards=None)
+    # A file cannot take away what the catalogue gives.
+    taken = [
+        what
+        for what in ("inside", "network", "power_watts")
+        if getattr(usual, what) and not getattr(node, what)
+    ]
+    return kind.device() == device and not taken
+
+
+def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
+    """The keys of one [[nodes]], and its levels where they are not the usual ones."""
+    device = _only_device(node)
+    kind: DeviceKind | None = None
+    if device is not None and device.name not in own:
+        kind = find_named(device.name)
+    cards = node.network_text.replace(" × ", "x") if node.network else ""
     keys = {
         "name": node.name,
         "count": node.count,
         "device": device.name if device else None,
         "devices": len(node.devices) or None,
         "network": cards or NO_NETWORK,
-        "cpu": _processor(node, own),
+        "cpu": node.cpu.name if node.cpu else None,
         "cores": node.cores,
         "memory_gb": node.memory_bytes / GIGABYTE,
         "power_watts": node.power_watts,
@@ -62,28 +113,8 @@ def _node(node: Node, own: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], l
     return keys, levels
 
 
-def _reference(
-    device: Device, own: dict[str, dict[str, Any]], levels: tuple[Level, ...]
-) -> DeviceKind | None:
-    """The catalogue's kind that `device` is; else its figures are added to `own`."""
-    kind = find_named(device.name)
-    if kind is not None and kind.device() == device and device.name not in own and (levels or not kind.link):
-        return kind
-    own[device.name] = _figures(device)
-    return None
-
-
-def _processor(node: Node, own: dict[str, dict[str, Any]]) -> str | None:
-    if node.cpu is None:
-        return None
-    kind = find_named(node.cpu.name)
-    same = kind is not None and kind.cores and kind.processors(node.cores, node.memory_bytes) == node.cpu
-    if not same or node.cpu.name in own:
-        own[node.cpu.name] = {**_figures(node.cpu), "cores": node.cores}
-    return node.cpu.name
-
-
-def _figures(device: Device) -> dict[str, Any]:
+def _figures(device: Device, cores: int | None) -> Keys:
+    """The keys of one [[devices]]."""
     bandwidth = device.bandwidth_bytes_per_second
     return {
         "name": device.name,
@@ -92,10 +123,11 @@ def _figures(device: Device) -> dict[str, Any]:
         "peak_teraflops": {key: rate / TERA for key, rate in device.peak_flops_per_second.items()},
         "gb_per_second": None if bandwidth is None else bandwidth / GIGABYTE,
         "power_watts": device.power_watts,
+        "cores": cores,
     }
 
 
-def _level(level: Level) -> dict[str, Any]:
+def _level(level: Level) -> Keys:
     return {
         "name": level.name,
         "size": level.size,
@@ -104,7 +136,7 @@ def _level(level: Level) -> dict[str, Any]:
     }
 
 
-def _block(header: str, keys: dict[str, Any]) -> str:
+def _block(header: str, keys: Keys) -> str:
     lines = [f"{key} = {_text(value)}" for key, value in keys.items() if value is not None]
     return "\n".join([header, *lines]) + "\n"
 

@@ -51,6 +51,7 @@ def discover(environment: Mapping[str, str] = os.environ) -> Cluster:
         inside=inside(kind) if kind else (),
         network=network(cards, len(devices) or 1, kind),
         nics=cards.number if cards else 0,
+        nic_bytes_per_second=cards.bytes_per_second if cards else None,
         cpu=_processors(cores, memory_bytes),
     )
     return Cluster(nodes=(node,))

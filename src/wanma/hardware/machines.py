@@ -31,6 +31,10 @@ class Cards:
     bits_per_second: float
     """Of one card and direction."""
 
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bits_per_second / 8
+
 
 def machines(
     kind: DeviceKind,
@@ -59,6 +63,7 @@ def machines(
             count,
             network=network(cards, 1),
             nics=cards.number if cards else 0,
+            nic_bytes_per_second=cards.bytes_per_second if cards else None,
             cpu=kind.processors(cores, memory_bytes),
         )
     devices = devices or (server.devices if server else 1)
@@ -72,6 +77,7 @@ def machines(
         inside=inside(kind),
         network=network(cards, devices, kind),
         nics=cards.number if cards else 0,
+        nic_bytes_per_second=cards.bytes_per_second if cards else None,
         power_watts=server.power_watts if server and usual else None,
     )
 
@@ -88,7 +94,7 @@ def network(cards: Cards | None, devices: int, kind: DeviceKind | None = None) -
         levels = (kind.link.level(kind.server.linked),)
     if cards is None:
         return levels
-    bandwidth = cards.number * cards.bits_per_second / 8 / devices
+    bandwidth = cards.number * cards.bytes_per_second / devices
     return (*levels, Level("network", bandwidth, NETWORK_SECONDS))
 
 

@@ -62,6 +62,8 @@ class Node:
     """Between these machines, nearest first; empty when unknown."""
     nics: int = 0
     """Network cards of one machine that the run may use; 0 when unknown."""
+    nic_bytes_per_second: float | None = None
+    """Of one card, in one direction; None when unknown."""
     cpu: Device | None = None
     """The processors of one machine taken together; None when unknown."""
     power_watts: float | None = None
@@ -105,11 +107,9 @@ class Node:
     @property
     def network_text(self) -> str:
         """'8 × 400G': the cards of one machine and their Gbit/s; empty when unknown."""
-        if not (self.network and self.nics):
+        if not self.nics or self.nic_bytes_per_second is None:
             return ""
-        # Nearer levels may be something else than the cards: a rack joined by NVLink.
-        of_node = self.network[-1].bandwidth_bytes_per_second * max(len(self.devices), 1)
-        return f"{self.nics} × {8 * of_node / self.nics / 1e9:g}G"
+        return f"{self.nics} × {8 * self.nic_bytes_per_second / 1e9:.12g}G"
 
 
 @dataclass(frozen=True)
