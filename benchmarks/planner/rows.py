@@ -264,20 +264,21 @@ def _nemo(_: Record, case: Case) -> Case:
 def _bridge(record: Record, case: Case) -> Case:
     """As `_nemo`; of mixtures, by the recipes of the same repository (scripts/performance/configs).
 
-    On Blackwell racks of the newer release, DeepSeek and GPT-OSS in MXFP8 have all experts in one kernel,
-    replay whole steps and exchange tokens beside compute. Qwen on B200 and B300 with a pipeline, and GPT-OSS
-    on H100, exchange by a plain all-to-all; all others send a token to a rank only once.
+    In MXFP8 those of the newer release have all experts in one kernel, replay whole steps and exchange tokens
+    beside compute, but not where servers of eight hold a pipeline. There, tokens are exchanged by a plain
+    all-to-all; elsewhere each is sent to a rank only once. Gradients are reduced in 16 bits.
     """
-    model, gpu = case.dimensions, record["gpu"]
-    newest = "26.06" in record["source"] and gpu.startswith("GB") and record["precision"] == "MXFP8"
-    whole = model.experts > 0 and newest and "Qwen" not in record["model"]
-    plain = not gpu.startswith("GB") and case.plan.pp > 1
+    rack = record["gpu"].startswith("GB")
+    plain = not rack and case.plan.pp > 1
+    newest = "26.06" in record["source"] and record["precision"] == "MXFP8"
+    whole = case.dimensions.experts > 0 and newest and not plain
     software = replace(
         case.software,
         fused=True,
         graphs=whole,
         selective="attention",
         tensor_overlap=0.7,
+        gradient_bytes=2,
         fuses_experts=whole,
         expert_overlap=whole,
         routes_once=not plain,

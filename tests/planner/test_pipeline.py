@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.job.sections import Schedule
-from wanma.planner.pipeline import StageCost, pipeline_seconds
+from wanma.planner.pipeline import StageCost, _play, pipeline_seconds
 from wanma.planner.stages import bubble_share
 
 WHOLE = StageCost(1.0, 2.0)
@@ -83,6 +83,13 @@ def test_what_is_not_played_adds_up_to_the_same(
     assert least <= whole.seconds + 1e-9
     assert whole.seconds <= sum(cost.seconds for cost in costs) * micro_batches + 0.1 * 4 * micro_batches
     assert max(whole.busy) == pytest.approx(least)
+    played = _play(schedule, costs, pp, micro_batches, 0.05, None)
+    assert whole.seconds == pytest.approx(played.seconds, rel=0.02)
+
+
+def test_too_little_memory_for_one_micro_batch_is_told() -> None:
+    with pytest.raises(ValueError, match="with 1 stages in flight on a rank, the schedule waits for itself"):
+        pipeline_seconds("zbv", [SPLIT] * 4, 2, 4, 0.0, in_flight=1)
 
 
 def test_stages_that_do_not_fill_the_ranks_are_refused() -> None:

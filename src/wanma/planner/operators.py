@@ -110,7 +110,7 @@ class _Adder:
             self.inputs += streaming_seconds(self.chip, count * m * n * (2 + 2 * ELEMENT_BYTES[precision]))
             launches = 2
         self.again += forward if again else 0.0
-        self._count(launches, 2 * launches, launches if again else 0)
+        self.launch(launches, 2 * launches, launches if again else 0)
 
     def stream(
         self, elements: float, forward: float, backward: float, kernels: int = 1, *, again: bool = False
@@ -120,15 +120,16 @@ class _Adder:
         self.forward += seconds
         self.inputs += streaming_seconds(self.chip, elements * backward, kernels)
         self.again += seconds if again else 0.0
-        self._count(kernels, kernels, kernels if again else 0)
+        self.launch(kernels, kernels, kernels if again else 0)
 
     def attend(self, forward: float, backward: float, kernels: int, *, again: bool) -> None:
         self.forward += forward
         self.inputs += backward
         self.again += forward if again else 0.0
-        self._count(kernels, kernels, kernels if again else 0)
+        self.launch(kernels, kernels, kernels if again else 0)
 
-    def _count(self, *kernels: int) -> None:
+    def launch(self, *kernels: int) -> None:
+        """Kernels that the host issues in forward, in backward, and in what runs again."""
         self.kernels = [have + more for have, more in zip(self.kernels, kernels, strict=True)]
 
     def part(self) -> PartTime:
@@ -314,14 +315,16 @@ def _experts(
     add.product(tokens, dimensions.experts, hidden, plan.precision, again=full)
     add.stream(tokens * dimensions.experts, 24.0, 24.0, 8, again=again)
     # Tokens are put into the order of their experts, and back, on both sides of the exchange.
-    add.stream(rows * hidden, 8.0 if plan.ep > 1 else 4.0, 8.0 if plan.ep > 1 else 4.0, 4, again=full)
+    # Where a token is sent to a rank only once, the exchange itself does so on one side.
+    sides = 8.0 if plan.ep > 1 and not software.routes_once else 4.0
+    add.stream(rows * hidden, sides, sides, 4, again=full)
     add.stream(rows * hidden, 6.0, 6.0, 2, again=full)
     add.product(rows / local, 2 * wide, hidden, precision, count=local, again=full)
     add.product(rows / local, hidden, wide, precision, count=local, again=again)
     if not software.fuses_experts:
         # Of two products, each expert's input, weight and gradient are cast on their own, along both sides.
         extra = 2 * (local - 1) * (6 if ELEMENT_BYTES[precision] < 2 else 1)
-        add._count(extra, 2 * extra, extra if full else 0)
+        add.launch(extra, 2 * extra, extra if full else 0)
     _activation(add, rows * wide, software, again=again)
     if dimensions.shared_experts:
         _network(

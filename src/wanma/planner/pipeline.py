@@ -7,7 +7,7 @@ special case of equal stages and free links. Pure functions, without torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from wanma.job.sections import Schedule
@@ -72,19 +72,23 @@ def pipeline_seconds(
     """
     if micro_batches < 1 or pp < 1 or len(costs) % pp:
         raise ValueError(f"{len(costs)} stages on {pp} ranks with {micro_batches} micro-batches")
-    rounds = 4 * pp
-    rest, played = 0, micro_batches
-    if micro_batches > rounds + 2 * pp:
-        rest = (micro_batches - rounds) // pp
-        played = micro_batches - rest * pp
+    played = micro_batches
+    if micro_batches > _ROUNDS * pp + 2 * pp:
+        played -= (micro_batches - _ROUNDS * pp) // pp * pp
     result = _play(schedule, costs, pp, played, send_seconds, in_flight)
-    if rest:
-        more = _play(schedule, costs, pp, played + pp, send_seconds, in_flight)
-        grown = tuple(
-            busy + rest * (more_busy - busy) for busy, more_busy in zip(result.busy, more.busy, strict=True)
-        )
-        result = Pipelined(result.seconds + rest * (more.seconds - result.seconds), grown)
-    return result
+    rest = (micro_batches - played) // pp
+    if rest == 0:
+        return result
+    more = _play(schedule, costs, pp, played + pp, send_seconds, in_flight)
+    rounds = [later - sooner for later, sooner in zip(more.busy, result.busy, strict=True)]
+    # Where stages cost nearly the same, those that wait for the slowest may take longer to show it.
+    grown = max(more.seconds - result.seconds, *rounds)
+    busy = tuple(sooner + rest * each for sooner, each in zip(result.busy, rounds, strict=True))
+    return Pipelined(result.seconds + rest * grown, busy)
+
+
+_ROUNDS = 4
+"""Rounds of `pp` micro-batches that are played before the rest is added."""
 
 
 def stages_on(schedule: Schedule, pp: int, rank: int, stages: int) -> list[int]:
@@ -215,62 +219,67 @@ def _greedy(
     computes weights' gradients, which is what gives memory back.
     """
     stages = len(costs)
-    rank_of = [0] * stages
-    for rank in range(pp):
-        for stage in stages_on(schedule, pp, rank, stages):
-            rank_of[stage] = rank
-    clocks, busy, held = [0.0] * pp, [0.0] * pp, [0] * pp
-    arrivals: list[dict[Operation, float]] = [{} for _ in range(pp)]
-    for index in range(micro_batches):
-        arrivals[rank_of[0]][Operation("forward", 0, index)] = 0.0
-    left = 3 * stages * micro_batches
-    end = 0.0
-    while left:
-        rank, start, operation = _next(clocks, arrivals, held, in_flight)
-        del arrivals[rank][operation]
-        seconds = _seconds(operation, costs)
-        clocks[rank] = start + seconds
-        busy[rank] += seconds
-        end = max(end, clocks[rank])
-        left -= 1
+    rank_of = {stage: number for number in range(pp) for stage in stages_on(schedule, pp, number, stages)}
+    ranks = [_Rank() for _ in range(pp)]
+    ranks[rank_of[0]].arrivals[Operation("forward", 0, 0)] = 0.0
+    # What each rank would run next, and when; only what it ran itself or was sent changes that.
+    choices = [rank.choose(in_flight) for rank in ranks]
+    for _ in range(3 * stages * micro_batches):
+        possible = [(choice, number) for number, choice in enumerate(choices) if choice]
+        if not possible:
+            raise ValueError(f"with {in_flight} stages in flight on a rank, the schedule waits for itself")
+        (start, operation), number = min(possible, key=lambda choice: (choice[0][0], choice[1]))
+        rank = ranks[number]
+        end = rank.run(operation, start, _seconds(operation, costs))
+        target = number
         kind, stage, index = operation
-        if kind == "weights":
-            held[rank] -= 1
-            continue
-        if kind == "forward":
-            held[rank] += 1
         following = stage + (1 if kind == "forward" else -1)
         if kind == "backward":
-            arrivals[rank][Operation("weights", stage, index)] = clocks[rank]
-        elif following == stages:
-            arrivals[rank][Operation("backward", stage, index)] = clocks[rank]
-        if 0 <= following < stages:
+            rank.arrivals[Operation("weights", stage, index)] = end
+        elif kind == "forward" and following == stages:
+            rank.arrivals[Operation("backward", stage, index)] = end
+        if kind == "forward" and stage == 0 and index + 1 < micro_batches:
+            rank.arrivals[Operation("forward", 0, index + 1)] = 0.0
+        if kind != "weights" and 0 <= following < stages:
             target = rank_of[following]
-            delay = send_seconds if target != rank else 0.0
-            arrivals[target][Operation(kind, following, index)] = clocks[rank] + delay
-    return Pipelined(end, tuple(busy))
+            delay = send_seconds if target != number else 0.0
+            ranks[target].arrivals[Operation(kind, following, index)] = end + delay
+        for changed in {number, target}:
+            choices[changed] = ranks[changed].choose(in_flight)
+    return Pipelined(max(rank.clock for rank in ranks), tuple(rank.busy for rank in ranks))
 
 
 _PREFERENCE: dict[Kind, int] = {"backward": 0, "forward": 1, "weights": 2}
 
 
-def _next(
-    clocks: Sequence[float], arrivals: Sequence[dict[Operation, float]], held: Sequence[int], in_flight: int
-) -> tuple[int, float, Operation]:
-    """The operation that starts first of all ranks, by each rank's preference."""
-    best: tuple[float, int, Operation] | None = None
-    for rank, waiting in enumerate(arrivals):
-        chosen: tuple[float, int, int, int, Operation] | None = None
-        for operation, arrival in waiting.items():
-            if operation.kind == "forward" and held[rank] >= in_flight:
-                continue
-            start = max(clocks[rank], arrival)
+@dataclass
+class _Rank:
+    """One rank of a schedule that is made up as it goes."""
+
+    clock: float = 0.0
+    busy: float = 0.0
+    held: int = 0
+    """Stages' activations."""
+    arrivals: dict[Operation, float] = field(default_factory=dict)
+    """What it can run, and from when on."""
+
+    def choose(self, in_flight: int) -> tuple[float, Operation] | None:
+        """When it would run what; None when there is nothing."""
+        possible = [
             # Deeper stages first: their results are what the others wait for.
-            key = (start, _PREFERENCE[operation.kind], -operation.stage, operation.micro_batch, operation)
-            if chosen is None or key < chosen:
-                chosen = key
-        if chosen is not None and (best is None or chosen[0] < best[0]):
-            best = (chosen[0], rank, chosen[4])
-    if best is None:
-        raise ValueError(f"with {in_flight} stages in flight on a rank, the schedule waits for itself")
-    return best[1], best[0], best[2]
+            (max(self.clock, arrival), _PREFERENCE[kind], -stage, index, Operation(kind, stage, index))
+            for (kind, stage, index), arrival in self.arrivals.items()
+            if kind != "forward" or self.held < in_flight
+        ]
+        if not possible:
+            return None
+        start, *_, operation = min(possible)
+        return start, operation
+
+    def run(self, operation: Operation, start: float, seconds: float) -> float:
+        """Returns when it is done."""
+        del self.arrivals[operation]
+        self.clock = start + seconds
+        self.busy += seconds
+        self.held += {"forward": 1, "backward": 0, "weights": -1}[operation.kind]
+        return self.clock

@@ -14,7 +14,13 @@ from itertools import pairwise
 from wanma.job.plan import Plan
 from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.communication import Group, all_gather_seconds, reduce_scatter_seconds, send_seconds
+from wanma.planner.communication import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+    send_seconds,
+)
 from wanma.planner.compute import streaming_seconds
 from wanma.planner.machine import Machine
 from wanma.planner.operators import PartTime, Software, block_time, embedding_time, head_time
@@ -85,13 +91,13 @@ def step_time(
     mine = [kinds[stage] for stage in plan.stages_of(busiest)]
     by_kind = {name: micro_batches * sum(kind[name] for kind in mine) for name in _KINDS}
 
-    backward = costs[busiest].backward + costs[busiest].weights
-    reduced = data.step_seconds(stages, plan, hidden_behind=backward * plan.virtual_stages)
+    backward = sum(costs[stage].seconds - costs[stage].forward for stage in plan.stages_of(busiest))
     parameters = max(
-        sum(stages[number].parameters for number in plan.stages_of(rank)) for rank in range(plan.pp)
+        sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(plan.pp)
     )
-    shards = plan.shard_ranks
-    optimizer = streaming_seconds(machine.chip, parameters / plan.tp / shards * software.optimizer_bytes, 20)
+    reduced = data.step_seconds(parameters, hidden_behind=backward)
+    updated = 0.0 if software.frozen else parameters / plan.tp / plan.shard_ranks
+    optimizer = streaming_seconds(machine.chip, updated * software.optimizer_bytes, _OPTIMIZER_KERNELS)
     return StepTime(
         seconds=played.seconds + reduced + optimizer,
         compute=by_kind["compute"],
@@ -104,6 +110,9 @@ def step_time(
         uncertainty=_uncertainty(plan),
     )
 
+
+_OPTIMIZER_KERNELS = 20
+"""Of an update fused over many parameters, with norm and clipping."""
 
 _KINDS = ("compute", "tensor", "context", "expert", "data")
 
@@ -122,7 +131,8 @@ class _Stage:
     """Equal blocks: what one costs, how many, parameters of one that this rank gathers and reduces."""
     again: float
     """Share of its blocks that recompute."""
-    ends: tuple[PartTime, ...]
+    ends: tuple[tuple[PartTime, float], ...]
+    """Embedding and head, each with its parameters."""
     parameters: float
     """Of the whole stage, before `tp`, on one rank of `ep`."""
 
@@ -166,14 +176,14 @@ def _stages(
     start = 0
     for stage, count in enumerate(stage_blocks(dimensions, plan)):
         dense_count = max(0, min(start + count, sparse_from) - start)
-        ends: list[PartTime] = []
-        parameters = dense_count * dense_size + (count - dense_count) * sparse_size
+        ends: list[tuple[PartTime, float]] = []
         if stage == 0:
-            ends.append(embedding)
-            parameters += table
+            ends.append((embedding, table))
         if stage == plan.stages - 1:
-            ends.append(head)
-            parameters += table if not dimensions.tie_embeddings or plan.pp > 1 else 0.0
+            is_shared = dimensions.tie_embeddings and plan.pp == 1
+            ends.append((head, 0.0 if is_shared else table))
+        parameters = dense_count * dense_size + (count - dense_count) * sparse_size
+        parameters += sum(size for _, size in ends)
         blocks = ((dense, dense_count, dense_size), (sparse, count - dense_count, sparse_size))
         again = len(plan.recomputed(count)) / count if count else 0.0
         found.append(_Stage(tuple(b for b in blocks if b[1]), again, tuple(ends), parameters))
@@ -199,7 +209,7 @@ def _stage_cost(
     forward = inputs = weights = 0.0
     kinds = dict.fromkeys(_KINDS, 0.0)
     parts = [(part, count, size, stage.again) for part, count, size in stage.blocks]
-    parts += [(part, 1, 0.0, 0.0) for part in stage.ends]
+    parts += [(part, 1, size, 0.0) for part, size in stage.ends]
     for part, count, size, share in parts:
         ahead = _with_host(part.forward, part.kernels_forward, machine, software)
         again = share * _with_host(part.again, part.kernels_again, machine, software)
@@ -258,10 +268,10 @@ class _DataParallel:
 
     def __init__(self, plan: Plan, machine: Machine, software: Software) -> None:
         self.plan, self.machine, self.software = plan, machine, software
-        stride = plan.tp
-        self.shards = Group(plan.shard_ranks, stride)
-        self.everyone = Group(plan.data_ranks * plan.cp, stride)
-        self.replicas = Group(plan.replicas, stride * plan.shard_ranks)
+        self.shards = Group(plan.shard_ranks, plan.tp)
+        self.replicas = Group(plan.replicas, plan.tp * plan.shard_ranks)
+        # Of what is frozen nothing is reduced.
+        self.gradient_bytes = 0 if software.frozen else software.gradient_bytes
 
     def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
         """What gathering a block's sharded parameters for forward and backward, and reducing its gradients
@@ -273,29 +283,27 @@ class _DataParallel:
             return 0.0, 0.0
         whole = parameters / self.plan.tp
         gather = all_gather_seconds(self.machine, self.shards, whole * 2.0)
-        reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.software.gradient_bytes)
+        reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
         return _exposed(gather, forward), _exposed(gather + reduce, backward)
 
-    def step_seconds(self, stages: list[_Stage], plan: Plan, hidden_behind: float) -> float:
-        """Once a step: gradients of the fullest stage reduced, and what the optimizer's shards give back."""
-        if self.everyone.size == 1 or (self.plan.shard == "parameters" and self.plan.pp == 1):
-            return 0.0
-        whole = max(
-            sum(stages[number].parameters for number in plan.stages_of(rank)) for rank in range(plan.pp)
-        )
-        whole /= plan.tp
-        reduce = reduce_scatter_seconds(self.machine, self.everyone, whole * self.software.gradient_bytes)
-        sharded = plan.shard != "nothing"
-        back = all_gather_seconds(
-            self.machine, self.everyone, whole * (2.0 if sharded else self.software.gradient_bytes)
-        )
+    def step_seconds(self, parameters: float, hidden_behind: float) -> float:
+        """Once a step: gradients of a rank's parameters reduced, and what the optimizer's shards give back.
+
+        Of experts a rank holds its part, which fewer ranks share: as many bytes move.
+        """
+        whole = parameters / self.plan.tp
+        gradients = whole * self.gradient_bytes
+        by_block = self.plan.shard == "parameters" and self.plan.pp == 1
+        reduce = all_reduce_seconds(self.machine, self.replicas, gradients / self.shards.size)
+        back = 0.0
+        if not by_block:
+            reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
+            back = all_gather_seconds(self.machine, self.shards, 0.0 if self.software.frozen else whole * 2.0)
         if not self.software.data_overlap:
             return reduce + back
-        # Gradients are reduced beside the last micro-batch's backward, sharded weights gathered beside the
-        # first one's forward; of both, a first bucket finds nothing to hide behind.
-        if sharded:
-            return _exposed(reduce, hidden_behind) + _exposed(back, hidden_behind / 2)
-        return _exposed(reduce + back, hidden_behind)
+        # Gradients are reduced beside the last micro-batch's backward, weights gathered beside the first
+        # one's forward, which takes half as long.
+        return _exposed(reduce, hidden_behind) + _exposed(back, hidden_behind / 2)
 
 
 def _exposed(communication: float, compute: float) -> float:
