@@ -41,21 +41,27 @@ def main() -> None:
     tables = parser.parse_args().tables / "devices"
     for name, stem in FILES.items():
         chip = CHIPS[name]
-        for precision, (attainable, fill, error, bias, count) in _products(tables, stem, chip):
+        for precision, (attainable, fill, cast, error, bias, count) in _products(tables, stem, chip):
             print(
-                f"{name} {precision}: attainable {attainable:.2f}, fill {fill:.0f}; "
+                f"{name} {precision}: attainable {attainable:.2f}, fill {fill:.0f}, cast {cast:.0f} bytes; "
                 f"{count} products, mean |log error| {error:.3f}, bias {bias:+.3f}",
                 flush=True,
             )
         attainable, fill, error = _attention(tables, stem, chip)
         print(f"{name} attention: attainable {attainable:.2f}, fill {fill:.0f}; |log error| {error:.3f}")
-        for operation, latency, rate, error in _collectives(tables, stem):
-            print(f"{name} {operation}: {latency * 1e6:.1f} µs a step, {rate / 1e9:.0f} GB/s; {error:.3f}")
+        start, latency, rate, ramp, error = _collectives(tables, stem)
+        print(
+            f"{name} collectives: {start * 1e6:.0f} µs and {latency * 1e6:.2f} µs a step, "
+            f"{rate / 1e9:.0f} GB/s, ramp {ramp / 1e6:.0f} MB; |log error| {error:.3f}",
+            flush=True,
+        )
 
 
 def _products(
     tables: Path, stem: str, chip: Chip
-) -> Iterator[tuple[str, tuple[float, float, float, float, int]]]:
+) -> Iterator[tuple[str, tuple[float, float, float, float, float, int]]]:
+    """Attainable share, fill and bytes of casting per element of the input, which the measured calls include
+    below 16 bits: rates there grow with n much more than with m or k."""
     table = _columns(tables / f"{stem}_gemm_perf.parquet", ["gemm_dtype", "m", "n", "k", "latency"])
     m, n, k, latency = (np.asarray(table[name], dtype=float) for name in ("m", "n", "k", "latency"))
     kinds = np.asarray(table["gemm_dtype"])
@@ -65,18 +71,21 @@ def _products(
             continue
         sides = (m[chosen], n[chosen], k[chosen])
         measured = latency[chosen] / 1e3
-        best = (np.inf, 0.0, 0.0, 0.0)
-        for fill in (0, 64, 128, 192, 256, 384, 512, 768, 1024, 1536):
+        moved = _moved_seconds(chip, precision, *sides)
+        element = sides[0] * sides[2] / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)
+        best = (np.inf, 0.0, 0.0, 0.0, 0.0)
+        for fill in (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
             waves = _wave_seconds(chip, precision, *sides, fill)
-            moved = _moved_seconds(chip, precision, *sides)
-            for attainable in np.arange(0.3, 1.11, 0.01):
-                seconds = chip.launch_seconds + np.maximum(waves / attainable, moved)
+            for attainable, cast in itertools.product(
+                np.arange(0.3, 1.01, 0.02), (0.0,) if ELEMENT_BYTES[precision] >= 2 else range(2, 21, 2)
+            ):
+                seconds = chip.launch_seconds + np.maximum(waves / attainable, moved) + cast * element
                 errors = np.log(seconds / measured)
-                error = float(np.abs(errors).mean())
-                if error < best[0]:
-                    best = (error, float(attainable), float(fill), float(errors.mean()))
-        error, attainable, fill, bias = best
-        yield precision, (attainable, fill, error, bias, int(chosen.sum()))
+                best = min(
+                    best, (float(np.abs(errors).mean()), float(attainable), fill, cast, float(errors.mean()))
+                )
+        error, attainable, fill, cast, bias = best
+        yield precision, (attainable, fill, cast, error, bias, int(chosen.sum()))
 
 
 def _wave_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array, fill: float) -> Array:
@@ -120,31 +129,31 @@ def _attention(tables: Path, stem: str, chip: Chip) -> tuple[float, float, float
     return best[1], best[2], best[0]
 
 
-def _collectives(tables: Path, stem: str) -> Iterator[tuple[str, float, float, float]]:
-    """Latency of one step and rate of one direction within a node; of messages from 1 MiB on."""
+def _collectives(tables: Path, stem: str) -> tuple[float, float, float, float, float]:
+    """Start of a collective, latency of one step, rate of one direction within a node, and ramp (see
+    `machine.Link`) of gathers and scatters; messages weigh equally. All-reduce is left out: some switches add
+    up on the way."""
     table = _columns(
         tables / f"{stem}_nccl_perf.parquet", ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"]
     )
-    group = np.asarray(table["num_gpus"], dtype=float)
-    # Elements of 16 bits of the whole buffer, as the rates between 2, 4 and 8 devices show.
-    whole = np.asarray(table["message_size"], dtype=float) * 2
-    measured = np.asarray(table["latency"], dtype=float) / 1e3
-    for operation in ("all_gather", "reduce_scatter", "all_reduce", "alltoall"):
-        chosen = (
-            (np.asarray(table["op_name"]) == operation)
-            & (np.asarray(table["nccl_dtype"]) == "half")
-            & (whole >= 1 << 20)
-        )
-        if not chosen.any():
-            continue
-        passes = 2.0 if operation == "all_reduce" else 1.0
-        steps = passes * (group[chosen] - 1)
-        moved = passes * whole[chosen] * (group[chosen] - 1) / group[chosen]
-        best = (np.inf, 0.0, 0.0)
-        for latency, rate in itertools.product(np.arange(0.5e-6, 6e-6, 0.5e-6), np.geomspace(1e9, 1e12, 120)):
-            error = float(np.abs(np.log((latency * steps + moved / rate) / measured[chosen])).mean())
-            best = min(best, (error, float(latency), float(rate)))
-        yield operation, best[1], best[2], best[0]
+    chosen = (np.asarray(table["nccl_dtype"]) == "half") & np.isin(
+        np.asarray(table["op_name"]), ("all_gather", "reduce_scatter")
+    )
+    group = np.asarray(table["num_gpus"], dtype=float)[chosen]
+    # The whole buffer in elements of 16 bits, as the rates between 2, 4 and 8 devices show.
+    whole = np.asarray(table["message_size"], dtype=float)[chosen] * 2
+    measured = np.asarray(table["latency"], dtype=float)[chosen] / 1e3
+    moved = whole * (group - 1) / group
+    best = (np.inf, 0.0, 0.0, 0.0, 0.0)
+    for ramp, start, latency in itertools.product(
+        (0.0, 1e6, 2e6, 5e6, 10e6, 20e6), np.arange(2e-6, 11e-6, 1e-6), np.arange(0.5e-6, 2.1e-6, 0.25e-6)
+    ):
+        slowed = moved * (1 + np.sqrt(ramp / whole))
+        for rate in np.geomspace(1e9, 1e12, 100):
+            seconds = start + latency * (group - 1) + slowed / rate
+            error = float(np.abs(np.log(seconds / measured)).mean())
+            best = min(best, (error, float(start), float(latency), float(rate), ramp))
+    return best[1], best[2], best[3], best[4], best[0]
 
 
 def _columns(path: Path, names: list[str]) -> dict[str, list[object]]:

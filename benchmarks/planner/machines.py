@@ -33,33 +33,28 @@ CHIPS = {
     for chip in (
         _chip("A100 SXM 40 GB", "ampere", _AMPERE, 1555, 108, 0.88),
         _chip("A100 SXM", "ampere", _AMPERE, 2039, 108, 0.88),
-        _chip("H100 SXM", "hopper", _HOPPER, 3350, 132, 0.85),
+        _chip("H100 SXM", "hopper", _HOPPER, 3350, 132, 0.8),
         # Grand Teton's: HBM2e and 500 W (torchtitan's benchmark page).
-        _chip("H100 HBM2e 500 W", "hopper", _HOPPER, 2400, 132, 0.7),
-        _chip("H200", "hopper", _HOPPER, 4800, 132, 0.85),
-        _chip("B200", "blackwell", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "nvfp4": 9000}, 8000, 148, 0.63),
-        _chip("B300", "blackwell", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "nvfp4": 13500}, 8000, 148, 0.9),
+        _chip("H100 HBM2e 500 W", "hopper", _HOPPER, 2400, 132, 0.68),
+        _chip("H200", "hopper", _HOPPER, 4800, 132, 0.8),
+        _chip("B200", "blackwell", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "nvfp4": 9000}, 8000, 148, 0.61),
         _chip(
-            "GB200", "blackwell", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "nvfp4": 10000}, 8000, 152, 0.85
+            "B300", "blackwell", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "nvfp4": 13500}, 8000, 148, 0.85
         ),
         _chip(
-            "GB300", "blackwell", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "nvfp4": 15000}, 8000, 152, 0.95
+            "GB200", "blackwell", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "nvfp4": 10000}, 8000, 152, 0.8
+        ),
+        _chip(
+            "GB300", "blackwell", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "nvfp4": 15000}, 8000, 152, 0.87
         ),
         _chip("L40S", "ada", {"bf16": 362.05, "fp16": 362.05, "fp8": 733}, 864, 142, 0.9),
     )
 }
 
-# Attained rate of one direction, from NCCL's measured collectives; 0.9 of a network card's rate.
-_NVLINK = {
-    "A100": 232.0,
-    "H100": 372.0,
-    "H200": 372.0,
-    "B200": 690.0,
-    "B300": 690.0,
-    "GB200": 690.0,
-    "GB300": 690.0,
-}
-_LATENCY = 1.5e-6
+# Of one direction, in 10⁹ bytes per second, with a latency of one step and a ramp: from NCCL's measured
+# gathers and scatters (`fit`); a B300 has the links of a B200. Between nodes 0.9 of a card's rate.
+_NVLINK = {"A100": 231.0, "H100": 351.0, "H200": 351.0, "B": 658.0, "G": 658.0}
+_LATENCY = 1e-6
 _RAMP = 10e6
 _OUTER_LATENCY = 8e-6
 
@@ -71,7 +66,8 @@ def machine(chip: str, devices: int, network_gigabits: float, domain: int) -> Ma
         domain: devices that NVLink joins.
     """
     inner = min(domain, devices)
-    links = [Link(inner, _LATENCY, _NVLINK[chip.split()[0]] * GIGA, _RAMP)]
+    rate = next(rate for prefix, rate in _NVLINK.items() if chip.startswith(prefix))
+    links = [Link(inner, _LATENCY, rate * GIGA, _RAMP)]
     if devices > domain:
         links.append(Link(devices, _OUTER_LATENCY, 0.9 * network_gigabits / 8 * GIGA, _RAMP))
     return Machine(CHIPS[chip], tuple(links))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,9 @@ class Case:
     is_fitted: bool
     """Whether constants may be fitted to it; the others only check them."""
     is_recalled: bool
-    """The source is cited from memory, or its step time is derived with such an input."""
+    """The source, or an input that matters, is cited from memory."""
+    is_derived: bool
+    """The step time was computed from another figure that the source gives."""
 
 
 class UnusableRowError(Exception):
@@ -113,8 +115,8 @@ def _plain_case(record: Record) -> Case:
         in_flight=None,
         measured_seconds=float(record["step_time_s"]),
         is_fitted=is_fitted(record),
-        is_recalled=not record["provenance"].startswith("stored:")
-        or "TPxPP split recalled" in record["notes"],
+        is_recalled="recalled" in record["provenance"] + record["notes"],
+        is_derived="derived" in record["notes"],
     )
 
 
@@ -305,8 +307,3 @@ _HABITS: tuple[tuple[str, Callable[[Record, Case], Case]], ...] = (
     ("NVIDIA Megatron-Bridge", _bridge),
     ("SimuMax", _simumax),
 )
-
-
-def sources(cases: list[Case]) -> Iterator[tuple[str, list[Case]]]:
-    for source in dict.fromkeys(case.source for case in cases):
-        yield source, [case for case in cases if case.source == source]

@@ -24,4 +24,6 @@ def machine(
     devices: int = 32, *, inner: float = 100e9, outer: float = 10e9, latency: float = 1e-6
 ) -> Machine:
     """Nodes of eight."""
-    return Machine(CHIP, (Link(8, latency, inner), Link(max(devices, 16), 5 * latency, outer)))
+    return Machine(
+        CHIP, (Link(8, latency, inner), Link(max(devices, 16), 5 * latency, outer)), start_seconds=0.0
+    )

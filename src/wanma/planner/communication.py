@@ -47,8 +47,10 @@ def all_reduce_seconds(
     if group.size == 1 or buffer_bytes <= 0:
         return 0.0
     if algorithm is not None:
-        return _ALL_REDUCE[algorithm](machine, group, buffer_bytes, sharing)
-    return min(function(machine, group, buffer_bytes, sharing) for function in _ALL_REDUCE.values())
+        return machine.start_seconds + _ALL_REDUCE[algorithm](machine, group, buffer_bytes, sharing)
+    return machine.start_seconds + min(
+        function(machine, group, buffer_bytes, sharing) for function in _ALL_REDUCE.values()
+    )
 
 
 def all_gather_seconds(machine: Machine, group: Group, whole_bytes: float, sharing: int = 1) -> float:
@@ -58,7 +60,9 @@ def all_gather_seconds(machine: Machine, group: Group, whole_bytes: float, shari
     """
     if group.size == 1 or whole_bytes <= 0:
         return 0.0
-    return min(_ring(machine, group, whole_bytes, sharing), _by_levels(machine, group, whole_bytes, sharing))
+    return machine.start_seconds + min(
+        _ring(machine, group, whole_bytes, sharing), _by_levels(machine, group, whole_bytes, sharing)
+    )
 
 
 def reduce_scatter_seconds(machine: Machine, group: Group, whole_bytes: float, sharing: int = 1) -> float:
@@ -79,7 +83,7 @@ def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharin
         moved = sent_bytes * (outer - inner) / group.size
         slowest = max(slowest, link.seconds(moved, sent_bytes, _share(link, machine, sharing)))
         inner = outer
-    return slowest + levels[-1].latency_seconds * math.log2(group.size) + levels[0].latency_seconds
+    return machine.start_seconds + _spread_seconds(levels, group) + slowest
 
 
 def routed_seconds(
@@ -103,7 +107,7 @@ def routed_seconds(
         moved = tokens_bytes * reached * elsewhere
         slowest = max(slowest, link.seconds(moved, tokens_bytes, _share(link, machine, sharing)))
         inner = outer
-    return slowest + levels[-1].latency_seconds * math.log2(group.size) + levels[0].latency_seconds
+    return machine.start_seconds + _spread_seconds(levels, group) + slowest
 
 
 def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing: int = 1) -> float:
@@ -111,7 +115,16 @@ def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing:
     if message_bytes <= 0:
         return 0.0
     link = _link_of(machine, distance)
-    return link.latency_seconds + link.seconds(message_bytes, message_bytes, _share(link, machine, sharing))
+    return (
+        machine.start_seconds
+        + link.latency_seconds
+        + link.seconds(message_bytes, message_bytes, _share(link, machine, sharing))
+    )
+
+
+def _spread_seconds(levels: list[Link], group: Group) -> float:
+    """Latency of messages from every member to every other one, which are under way together."""
+    return levels[-1].latency_seconds * math.log2(group.size)
 
 
 def _link_of(machine: Machine, distance: int) -> Link:
