@@ -27,27 +27,26 @@ def _chip(
 _AMPERE = {"bf16": 312.0, "fp16": 312.0}
 _HOPPER = {"bf16": 989.5, "fp16": 989.5, "fp8": 1979.0}
 
-# Dense peaks of the makers' data sheets; GB300 and B300 have half as much again in nvfp4.
+_B200 = {"bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0, "nvfp4": 9000.0}
+_GB200 = {"bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0, "nvfp4": 10000.0}
+
+# Dense peaks of the makers' data sheets; GB300 and B300 have half as much again in nvfp4. The last number is
+# the rate sustained over hours (`sustain`, from the fitted rows); a kind without five dense rows of its own,
+# but for the one with another power limit and the GB200, takes that of the nearest kind.
 CHIPS = {
     chip.name: chip
     for chip in (
         _chip("A100 SXM 40 GB", "ampere", _AMPERE, 1555, 108, 0.88),
         _chip("A100 SXM", "ampere", _AMPERE, 2039, 108, 0.88),
-        _chip("H100 SXM", "hopper", _HOPPER, 3350, 132, 0.8),
+        _chip("H100 SXM", "hopper", _HOPPER, 3350, 132, 0.82),
         # Grand Teton's: HBM2e and 500 W (torchtitan's benchmark page).
-        _chip("H100 HBM2e 500 W", "hopper", _HOPPER, 2400, 132, 0.68),
-        _chip("H200", "hopper", _HOPPER, 4800, 132, 0.8),
-        _chip("B200", "blackwell", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "nvfp4": 9000}, 8000, 148, 0.61),
-        _chip(
-            "B300", "blackwell", {"bf16": 2250, "fp16": 2250, "fp8": 4500, "nvfp4": 13500}, 8000, 148, 0.85
-        ),
-        _chip(
-            "GB200", "blackwell", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "nvfp4": 10000}, 8000, 152, 0.8
-        ),
-        _chip(
-            "GB300", "blackwell", {"bf16": 2500, "fp16": 2500, "fp8": 5000, "nvfp4": 15000}, 8000, 152, 0.87
-        ),
-        _chip("L40S", "ada", {"bf16": 362.05, "fp16": 362.05, "fp8": 733}, 864, 142, 0.9),
+        _chip("H100 HBM2e 500 W", "hopper", _HOPPER, 2400, 132, 0.65),
+        _chip("H200", "hopper", _HOPPER, 4800, 132, 0.82),
+        _chip("B200", "blackwell", _B200, 8000, 148, 0.61),
+        _chip("B300", "blackwell", {**_B200, "nvfp4": 13500}, 8000, 148, 0.93),
+        _chip("GB200", "blackwell", _GB200, 8000, 152, 0.78),
+        _chip("GB300", "blackwell", {**_GB200, "nvfp4": 15000}, 8000, 152, 0.93),
+        _chip("L40S", "ada", {"bf16": 362.05, "fp16": 362.05, "fp8": 733}, 864, 142, 0.88),
     )
 }
 

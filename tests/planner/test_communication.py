@@ -13,6 +13,7 @@ from wanma.planner.communication import (
     all_reduce_seconds,
     all_to_all_seconds,
     reduce_scatter_seconds,
+    routed_seconds,
     send_seconds,
 )
 from wanma.planner.machine import Link, Machine
@@ -67,6 +68,14 @@ def test_two_axes_halve_the_outer_links_and_leave_the_inner_ones() -> None:
 def test_a_message_of_the_ramps_size_takes_twice_as_long() -> None:
     ramped = Machine(CHIP, (Link(8, 0.0, 100e9, ramp_bytes=1e6),), start_seconds=3e-6)
     assert send_seconds(ramped, 1, 1e6) == pytest.approx(3e-6 + 2e6 / 100e9)
+
+
+def test_a_token_is_routed_to_a_rank_only_once() -> None:
+    inside = GIGABYTE * 8 * (1 - (7 / 8) ** 8) * 7 / 8 / 100e9
+    assert routed_seconds(FREE, Group(8), GIGABYTE, choices=8) == pytest.approx(inside)
+    # Of 16 ranks in two nodes, the other node is reached by all but one in 2⁸ tokens.
+    between = GIGABYTE * (1 - 0.5**8) / 10e9
+    assert routed_seconds(FREE, Group(16), GIGABYTE, choices=8) == pytest.approx(between)
 
 
 def test_sending_goes_over_the_level_that_joins_both_ends() -> None:

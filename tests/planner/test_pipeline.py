@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wanma.job.sections import Schedule
-from wanma.planner.pipeline import StageCost, _play, pipeline_seconds
-from wanma.planner.stages import bubble_share
+from wanma.planner.pipeline import (
+    Operation,
+    StageCost,
+    _gpipe,
+    _interleaved,
+    _one_forward_one_backward,
+    _play,
+    pipeline_seconds,
+)
+from wanma.planner.stages import bubble_share, stages_in_flight
 
 WHOLE = StageCost(1.0, 2.0)
 SPLIT = StageCost(1.0, 1.0, 1.0)
@@ -64,7 +75,20 @@ def test_each_send_is_waited_for_at_both_ends_and_once_per_round() -> None:
     assert sent.seconds > free.seconds + 1.0
 
 
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "order"),
+    [("gpipe", 1, _gpipe), ("1f1b", 1, _one_forward_one_backward), ("interleaved_1f1b", 3, _interleaved)],
+)
+def test_a_rank_holds_as_many_stages_as_the_memory_forecast_says(
+    schedule: Schedule, virtual: int, order: Callable[[int, int, int, int], list[Operation]]
+) -> None:
+    held = [1 if operation.kind == "forward" else -1 for operation in order(0, 4, 4 * virtual, 16)]
+    assert max(accumulate(held)) == stages_in_flight(schedule, 4, virtual, 16)
+    assert sum(held) == 0
+
+
 @settings(max_examples=30, deadline=None)
+@example([1.0, 1.90625, 0.5, 1.84375], 15, "1f1b")  # two stages that cost nearly the same
 @given(
     st.lists(st.floats(0.1, 3.0), min_size=4, max_size=4),
     st.integers(1, 60),

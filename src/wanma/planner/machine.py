@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 
@@ -96,7 +96,7 @@ class Machine:
 
     chip: Chip
     links: tuple[Link, ...]
-    dispatch_seconds: float = field(default=12e-6)
+    dispatch_seconds: float = 12e-6
     """Time in which the host issues one kernel of an eager program."""
     start_seconds: float = 7e-6
     """From the call of a collective to its first byte; 6 to 9 µs in the latencies that `curves` names."""

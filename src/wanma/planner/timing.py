@@ -95,7 +95,8 @@ def step_time(
     parameters = max(
         sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(plan.pp)
     )
-    reduced = data.step_seconds(parameters, hidden_behind=backward)
+    forward = sum(costs[stage].forward for stage in plan.stages_of(busiest))
+    reduced = data.step_seconds(parameters, forward, backward)
     updated = 0.0 if software.frozen else parameters / plan.tp / plan.shard_ranks
     optimizer = streaming_seconds(machine.chip, updated * software.optimizer_bytes, _OPTIMIZER_KERNELS)
     return StepTime(
@@ -289,7 +290,7 @@ class _DataParallel:
         reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
         return _exposed(gather, forward), _exposed(gather + reduce, backward)
 
-    def step_seconds(self, parameters: float, hidden_behind: float) -> float:
+    def step_seconds(self, parameters: float, forward: float, backward: float) -> float:
         """Once a step: gradients of a rank's parameters reduced, and what the optimizer's shards give back.
 
         Of experts a rank holds its part, which fewer ranks share: as many bytes move.
@@ -305,8 +306,8 @@ class _DataParallel:
         if not self.software.data_overlap:
             return reduce + back
         # Gradients are reduced beside the last micro-batch's backward, weights gathered beside the first
-        # one's forward, which takes half as long.
-        return _exposed(reduce, hidden_behind) + _exposed(back, hidden_behind / 2)
+        # one's forward.
+        return _exposed(reduce, backward) + _exposed(back, forward)
 
 
 def _exposed(communication: float, compute: float) -> float:
