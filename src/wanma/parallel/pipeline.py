@@ -166,7 +166,7 @@ class Pipeline:
                     given = torch.zeros(found[-1].shape, dtype=found[-1].dtype, device=self._grid.device)
                 told = [
                     self._boundary_after(
-                        number, given, {**keywords, _SAMPLES: batch.samples[:rows]}, found[-1]
+                        number, given, {**keywords, SAMPLES: batch.samples[:rows]}, found[-1]
                     )
                 ]
             holder = next(rank for rank in range(self._plan.pp) if number in self._plan.stages_of(rank))
@@ -211,7 +211,7 @@ class Pipeline:
             losses=losses,
             return_outputs=False,  # nobody wants the logits of all micro-batches at once
             **batch.keywords,
-            **{_SAMPLES: batch.samples},
+            **{SAMPLES: batch.samples},
         )
         if not losses:
             return torch.zeros((), device=batch.samples.device)
@@ -268,7 +268,7 @@ class _Announcer:
         self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         keywords = dict(keywords)
-        samples = keywords.pop(_SAMPLES)
+        samples = keywords.pop(SAMPLES)
         self._announced.enter_context(keyed_samples(module, self.seed, samples, self.positions))
         return arguments, keywords
 
@@ -279,7 +279,7 @@ class _Announcer:
         )
 
 
-_SAMPLES = "wanma_samples"
+SAMPLES = "wanma_samples"
 """Name under which a micro-batch's samples travel beside the model's own keyword arguments."""
 _FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """Names of the actions of torch's schedules that belong to a forward."""

@@ -24,7 +24,7 @@ from wanma.models.build import ModelSpec
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid, build_grid
 from wanma.parallel.parallelize import Parallel, parallelize
-from wanma.parallel.pipeline import _SAMPLES
+from wanma.parallel.pipeline import SAMPLES
 from wanma.parallel.recording import Collective, CollectiveRecorder
 from wanma.parallel.sequence import residual_positions, split_sequence
 from wanma.parallel.shard import DTYPES, begin_micro_batch
@@ -135,7 +135,7 @@ def _micro_batch(
         given = torch.zeros(plan.micro_batch, here, width, dtype=DTYPES[plan.precision], requires_grad=True)
         messages += _messages(given, number, number - 1, plan, grid.rank)
     if plan.pp > 1:
-        keywords[_SAMPLES] = batch.samples
+        keywords[SAMPLES] = batch.samples
     announced = nullcontext() if plan.pp > 1 else keyed_samples(part, 0, batch.samples, positions)
     with announced, _saved_bytes(part) as saved:
         output = part(given, **keywords)
