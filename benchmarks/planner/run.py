@@ -13,7 +13,8 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.rows import Case, read_cases
-from wanma.planner.timing import StepTime, step_time
+from wanma.job.forecast import StepTime
+from wanma.planner.timing import step_time
 
 
 def main() -> None:

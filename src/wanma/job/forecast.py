@@ -73,6 +73,41 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """One optimizer step by kind, in seconds; the kinds add up to `seconds`."""
+
+    seconds: float
+    compute: float
+    """Of the rank that computes longest, with what runs again."""
+    tensor: float = 0.0
+    """Exposed communication by axis, of that rank."""
+    context: float = 0.0
+    expert: float = 0.0
+    data: float = 0.0
+    """Reduction of gradients, and gathers of sharded parameters."""
+    bubble: float = 0.0
+    """Waiting for other stages, and for what they send."""
+    optimizer: float = 0.0
+    loading: float = 0.0
+    """Waiting for data."""
+    checkpoint: float = 0.0
+    """A step's share of what saving costs."""
+    uncertainty: float = 0.0
+    """Half of the 90 % interval, as a share of `seconds`."""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What the whole run takes."""
+
+    seconds: float
+    energy_joules: float | None
+    """At the wall; None where nobody says what the machines draw."""
+    price: float | None = None
+    """In the cluster file's currency; None where it names no price."""
+
+
+@dataclass(frozen=True)
 class Forecast:
     """What a plan will cost, on its fullest rank."""
 
@@ -87,7 +122,17 @@ class Forecast:
     """What waits in the host's memory, not on the device (parallel.offload_*)."""
     disk_bytes: int = 0
     """What waits on disk."""
+    buffers_bytes: int = 0
+    """Of communication, beside the gradients' own."""
+    fragmentation_bytes: int = 0
+    """What the allocator holds and nobody uses."""
     reasons: tuple[str, ...] = ()
+    step: StepTime | None = None
+    """None where the machine's rates are unknown, or the model cannot be read."""
+    samples_per_second: float | None = None
+    model_flops_utilisation: float | None = None
+    """Model FLOPs without recompute over the devices' peak in the plan's precision."""
+    run: RunCost | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -98,6 +143,8 @@ class Forecast:
             + self.activations_bytes
             + self.logits_bytes
             + self.runtime_bytes
+            + self.buffers_bytes
+            + self.fragmentation_bytes
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from wanma.job.forecast import StepTime
 from wanma.job.plan import Plan
 from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.dimensions import DecoderDimensions
@@ -30,30 +31,6 @@ from wanma.planner.stages import SPLIT_BACKWARD
 INTERFERENCE = 0.15
 """Of the time of communication that runs beside compute, what the compute loses: collectives occupy some of
 the multiprocessors and of the memory's bandwidth (NCCL uses 16 to 24 blocks of 108 to 132)."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """One step, by kind; they add up to `seconds`."""
-
-    seconds: float
-    compute: float
-    """Of the rank that computes longest, with what runs again."""
-    tensor: float
-    """Exposed communication by axis, of that rank."""
-    context: float
-    expert: float
-    data: float
-    """Reduction of gradients, and gathers of sharded parameters."""
-    bubble: float
-    """Waiting for other stages, and for what they send."""
-    optimizer: float
-    uncertainty: float
-    """Half of the 90 % interval, as a share of `seconds`."""
-
-    def model_flops_utilisation(self, flops: float, devices: int, peak_flops_per_second: float) -> float:
-        """Share of the peak, by the caller's convention of what a step's `flops` are."""
-        return flops / (self.seconds * devices * peak_flops_per_second)
 
 
 def step_time(

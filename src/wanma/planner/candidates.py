@@ -1,0 +1,60 @@
+"""What a search returns: plans with their forecasts, the best ones first. Pure data; pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from wanma.job.forecast import Forecast
+from wanma.job.plan import Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was looked at to the end."""
+
+    plan: Plan
+    forecast: Forecast
+    forecast_only: str | None = None
+    """Why wanma cannot run it, or not unless the job allows it by name; None for a plan that runs."""
+
+    @property
+    def seconds(self) -> float:
+        """Of one step; endless where nothing is known of the machine's rates."""
+        return self.forecast.step.seconds if self.forecast.step else float("inf")
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.forecast.memory_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search."""
+
+    candidates: tuple[Candidate, ...]
+    """Those that fit, the fastest first, also such as are a forecast only."""
+    pareto: tuple[Candidate, ...]
+    """No plan is both faster and smaller than one of these; the fastest first."""
+    nearest: Candidate | None
+    """Where nothing fits: the plan that needs the least memory."""
+    considered: int
+    """Plans of the space, those pruned included."""
+    pruned: Mapping[str, int] = field(default_factory=dict)
+    """Plans that were never forecast to the end, by the rule that left them out."""
+    seconds: float = 0.0
+    """That the search took."""
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that wanma runs."""
+        return next((one for one in self.candidates if one.forecast_only is None), None)
+
+
+def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those beside which no other is at least as fast and needs less memory; the fastest first."""
+    front: list[Candidate] = []
+    for one in sorted(candidates, key=lambda one: (one.seconds, one.memory_bytes)):
+        if not front or one.memory_bytes < front[-1].memory_bytes:
+            front.append(one)
+    return tuple(front)
