@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wanma.job.cluster import Cluster
 from wanma.job.forecast import Workload
@@ -26,7 +26,7 @@ class Problem:
     """Of one device, what a plan may fill."""
     dimensions: DecoderDimensions | None = None
     """Of a decoder, where the model is one: then its operators are known one by one."""
-    software: Software = Software()
+    software: Software = field(default_factory=Software)
     """Habits of the program that trains: our own runtime's."""
 
     @property
