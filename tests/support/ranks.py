@@ -79,7 +79,8 @@ def run_ranks(function: Any, world_size: int, arguments: tuple[Any, ...], second
     """
     results: Queue[tuple[int, Any, str | None]] = _context.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    folder = Path(tempfile.mkdtemp(prefix="wanma-test-"))
+    scratch = tempfile.TemporaryDirectory(prefix="wanma-test-")
+    folder = Path(scratch.name)
     processes = [
         _context.Process(
             target=_run_rank,
@@ -103,6 +104,7 @@ def run_ranks(function: Any, world_size: int, arguments: tuple[Any, ...], second
         for process in processes:
             process.kill()
             process.join()
+        scratch.cleanup()
     return [values[rank] for rank in range(world_size)]
 
 
