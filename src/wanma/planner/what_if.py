@@ -1,0 +1,265 @@
+"""`--what-if gpus=2048,link.inter_node=200G`: a cluster as it would be with something changed.
+
+    bigger = changed(cluster, "device=H200, memory=40GB")
+
+What is not named stays: machines keep their network cards when their devices are exchanged. A pure function.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from wanma.hardware.catalogue import find_named, named
+from wanma.hardware.kinds import DeviceKind
+from wanma.hardware.machines import MOST_DEVICES, MOST_NODES, machines, network, read_cards
+from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.job.errors import JobError, did_you_mean
+
+KEYS = {
+    "device": "a device of the catalogue, as in device=H200 SXM",
+    "gpus": "devices in all, as in gpus=2048",
+    "nodes": "machines in all, as in nodes=256",
+    "memory": "of one device, as in memory=40GB",
+    "link.intra_node": "bytes per second of one device and direction, as in link.intra_node=450GB",
+    "link.inter_node": "Gbit/s of one network card, as in link.inter_node=200G, or =8x400G for eight of them",
+}
+"""What can be changed. They are applied in this order, whatever order they are given in."""
+
+_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)(?:/s)?", re.IGNORECASE)
+
+
+def changed(cluster: Cluster, text: str) -> Cluster:
+    """`cluster` with what `text` says: changes as KEY=VALUE, several with commas between them.
+
+    Raises:
+        JobError: an unknown key or device, a size that is none, or machines that cannot be so.
+    """
+    changes = parse(text)
+    for key in KEYS:
+        if key in changes:
+            cluster = _CHANGES[key](cluster, changes[key])
+    return cluster
+
+
+def parse(text: str) -> dict[str, str]:
+    """The changes by key, as they are written.
+
+    Raises:
+        JobError: not of the form KEY=VALUE, an unknown key, or one given twice.
+    """
+    changes: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise _wrong(part, "a change is KEY=VALUE", f"for example gpus=2048; keys: {', '.join(KEYS)}")
+        if key not in KEYS:
+            known = "; ".join(f"{name}: {what}" for name, what in KEYS.items())
+            raise _wrong(part, f"there is no '{key}' to change.{did_you_mean(key, KEYS)}", known)
+        if key in changes:
+            raise _wrong(part, f"{key} is given twice", f"first as {key}={changes[key]}; leave one out")
+        changes[key] = value
+    if not changes:
+        raise JobError("--what-if says nothing", f"give KEY=VALUE; keys: {', '.join(KEYS)}")
+    if {"gpus", "nodes"} <= set(changes):
+        raise _wrong(text, "gpus and nodes both say how many", "give one of them")
+    return changes
+
+
+def with_gpus(cluster: Cluster, count: int) -> Cluster:
+    """`cluster` with `count` devices in all: more or fewer machines, unlike ones in proportion.
+
+    Less than one machine is a part of one.
+
+    Raises:
+        JobError: `count` fills no whole machines, or unlike ones not in proportion.
+    """
+    present = cluster.device_count
+    if present == 0:
+        raise JobError(f"gpus={count}: this cluster has none", "say nodes=... for machines without them")
+    if len(cluster.nodes) == 1:
+        (node,) = cluster.nodes
+        on_each = len(node.devices)
+        if count < on_each:
+            power = None if node.power_watts is None else node.power_watts * count / on_each
+            part = replace(node, count=1, devices=node.devices[:count], power_watts=power)
+            return replace(cluster, nodes=(part,))
+        if count % on_each:
+            below = count - count % on_each
+            raise JobError(
+                f"gpus={count}: machines have {on_each} devices each",
+                f"say gpus={below} or gpus={below + on_each}",
+            )
+    nodes = []
+    for node in cluster.nodes:
+        machines_then, rest = divmod(node.count * count, present)
+        if rest or machines_then < 1:
+            raise JobError(
+                f"gpus={count}: {cluster} cannot grow or shrink to that in proportion",
+                f"take a multiple of {_unit(cluster)}, or write the cluster out with --cluster",
+            )
+        nodes.append(replace(node, count=machines_then))
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def _unit(cluster: Cluster) -> int:
+    """The fewest devices with the same proportions of whole machines."""
+    present = cluster.device_count
+    return next(
+        size
+        for size in range(1, present + 1)
+        if present % size == 0 and all(node.count * size % present == 0 for node in cluster.nodes)
+    )
+
+
+def _gpus(cluster: Cluster, value: str) -> Cluster:
+    return with_gpus(cluster, _count("gpus", value, MOST_NODES * MOST_DEVICES))
+
+
+def _nodes(cluster: Cluster, value: str) -> Cluster:
+    count = _count("nodes", value, MOST_NODES)
+    nodes = []
+    for node in cluster.nodes:
+        machines_then, rest = divmod(node.count * count, cluster.node_count)
+        if rest or machines_then < 1:
+            raise _wrong(
+                f"nodes={value}",
+                f"{cluster} cannot grow or shrink to that in proportion",
+                "write the cluster out with --cluster",
+            )
+        nodes.append(replace(node, count=machines_then))
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def _device(cluster: Cluster, value: str) -> Cluster:
+    kind = named(value)
+    if kind.kind == "cpu":
+        raise _wrong(f"device={value}", f"{kind.name} is a processor", "name a GPU or another accelerator")
+    return replace(cluster, nodes=tuple(_exchanged(node, kind) for node in cluster.nodes))
+
+
+def _exchanged(node: Node, kind: DeviceKind) -> Node:
+    """As many devices of `kind` in the same machines, behind the same network cards."""
+    then = machines(kind, node.count, len(node.devices) or None, cards=None)
+    before = find_named(node.devices[0].name) if node.devices else None
+    # What joined the devices of several machines without a card (NVLink of an NVL72) leaves with them.
+    own = before.link.name if before and before.link else None
+    cards = tuple(level for level in node.network if level.name != own)
+    across = network(None, len(then.devices), kind)
+    return replace(
+        then,
+        name=kind.name,
+        cores=node.cores,
+        memory_bytes=node.memory_bytes,
+        network=(*across, *cards),
+        nics=node.nics,
+        nic_bytes_per_second=node.nic_bytes_per_second,
+        cpu=node.cpu,
+    )
+
+
+def _memory(cluster: Cluster, value: str) -> Cluster:
+    size = round(_bytes("memory", value))
+    if size < 1:
+        raise _wrong(f"memory={value}", "a device has some memory", "say memory=40GB")
+
+    def sized(device: Device) -> Device:
+        return replace(device, memory_bytes=size)
+
+    return replace(
+        cluster,
+        nodes=tuple(
+            replace(node, devices=tuple(map(sized, node.devices)))
+            if node.devices
+            else replace(node, memory_bytes=size, cpu=sized(node.cpu) if node.cpu else None)
+            for node in cluster.nodes
+        ),
+    )
+
+
+def _inside(cluster: Cluster, value: str) -> Cluster:
+    rate = _bytes("link.intra_node", value)
+    if rate <= 0:
+        raise _wrong(f"link.intra_node={value}", "a link has some bandwidth", "say link.intra_node=450GB")
+    if not any(node.inside for node in cluster.nodes):
+        raise _wrong(
+            f"link.intra_node={value}",
+            "nothing is known of the links inside these machines",
+            "describe them in a cluster file ([[nodes.levels]]; docs/clusters.md)",
+        )
+    return replace(
+        cluster,
+        nodes=tuple(replace(node, inside=_faster(node.inside, rate)) for node in cluster.nodes),
+    )
+
+
+def _between(cluster: Cluster, value: str) -> Cluster:
+    cards = read_cards(value)
+    is_number_given = re.search("[x×*]", value) is not None
+    nodes = []
+    for node in cluster.nodes:
+        if not node.network or (node.nics == 0 and not is_number_given):
+            raise _wrong(
+                f"link.inter_node={value}",
+                f"nothing is known of the network cards of {node.name}",
+                "say how many a machine has, as in link.inter_node=8x400G",
+            )
+        number = cards.number if is_number_given else node.nics
+        outermost = number * cards.bytes_per_second / max(len(node.devices), 1)
+        nodes.append(
+            replace(
+                node,
+                network=_faster(node.network, outermost, _device_link(node)),
+                nics=number,
+                nic_bytes_per_second=cards.bytes_per_second,
+            )
+        )
+    return replace(cluster, nodes=tuple(nodes), between=None)
+
+
+def _device_link(node: Node) -> str | None:
+    kind = find_named(node.devices[0].name) if node.devices else None
+    return kind.link.name if kind and kind.link else None
+
+
+def _faster(levels: tuple[Level, ...], outermost: float, kept: str | None = None) -> tuple[Level, ...]:
+    """The outermost level at this rate, and the others in proportion; but for the one named `kept`."""
+    if not levels:
+        return levels
+    ratio = outermost / levels[-1].bandwidth_bytes_per_second
+    return tuple(
+        level
+        if level.name == kept
+        else replace(level, bandwidth_bytes_per_second=level.bandwidth_bytes_per_second * ratio)
+        for level in levels
+    )
+
+
+_CHANGES: dict[str, Callable[[Cluster, str], Cluster]] = {
+    "device": _device,
+    "gpus": _gpus,
+    "nodes": _nodes,
+    "memory": _memory,
+    "link.intra_node": _inside,
+    "link.inter_node": _between,
+}
+
+
+def _count(key: str, value: str, most: int) -> int:
+    digits = value.replace("_", "")
+    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= most:
+        raise _wrong(f"{key}={value}", f"{key} is a whole number from 1 to {most:,}", f"say {key}=2048")
+    return int(digits)
+
+
+def _bytes(key: str, value: str) -> float:
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise _wrong(f"{key}={value}", "this is no size", "write a number and its unit: 40GB, or 40GiB")
+    return float(match[1]) * _BYTES[match[2].casefold()]
+
+
+def _wrong(given: str, reason: str, way_out: str) -> JobError:
+    return JobError(f"--what-if {given}: {reason}", way_out)
