@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from wanma.planner.machine import Chip
+from wanma.planner.machine import AttentionCurve, Chip
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.7), (64, 64, 0.5))
 """Rows and columns of the tiles that libraries choose from, and their rate next to the largest's: smaller
@@ -68,27 +68,36 @@ def attention_seconds(
     causal: bool = True,
     backward: bool = False,
     efficiency: float = 1.0,
+    precision: str = "bf16",
 ) -> float:
-    """Time of fused attention in 16 bits, which keeps no scores.
+    """Time of fused attention, which keeps no scores.
 
     Backward computes five products where forward has two (Dao et al. 2022, section 3.1).
 
     Args:
         queries: tokens that ask; keys: tokens that they see, of which a causal model needs half.
         efficiency: rate of an older kernel next to the one that was measured.
+        precision: of queries, keys and values. Where nobody measured it, they are taken to be in 16 bits.
     """
     width = (head_width + (head_width if value_width is None else value_width)) * heads
     flops = 2.0 * sequences * queries * keys * width * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
-    curve = chip.attention
-    peak = chip.peak_flops_per_second.get("bf16", chip.peak_flops_per_second.get("fp16", 0.0))
-    if peak <= 0:
-        raise ValueError(f"{chip.name} has no 16-bit peak, which attention needs")
+    curve, peak, element = _attention_rate(chip, precision)
     rate = peak * curve.attainable * chip.sustained * efficiency * (curve.backward if backward else 1.0)
     # One sequence's work is cut into blocks whose first and last are half empty.
     seconds = flops / rate * (1 + curve.fill / keys)
     stored = sequences * (2 * queries * heads + 2 * keys * (heads if kv_heads is None else kv_heads))
-    moved = 2.0 * stored * head_width * (2.0 if backward else 1.0)
+    moved = element * stored * head_width * (2.0 if backward else 1.0)
     return chip.launch_seconds + max(seconds, _streamed(chip, moved))
+
+
+def _attention_rate(chip: Chip, precision: str) -> tuple[AttentionCurve, float, float]:
+    """The curve, the peak that it is a share of, and bytes of an element."""
+    if precision in chip.attention_in:
+        return chip.attention_in[precision], chip.peak_flops_per_second[precision], ELEMENT_BYTES[precision]
+    peak = chip.peak_flops_per_second.get("bf16", chip.peak_flops_per_second.get("fp16", 0.0))
+    if peak <= 0:
+        raise ValueError(f"{chip.name} has no 16-bit peak, which attention needs")
+    return chip.attention, peak, 2.0
 
 
 def streaming_seconds(chip: Chip, moved_bytes: float, kernels: int = 1) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 
@@ -45,6 +45,9 @@ class Chip:
     """Tiles of a product that are computed at once."""
     products: Mapping[str, ProductCurve]
     attention: AttentionCurve
+    """In 16 bits."""
+    attention_in: Mapping[str, AttentionCurve] = field(default_factory=dict)
+    """By precision, where attention in others was measured; shares are of the peak of that precision."""
     bandwidth_share: float = 0.8
     """Of the memory's bandwidth, what an operator that streams through it attains."""
     launch_seconds: float = 2e-6
@@ -100,6 +103,8 @@ class Machine:
     """Time in which the host issues one kernel of an eager program."""
     start_seconds: float = 7e-6
     """From the call of a collective to its first byte; 6 to 9 µs in the latencies that `curves` names."""
+    optimizer_factor: float = 1.0
+    """Time of an update over what its bytes take, as runs showed it (`calibration.Corrections`)."""
 
     def __post_init__(self) -> None:
         if not self.links:

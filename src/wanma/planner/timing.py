@@ -76,6 +76,7 @@ def step_time(
     reduced = data.step_seconds(parameters, forward, backward)
     updated = 0.0 if software.frozen else parameters / plan.tp / plan.shard_ranks
     optimizer = streaming_seconds(machine.chip, updated * software.optimizer_bytes, _OPTIMIZER_KERNELS)
+    optimizer *= machine.optimizer_factor
     return StepTime(
         seconds=played.seconds + reduced + optimizer,
         compute=by_kind["compute"],
