@@ -17,6 +17,7 @@ from wanma.planner.pipeline import (
     _interleaved,
     _one_forward_one_backward,
     _play,
+    pipeline_intervals,
     pipeline_seconds,
 )
 from wanma.planner.stages import bubble_share, stages_in_flight
@@ -119,3 +120,29 @@ def test_too_little_memory_for_one_micro_batch_is_told() -> None:
 def test_stages_that_do_not_fill_the_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="3 stages on 2 ranks"):
         pipeline_seconds("1f1b", [WHOLE] * 3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv", 2)],
+)
+def test_intervals_are_the_played_schedule_operation_by_operation(schedule: Schedule, virtual: int) -> None:
+    pp, micro_batches, send = 4, 8, 0.125
+    costs = [StageCost(1.0 + 0.1 * stage, 2.0, 0.5 * virtual) for stage in range(pp * virtual)]
+    intervals = pipeline_intervals(schedule, costs, pp, micro_batches, send)
+    played = pipeline_seconds(schedule, costs, pp, micro_batches, send)
+    assert max(one.start + one.seconds for one in intervals) == pytest.approx(played.seconds)
+    assert len({one.operation for one in intervals}) == len(intervals)
+    for rank in range(pp):
+        mine = [one for one in intervals if one.rank == rank]
+        assert sum(one.seconds for one in mine) == pytest.approx(played.busy[rank])
+        ends = [one.start + one.seconds for one in mine]
+        assert all(end <= later.start + 1e-9 for end, later in zip(ends, mine[1:], strict=False))
+    when = {one.operation: one.start for one in intervals}
+    # The second stage's first forward begins once the first stage's output has arrived.
+    assert when[Operation("forward", 1, 0)] == pytest.approx(1.0 + send)
+
+
+def test_intervals_of_impossible_pipelines_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 stages on 2 ranks"):
+        pipeline_intervals("1f1b", [WHOLE] * 3, 2, 4)

@@ -16,6 +16,22 @@ from wanma.planner.stages import SPLIT_BACKWARD
 Kind = Literal["forward", "backward", "weights"]
 
 
+class Operation(NamedTuple):
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class Interval(NamedTuple):
+    """One operation as it is played."""
+
+    rank: int
+    operation: Operation
+    start: float
+    """Seconds from the pipeline's begin."""
+    seconds: float
+
+
 @dataclass(frozen=True)
 class StageCost:
     """Seconds of one micro-batch in one stage."""
@@ -29,12 +45,6 @@ class StageCost:
     @property
     def seconds(self) -> float:
         return self.forward + self.backward + self.weights
-
-
-class Operation(NamedTuple):
-    kind: Kind
-    stage: int
-    micro_batch: int
 
 
 class Pipelined(NamedTuple):
@@ -87,6 +97,26 @@ def pipeline_seconds(
     return Pipelined(result.seconds + rest * grown, busy)
 
 
+def pipeline_intervals(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    pp: int,
+    micro_batches: int,
+    send_seconds: float = 0.0,
+    in_flight: int | None = None,
+) -> list[Interval]:
+    """Every operation of `pipeline_seconds`, with all micro-batches played; of each rank in order.
+
+    Raises:
+        ValueError: as `pipeline_seconds`.
+    """
+    if micro_batches < 1 or pp < 1 or len(costs) % pp:
+        raise ValueError(f"{len(costs)} stages on {pp} ranks with {micro_batches} micro-batches")
+    found: list[Interval] = []
+    _play(schedule, costs, pp, micro_batches, send_seconds, in_flight, found)
+    return found
+
+
 _ROUNDS = 4
 """Rounds of `pp` micro-batches that are played before the rest is added."""
 
@@ -105,13 +135,15 @@ def _play(
     micro_batches: int,
     send_seconds: float,
     in_flight: int | None,
+    intervals: list[Interval] | None = None,
 ) -> Pipelined:
+    """Where `intervals` is given, it gains every operation."""
     if schedule in SPLIT_BACKWARD:
         limit = in_flight or _usual_in_flight(schedule, pp, len(costs) // pp)
-        return _greedy(schedule, costs, pp, micro_batches, send_seconds, limit)
+        return _greedy(schedule, costs, pp, micro_batches, send_seconds, limit, intervals)
     order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved_1f1b": _interleaved}[schedule]
     orders = [order(rank, pp, len(costs), micro_batches) for rank in range(pp)]
-    return _ordered(orders, costs, pp, send_seconds)
+    return _ordered(orders, costs, pp, send_seconds, intervals)
 
 
 def _gpipe(rank: int, pp: int, stages: int, micro_batches: int) -> list[Operation]:
@@ -154,7 +186,11 @@ def _alternating(forwards: list[Operation], backwards: list[Operation], warm_up:
 
 
 def _ordered(
-    orders: Sequence[Sequence[Operation]], costs: Sequence[StageCost], pp: int, send_seconds: float
+    orders: Sequence[Sequence[Operation]],
+    costs: Sequence[StageCost],
+    pp: int,
+    send_seconds: float,
+    intervals: list[Interval] | None = None,
 ) -> Pipelined:
     """Every rank runs its operations in the given order, each as soon as its input is there."""
     ends: dict[Operation, float] = {}
@@ -172,6 +208,8 @@ def _ordered(
                 clocks[rank] = max(clocks[rank], ready) + seconds
                 busy[rank] += seconds
                 ends[operation] = clocks[rank]
+                if intervals is not None:
+                    intervals.append(Interval(rank, operation, clocks[rank] - seconds, seconds))
                 positions[rank] += 1
                 waiting = True
     if any(position < len(order) for position, order in zip(positions, orders, strict=True)):
@@ -212,6 +250,7 @@ def _greedy(
     micro_batches: int,
     send_seconds: float,
     in_flight: int,
+    intervals: list[Interval] | None = None,
 ) -> Pipelined:
     """Weights' gradients fill what would be bubbles (Qi et al. 2023, section 3).
 
@@ -230,7 +269,10 @@ def _greedy(
             raise ValueError(f"with {in_flight} stages in flight on a rank, the schedule waits for itself")
         (start, operation), number = min(possible, key=lambda choice: (choice[0][0], choice[1]))
         rank = ranks[number]
-        end = rank.run(operation, start, _seconds(operation, costs))
+        seconds = _seconds(operation, costs)
+        end = rank.run(operation, start, seconds)
+        if intervals is not None:
+            intervals.append(Interval(number, operation, start, seconds))
         target = number
         kind, stage, index = operation
         following = stage + (1 if kind == "forward" else -1)
