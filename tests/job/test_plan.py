@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanma.job.placement import Place, Replicas
 from wanma.job.plan import AXES, Plan
 
 sizes = st.integers(1, 4)
@@ -43,9 +45,75 @@ def test_micro_batches_cover_the_rows_in_equal_number_on_every_rank_and_within_t
         assert max(map(len, parts)) <= plan.micro_batch
 
 
+shares = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
+
+
+@given(shares, st.integers(0, 300), st.integers(1, 9))
+def test_uneven_shares_cover_the_batch_to_within_a_row_and_with_as_many_micro_batches_on_every_rank(
+    shares: tuple[int, ...], batch: int, micro_batch: int
+) -> None:
+    plan = Plan(dp_replicate=len(shares), micro_batch=micro_batch, batch_shares=shares)
+    parts = [plan.micro_batches(batch, rank) for rank in range(len(shares))]
+    assert [row for part in parts for run in part for row in run] == list(range(batch))
+    for rank, share in enumerate(shares):
+        assert abs(len(plan.rows(batch, rank)) - batch * share / sum(shares)) < 1
+        assert len(parts[rank]) == plan.accumulation(batch)
+        assert max(map(len, parts[rank])) <= micro_batch
+    assert plan.most_rows(batch) == max(len(plan.rows(batch, rank)) for rank in range(len(shares)))
+    assert [len(plan.rows(sum(shares), rank)) for rank in range(len(shares))] == list(shares)
+
+
+def test_equal_shares_are_an_even_batch() -> None:
+    even, equal = Plan(dp_shard=4), Plan(dp_shard=4, batch_shares=(3, 3, 3, 3))
+    assert [even.rows(24, rank) for rank in range(4)] == [equal.rows(24, rank) for rank in range(4)]
+    assert even.most_rows(23) == 6
+
+
+MIXED = Plan(
+    pp=2,
+    dp_replicate=3,
+    tp=4,
+    micro_batch=2,
+    batch_shares=(6, 6, 1),
+    placement=(
+        Replicas(2, (Place(0, 5, tp=4), Place(1, 3, tp=2)), micro_batch=2, recompute="full"),
+        Replicas(1, (Place(1, 8),)),
+    ),
+)
+"""Two replicas over both kinds of machines, and one on a single device."""
+
+
+def test_placed_replicas_have_devices_and_micro_batches_of_their_own() -> None:
+    assert MIXED.world_size == 2 * (4 + 2) + 1
+    assert [one.devices_on(1) for one in MIXED.placement] == [4, 1]
+    assert MIXED.placement[0].stage_cuts == (5,)
+    assert [len(MIXED.micro_batches(26, rank)) for rank in range(3)] == [6, 6, 2]
+    assert MIXED.accumulation(26) == 6
+    assert [MIXED.replicas_of(rank).micro_batch for rank in range(3)] == [2, 2, 1]
+    assert str(MIXED) == "13 ranks (2 × 4-2 + 1 × 1), fp32, cpu"
+    with pytest.raises(ValueError, match="no grid of ranks"):
+        MIXED.coordinates(0)
+
+
+def test_shares_and_placements_that_contradict_the_axes_are_refused() -> None:
+    with pytest.raises(ValueError, match="each of 2 data ranks, and has 3"):
+        Plan(dp_replicate=2, batch_shares=(1, 2, 3))
+    with pytest.raises(ValueError, match="at least 1 for each of 2 data ranks"):
+        Plan(dp_replicate=2, batch_shares=(1, 0))
+    with pytest.raises(ValueError, match="pp = 2, dp_replicate = 3, tp = 4 and nothing else"):
+        replace(MIXED, tp=2)
+    with pytest.raises(ValueError, match="need batch_shares"):
+        replace(MIXED, batch_shares=())
+    with pytest.raises(ValueError, match="at least one stage"):
+        Replicas(1, ())
+    with pytest.raises(ValueError, match="at least one device"):
+        Replicas(1, (Place(0, 1, tp=0),))
+
+
 @given(plans)
 def test_a_plan_survives_json(plan: Plan) -> None:
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    for one in (plan, MIXED):
+        assert Plan.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
 def test_a_plan_reads_as_a_sentence() -> None:

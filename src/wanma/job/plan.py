@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, pairwise
 from typing import Any
 
+from wanma.job.placement import Replicas
 from wanma.job.sections import ContextKind, Offload, Precision, Recompute, Schedule, Shard
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -55,9 +57,34 @@ class Plan:
     threads_per_rank: int = 1
     approximate: tuple[str, ...] = ()
     """Names of what changes the mathematics; empty for an exact plan."""
+    batch_shares: tuple[int, ...] = ()
+    """Samples of each data rank in every sum of them; empty: as even as can be."""
+    placement: tuple[Replicas, ...] = ()
+    """On mixed hardware: replicas by kind, in the order of their data ranks. Such a plan is no grid: `pp` and
+    `tp` are those of its deepest and widest replica, `dp_replicate` counts all of them, and each has its own
+    micro-batch and recompute. Its `shard` is over equal replicas, and `batch_shares` says what each does."""
+
+    def __post_init__(self) -> None:
+        if self.batch_shares and (len(self.batch_shares) != self.data_ranks or min(self.batch_shares) < 1):
+            raise ValueError(
+                f"batch_shares needs one number of at least 1 for each of {self.data_ranks} data ranks, "
+                f"and has {len(self.batch_shares)}"
+            )
+        if self.placement:
+            pp = max(len(replicas.places) for replicas in self.placement)
+            tp = max(place.tp for replicas in self.placement for place in replicas.places)
+            count = sum(replicas.count for replicas in self.placement)
+            if (pp, count, 1, 1, tp, 1) != (*(getattr(self, axis) for axis in AXES), self.ep):
+                raise ValueError(
+                    f"placed replicas make pp = {pp}, dp_replicate = {count}, tp = {tp} and nothing else"
+                )
+            if not self.batch_shares:
+                raise ValueError("placed replicas need batch_shares")
 
     @property
     def world_size(self) -> int:
+        if self.placement:
+            return sum(replicas.devices for replicas in self.placement)
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
@@ -130,7 +157,13 @@ class Plan:
         return [index for index in range(blocks) if (index + 1) * count // blocks > index * count // blocks]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on every axis of `AXES`."""
+        """Position of `rank` on every axis of `AXES`.
+
+        Raises:
+            ValueError: there is no such rank, or the plan is placed on mixed hardware and so is no grid.
+        """
+        if self.placement:
+            raise ValueError("a plan that is placed on mixed hardware is no grid of ranks")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} outside a world of {self.world_size}")
         position: dict[str, int] = {}
@@ -143,20 +176,39 @@ class Plan:
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def rows(self, global_batch: int, data_rank: int) -> range:
-        """Rows of the global batch that `data_rank` computes: contiguous, sizes differ by one at most."""
+        """Rows of the global batch that `data_rank` computes: contiguous, and as many as its share of them
+        to within one."""
+        if self.batch_shares:
+            starts = self._starts(global_batch)
+            return range(starts[data_rank], starts[data_rank + 1])
         base, extra = divmod(global_batch, self.data_ranks)
         start = data_rank * base + min(data_rank, extra)
         return range(start, start + base + (data_rank < extra))
 
+    def most_rows(self, global_batch: int) -> int:
+        """Of one data rank."""
+        return max(self._sizes(global_batch), default=math.ceil(global_batch / self.data_ranks))
+
     def accumulation(self, global_batch: int) -> int:
-        """Micro-batches per step: the same on every rank, because collectives run inside them."""
-        largest = math.ceil(global_batch / self.data_ranks)
-        return max(math.ceil(largest / self.micro_batch), 1)
+        """Micro-batches per step: the same on every rank, because collectives run inside them.
+
+        Only placed replicas each have their own number; then it is the largest.
+        """
+        if not self.placement:
+            return max(math.ceil(self.most_rows(global_batch) / self.micro_batch), 1)
+        sizes, first, most = self._sizes(global_batch), 0, 1
+        for replicas in self.placement:
+            most = max(most, math.ceil(max(sizes[first : first + replicas.count]) / replicas.micro_batch))
+            first += replicas.count
+        return most
 
     def micro_batches(self, global_batch: int, data_rank: int) -> list[range]:
         """This data rank's rows in `accumulation(global_batch)` runs; the last ones may be empty."""
         mine = self.rows(global_batch, data_rank)
-        count = self.accumulation(global_batch)
+        if self.placement:
+            count = max(math.ceil(len(mine) / self.replicas_of(data_rank).micro_batch), 1)
+        else:
+            count = self.accumulation(global_batch)
         base, extra = divmod(len(mine), count)
         runs, start = [], mine.start
         for index in range(count):
@@ -164,6 +216,24 @@ class Plan:
             runs.append(range(start, stop))
             start = stop
         return runs
+
+    def replicas_of(self, data_rank: int) -> Replicas:
+        """Those of `placement` that `data_rank` is one of."""
+        for replicas in self.placement:
+            if data_rank < replicas.count:
+                return replicas
+            data_rank -= replicas.count
+        raise ValueError("the plan has no such placed replica")
+
+    def _starts(self, global_batch: int) -> list[int]:
+        """First row of every data rank, and the end, by `batch_shares`."""
+        whole = sum(self.batch_shares)
+        return [global_batch * before // whole for before in accumulate(self.batch_shares, initial=0)]
+
+    def _sizes(self, global_batch: int) -> list[int]:
+        """Rows of every data rank by `batch_shares`; empty without these."""
+        starts = self._starts(global_batch) if self.batch_shares else []
+        return [stop - start for start, stop in pairwise(starts)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -174,14 +244,22 @@ class Plan:
         if unknown := set(value) - known:
             raise ValueError(f"unknown plan fields {sorted(unknown)}")
         tuples: dict[str, Any] = {
-            key: tuple(value[key]) for key in ("stage_cuts", "approximate") if key in value
+            key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
         }
+        if "placement" in value:
+            tuples["placement"] = tuple(Replicas.from_json(replicas) for replicas in value["placement"])
         return cls(**{**value, **tuples})
 
     def __str__(self) -> str:
         axes = " × ".join(
             f"{axis} {getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1
         )
+        if self.placement:
+            axes = " + ".join(
+                f"{one.count} × {'-'.join(str(place.tp) for place in one.places)}" for one in self.placement
+            )
+        elif self.batch_shares:
+            axes += ", uneven shares"
         ranks = "rank" if self.world_size == 1 else "ranks"
         sharded = "" if self.shard == "nothing" else f", {self.shard} sharded"
         return (
