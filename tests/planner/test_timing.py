@@ -20,8 +20,9 @@ from wanma.planner.communication import (
     reduce_scatter_seconds,
     routed_seconds,
 )
+from wanma.planner.data_parallel import INTERFERENCE
 from wanma.planner.operators import Software
-from wanma.planner.timing import INTERFERENCE, stage_blocks, step_time
+from wanma.planner.timing import stage_blocks, step_time
 
 MODEL = DecoderDimensions(16, 4096, 32, 8, 14336, 32000)
 MIXTURE = replace(MODEL, experts=16, experts_per_token=2, expert_feed_forward=2048)
