@@ -146,3 +146,12 @@ def test_intervals_are_the_played_schedule_operation_by_operation(schedule: Sche
 def test_intervals_of_impossible_pipelines_are_refused() -> None:
     with pytest.raises(ValueError, match="3 stages on 2 ranks"):
         pipeline_intervals("1f1b", [WHOLE] * 3, 2, 4)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("send", [0.1, 0.5, 3.0])
+def test_slow_links_never_leave_the_ranks_waiting_for_each_other(schedule: Schedule, send: float) -> None:
+    for pp, micro_batches in ((2, 4), (4, 40)):
+        played = pipeline_seconds(schedule, [SPLIT] * (2 * pp), pp, micro_batches, send)
+        assert played.busy == pytest.approx([6.0 * micro_batches] * pp)
+        assert played.seconds >= 6.0 * micro_batches + send

@@ -140,7 +140,13 @@ def _play(
     """Where `intervals` is given, it gains every operation."""
     if schedule in SPLIT_BACKWARD:
         limit = in_flight or _usual_in_flight(schedule, pp, len(costs) // pp)
-        return _greedy(schedule, costs, pp, micro_batches, send_seconds, limit, intervals)
+        for keeps_room in (False, True):
+            played = _greedy(schedule, costs, pp, micro_batches, send_seconds, limit, keeps_room)
+            if played is not None:
+                if intervals is not None:
+                    intervals += played[1]
+                return played[0]
+        raise ValueError(f"with {limit} stages in flight on a rank, the schedule waits for itself")
     order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved_1f1b": _interleaved}[schedule]
     orders = [order(rank, pp, len(costs), micro_batches) for rank in range(pp)]
     return _ordered(orders, costs, pp, send_seconds, intervals)
@@ -250,29 +256,37 @@ def _greedy(
     micro_batches: int,
     send_seconds: float,
     in_flight: int,
-    intervals: list[Interval] | None = None,
-) -> Pipelined:
+    keeps_room: bool,
+) -> tuple[Pipelined, list[Interval]] | None:
     """Weights' gradients fill what would be bubbles (Qi et al. 2023, section 3).
 
     A rank that is free runs the backward that is there; else a forward while memory allows; else it
     computes weights' gradients, which is what gives memory back.
+
+    Args:
+        keeps_room: a rank's first stages leave room in memory for a forward of each of its later ones, whose
+            backward is what gives that of the others back.
+
+    Returns:
+        None where ranks wait for each other: links were so slow that first stages filled the memory.
     """
     stages = len(costs)
     rank_of = {stage: number for number in range(pp) for stage in stages_on(schedule, pp, number, stages)}
-    ranks = [_Rank() for _ in range(pp)]
+    held = [stages_on(schedule, pp, number, stages) for number in range(pp)]
+    ranks = [_Rank(tuple(mine) if keeps_room else ()) for mine in held]
+    intervals: list[Interval] = []
     ranks[rank_of[0]].arrivals[Operation("forward", 0, 0)] = 0.0
     # What each rank would run next, and when; only what it ran itself or was sent changes that.
     choices = [rank.choose(in_flight) for rank in ranks]
     for _ in range(3 * stages * micro_batches):
         possible = [(choice, number) for number, choice in enumerate(choices) if choice]
         if not possible:
-            raise ValueError(f"with {in_flight} stages in flight on a rank, the schedule waits for itself")
+            return None
         (start, operation), number = min(possible, key=lambda choice: (choice[0][0], choice[1]))
         rank = ranks[number]
         seconds = _seconds(operation, costs)
         end = rank.run(operation, start, seconds)
-        if intervals is not None:
-            intervals.append(Interval(number, operation, start, seconds))
+        intervals.append(Interval(number, operation, start, seconds))
         target = number
         kind, stage, index = operation
         following = stage + (1 if kind == "forward" else -1)
@@ -288,7 +302,7 @@ def _greedy(
             ranks[target].arrivals[Operation(kind, following, index)] = end + delay
         for changed in {number, target}:
             choices[changed] = ranks[changed].choose(in_flight)
-    return Pipelined(max(rank.clock for rank in ranks), tuple(rank.busy for rank in ranks))
+    return Pipelined(max(rank.clock for rank in ranks), tuple(rank.busy for rank in ranks)), intervals
 
 
 _PREFERENCE: dict[Kind, int] = {"backward": 0, "forward": 1, "weights": 2}
@@ -298,6 +312,8 @@ _PREFERENCE: dict[Kind, int] = {"backward": 0, "forward": 1, "weights": 2}
 class _Rank:
     """One rank of a schedule that is made up as it goes."""
 
+    keeps_room_for: tuple[int, ...] = ()
+    """Stages for which earlier ones leave room."""
     clock: float = 0.0
     busy: float = 0.0
     held: int = 0
@@ -311,7 +327,8 @@ class _Rank:
             # Deeper stages first: their results are what the others wait for.
             (max(self.clock, arrival), _PREFERENCE[kind], -stage, index, Operation(kind, stage, index))
             for (kind, stage, index), arrival in self.arrivals.items()
-            if kind != "forward" or self.held < in_flight
+            if kind != "forward"
+            or self.held < in_flight - sum(stage < later for later in self.keeps_room_for)
         ]
         if not possible:
             return None
