@@ -44,6 +44,13 @@ PLANS = {
     "2 × 2 hybrid ZeRO 2": Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=1),
     "2 × 2 hybrid ZeRO 3": Plan(dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=1),
     "4 replicas": Plan(dp_replicate=4, micro_batch=2),
+    "2 replicas, uneven": Plan(dp_replicate=2, micro_batch=2, batch_shares=(5, 2)),
+    "2 × 2 hybrid ZeRO 3, uneven": Plan(
+        dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=1, batch_shares=(1, 9, 2, 2)
+    ),
+    "tensor 2 × ZeRO 2, uneven": Plan(
+        tp=2, dp_shard=2, shard="gradients", micro_batch=3, batch_shares=(1, 5)
+    ),
     "tensor 2 × ZeRO 1": Plan(tp=2, dp_shard=2, shard="optimizer", micro_batch=2),
     "pipeline 2 × ZeRO 2": Plan(pp=2, dp_shard=2, shard="gradients", micro_batch=2),
     "pipeline 2 × replicate": Plan(pp=2, dp_replicate=2, micro_batch=1),

@@ -221,6 +221,10 @@ class ParallelSection(Section):
     micro_batch: int | None = Field(
         None, gt=0, description="samples per forward pass and rank; default: planned"
     )
+    batch_shares: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="samples of each data rank in every sum of them (unlike devices); default: equal",
+    )
     sequence: bool = Field(
         True, description="tp: ranks also share the sequence between the split matrices (sequence parallel)"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from wanma.job.cluster import Cluster
@@ -17,6 +17,7 @@ from wanma.planner.recompute import least_recompute
 from wanma.planner.rules import (
     admitted_micro_batches,
     check_axes,
+    check_batch_shares,
     check_dimensions,
     check_micro_batches,
     check_schedule,
@@ -65,6 +66,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
     if parallel.auto:
         parallel = _automatic(job, cluster, device)
     shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
+    check_batch_shares(parallel)
     plan = Plan(
         pp=parallel.pp,
         dp_replicate=parallel.dp_replicate,
@@ -88,6 +90,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         fp8=job.train.fp8,
         device=device,
         approximate=("fp8",) if job.train.fp8 else (),
+        batch_shares=tuple(parallel.batch_shares),
     )
     check_axes(job, plan, cluster)
     node = cluster.nodes[0]
@@ -111,7 +114,7 @@ def complete(
     Raises:
         JobError: the plan splits what this model cannot, or not even one sample per micro-batch fits.
     """
-    rows = math.ceil(min(global_batches(job)) / plan.data_ranks)
+    rows = plan.most_rows(min(global_batches(job)))
     group = _group(job, dimensions)
     reasons = [_layout_reason(job, plan)]
     if dimensions is not None:
@@ -245,7 +248,7 @@ class _Group:
         return self.size == 1 or all(
             len(run) > 0 and len(run) % self.size == 0
             for batch in global_batches(job)
-            for rank in (0, plan.data_ranks - 1)  # sizes differ by one at most, the larger ones first
+            for rank in _unlike_ranks(plan)
             for run in plan.micro_batches(batch, rank)
         )
 
@@ -257,6 +260,11 @@ class _Group:
             f"make train.global_batch a multiple of {self.size * plan.data_ranks} and parallel.micro_batch "
             f"one of {self.size}, or change {self.key}",
         )
+
+
+def _unlike_ranks(plan: Plan) -> Iterable[int]:
+    """Data ranks among which are all sizes: even ones differ by one at most, the larger ones first."""
+    return range(plan.data_ranks) if plan.batch_shares else (0, plan.data_ranks - 1)
 
 
 def _group(job: Job, dimensions: DecoderDimensions | None) -> _Group:

@@ -13,7 +13,7 @@ from wanma.data.ramp import global_batch
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
-from wanma.job.sections import Job
+from wanma.job.sections import Job, ParallelSection
 from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.stages import (
@@ -78,6 +78,34 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
             f"(dp_replicate × dp_shard) less than one sample each",
             f"raise train.global_batch to at least {plan.data_ranks}, or use fewer ranks",
+        )
+
+
+def check_batch_shares(parallel: ParallelSection) -> None:
+    """Uneven shares of the batch.
+
+    Raises:
+        JobError: names the keys.
+    """
+    key = f"parallel.batch_shares = {parallel.batch_shares}"
+    ranks = parallel.dp_replicate * parallel.dp_shard
+    if not parallel.batch_shares:
+        return
+    if parallel.auto:
+        raise JobError(
+            f"{key} with parallel = 'auto', which chooses how many ranks there are",
+            "leave parallel.batch_shares out, or give the sizes of the axes",
+        )
+    if len(parallel.batch_shares) != ranks:
+        raise JobError(
+            f"{key} has {len(parallel.batch_shares)} numbers for {ranks} data ranks",
+            "give one number for each data rank (dp_replicate × dp_shard), in the order of the ranks",
+        )
+    if parallel.pp > 1:
+        raise JobError(
+            f"{key} with parallel.pp = {parallel.pp}: a pipeline fills all micro-batches up to the "
+            "largest, so that ranks with fewer samples would gain nothing",
+            "leave parallel.batch_shares out, or set parallel.pp = 1",
         )
 
 
@@ -150,7 +178,7 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
         reason = wrong_micro_batches(plan.schedule, plan.pp, count)
         if reason is None:
             continue
-        rows = math.ceil(batch / plan.data_ranks)
+        rows = plan.most_rows(batch)
         sizes = admitted_micro_batches(job, plan, max(rows, plan.micro_batch))
         if sizes:
             nearest = min(sizes, key=lambda size: (abs(size - plan.micro_batch), size))
@@ -187,7 +215,7 @@ def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
             wrong_micro_batches(plan.schedule, plan.pp, sized.accumulation(batch)) for batch in batches
         )
 
-    rows = math.ceil(max(batches) / plan.data_ranks)
+    rows = plan.most_rows(max(batches))
     smaller = [size for size in range(largest, 0, -1) if is_admitted(size)]
     return smaller or [size for size in range(largest + 1, rows + 1) if is_admitted(size)][:1]
 
