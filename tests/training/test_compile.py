@@ -45,6 +45,16 @@ def test_compiled_blocks_follow_the_same_curve(plan: Plan, tmp_path: Path) -> No
     assert other.norms == pytest.approx(one.norms, rel=1e-4)
 
 
+def test_compiled_blocks_without_dropout_run_again(tmp_path: Path) -> None:
+    model = {**DECODER["model"], "dropout": 0.0}
+    job = {**DECODER, "model": model, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
+    one = one_process(tmp_path / "one", job, 4)
+    plan = Plan(micro_batch=2, compile=True, recompute="full")
+    other = spread_over(tmp_path / "run", job, plan, seconds=280)
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert other.norms == pytest.approx(one.norms, rel=1e-4)
+
+
 def test_a_model_without_blocks_is_compiled_whole(tmp_path: Path) -> None:
     def job(factory: str) -> dict[str, Any]:
         return {

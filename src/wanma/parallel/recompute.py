@@ -21,7 +21,6 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from wanma.job.plan import Plan
@@ -52,18 +51,24 @@ def recompute(blocks: list[nn.Module], plan: Plan) -> None:
         block.forward = _recomputing(block.forward, contexts)
 
 
-def _recomputing(forward: Callable[..., Any], contexts: Callable[[], _Contexts]) -> Callable[..., Any]:
-    # torch.compile takes a function here, but no functools.partial.
+def _recomputing(forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None) -> Callable[..., Any]:
+    # torch.compile takes a function here, but no functools.partial, and does not know torch's own default
+    # where it comes as an argument.
     def run(*arguments: Any, **keywords: Any) -> Any:
+        if contexts is None:
+            return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
         return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
 
     return run
 
 
-def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts]:
-    """What `checkpoint` asks for at every run: what the first run was told of its samples, in the second."""
+def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts] | None:
+    """What `checkpoint` asks for at every run: what the first run was told of its samples, in the second.
+
+    None where nothing is kept and nothing was told.
+    """
     if not keeps_some and not any(isinstance(module, SampleAware) for module in block.modules()):
-        return noop_context_fn
+        return None
     keyed = recompute_context(block)
 
     def contexts() -> _Contexts:
