@@ -61,6 +61,21 @@ class Software:
     of them and a copy in 16 bits (30), after a norm over gradients (4) and clipping them (8)."""
     loss_bytes: int = 28
     """Moved per logit, forward and backward: a copy in 32 bits, its maximum, sum and gradient, and back."""
+    weights: Literal["shards", "copies"] = "shards"
+    """'shards': of master weights, gathered in the precision that computes (FSDP2). 'copies': whole weights
+    in 16 bits and whole gradients beside them, master weights as a part of the optimizer's state (Megatron)."""
+    accumulated_bytes: int = 4
+    """Of one element of whole gradients, between micro-batches."""
+    empty_gradients: bool = False
+    """Where a product adds its gradient to the whole one itself, autograd is given an empty tensor of the
+    weight's size instead, of which one is kept for each shape (Transformer Engine)."""
+    regathers: bool = False
+    """Under sequence parallelism a product keeps its part of its input and gathers the rest once more in
+    backward (Korthikanti et al. 2022, section 4.2.2); else it keeps all of it."""
+    boundary_buffers: bool = True
+    """A stage has a place of its own for what each micro-batch of a step brings to it (torch's pipelines)."""
+    logits_copies: float = 2.0
+    """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient."""
 
 
 @dataclass(frozen=True)

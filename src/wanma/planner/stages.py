@@ -203,6 +203,44 @@ def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_bat
     return min(most[schedule], everything)
 
 
+def kept_forwards(
+    schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
+) -> tuple[int, ...]:
+    """As `stages_in_flight`, of one pipeline rank and each of its stages, in the model's order.
+
+    A looped schedule has gone through its first stages more often than through its last ones.
+    """
+    if schedule in ("zbv", "dualpipev"):
+        down = 2 * pp - rank - (schedule == "zbv")
+        return min(down, micro_batches), min(rank + 1, micro_batches)
+    if schedule in ("gpipe", "1f1b"):
+        return (min(micro_batches, pp - rank if schedule == "1f1b" else micro_batches),)
+    in_round = micro_batches // max(micro_batches // pp, 1)
+    ahead = pp if schedule == "interleaved_zero_bubble" else 2 * (pp - 1 - rank) + 1
+    total = min((virtual_stages - 1) * in_round + ahead, virtual_stages * micro_batches)
+    rounds, begun = divmod(total, virtual_stages * in_round)
+    return tuple(
+        rounds * in_round + min(max(begun - turn * in_round, 0), in_round) for turn in range(virtual_stages)
+    )
+
+
+def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
+    """Blocks of each stage: by the plan's cuts, else as even as can be, with fewer where the ends are."""
+    if plan.stage_cuts:
+        return [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
+    stages = plan.stages
+    if blocks % stages == 0:
+        return [blocks // stages] * stages
+    if (blocks + 2) % stages == 0 and stages > 1:
+        each = (blocks + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    base, extra = divmod(blocks, stages)
+    # The first ones of the middle have one more.
+    order = [*range(1, stages), 0]
+    more = set(order[:extra])
+    return [base + (stage in more) for stage in range(stages)]
+
+
 def fullest_share(plan: Plan, blocks: int) -> float:
     """Share of a model's blocks that the rank with the most of them holds."""
     if plan.pp == 1 or not plan.stage_cuts or blocks == 0:
