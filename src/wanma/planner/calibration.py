@@ -251,8 +251,12 @@ def save_calibration(calibration: Calibration, path: Path | None = None) -> Path
 def _plain(one: Measured) -> dict[str, Any]:
     """As JSON has it: `asdict` takes mappings only if they are dicts."""
     chip = one.machine.chip
-    names = ("peak_flops_per_second", "products", "attention_in")
-    chip = replace(chip, **{name: dict(getattr(chip, name)) for name in names})
+    chip = replace(
+        chip,
+        peak_flops_per_second=dict(chip.peak_flops_per_second),
+        products=dict(chip.products),
+        attention_in=dict(chip.attention_in),
+    )
     return asdict(replace(one, machine=replace(one.machine, chip=chip)))
 
 
