@@ -52,25 +52,19 @@ class DataParallel:
         reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
         return exposed(gather, forward), exposed(gather + reduce, backward)
 
-    def step_seconds(self, parameters: float, forward: float, backward: float) -> float:
-        """Once a step: gradients of a rank's parameters reduced, and what the optimizer's shards give back.
+    def once_a_step(self, parameters: float) -> tuple[float, float]:
+        """(reduce, gather) of a rank's parameters: gradients, and what the optimizer's shards give back.
 
         Of experts a rank holds its part, which fewer ranks share: as many bytes move.
         """
         whole = parameters / self.plan.tp
         gradients = whole * self.gradient_bytes
-        by_block = self.plan.shard == "parameters" and self.plan.pp == 1
         reduce = all_reduce_seconds(self.machine, self.replicas, gradients / self.shards.size)
-        back = 0.0
-        if not by_block:
-            reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
-            changed = 0.0 if self.software.frozen else whole * self.weight_bytes
-            back = all_gather_seconds(self.machine, self.shards, changed)
-        if not self.software.data_overlap:
-            return reduce + back
-        # Gradients are reduced beside the last micro-batch's backward, weights gathered beside the first
-        # one's forward.
-        return exposed(reduce, backward) + exposed(back, forward)
+        if self.plan.shard == "parameters" and self.plan.pp == 1:
+            return reduce, 0.0  # the rest was done block by block
+        reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
+        changed = 0.0 if self.software.frozen else whole * self.weight_bytes
+        return reduce, all_gather_seconds(self.machine, self.shards, changed)
 
 
 def exposed(communication: float, compute: float) -> float:

@@ -41,6 +41,42 @@ class Stage:
     """Of the whole stage, before `tp`, on one rank of `ep`."""
 
 
+@dataclass(frozen=True)
+class Anatomy:
+    """What a step is put together from: `step_of` adds it up, `timeline` draws it."""
+
+    plan: Plan
+    micro_batches: int
+    costs: tuple[StageCost, ...]
+    """Of every stage, in the model's order."""
+    forward: tuple[dict[str, float], ...]
+    """The same by kind: a stage's forward of one micro-batch."""
+    backward: tuple[dict[str, float], ...]
+    """Likewise its backward, weights' gradients included."""
+    boundary_seconds: float
+    """What a stage's output takes to the next rank."""
+    in_flight: int | None
+    """As of `pipeline_seconds`."""
+    reduce_seconds: float
+    """Once a step: of the fullest rank's gradients."""
+    gather_seconds: float
+    """Once a step: of its changed weights."""
+    is_overlapped: bool
+    """Whether these two run beside the last backward and the first forward."""
+    optimizer_seconds: float
+    uncertainty: float
+
+    def exchange_seconds(self, busiest: int) -> tuple[float, float]:
+        """What reducing and gathering add to the step, where `busiest` is the pipeline rank that computes
+        longest: its last micro-batch's backward hides the one, its first one's forward the other."""
+        if not self.is_overlapped:
+            return self.reduce_seconds, self.gather_seconds
+        mine = [self.costs[stage] for stage in self.plan.stages_of(busiest)]
+        forward = sum(cost.forward for cost in mine)
+        backward = sum(cost.seconds - cost.forward for cost in mine)
+        return exposed(self.reduce_seconds, backward), exposed(self.gather_seconds, forward)
+
+
 def step_of_stages(
     stages: Sequence[Stage],
     plan: Plan,
@@ -52,7 +88,33 @@ def step_of_stages(
     in_flight: int | None = None,
     trained_share: float = 1.0,
 ) -> StepTime:
-    """Forecast of one optimizer step.
+    """Forecast of one optimizer step; arguments and errors as of `anatomy_of_stages`."""
+    return step_of(
+        anatomy_of_stages(
+            stages,
+            plan,
+            micro_batches,
+            machine,
+            software,
+            boundary_seconds=boundary_seconds,
+            in_flight=in_flight,
+            trained_share=trained_share,
+        )
+    )
+
+
+def anatomy_of_stages(
+    stages: Sequence[Stage],
+    plan: Plan,
+    micro_batches: int,
+    machine: Machine,
+    software: Software,
+    *,
+    boundary_seconds: float = 0.0,
+    in_flight: int | None = None,
+    trained_share: float = 1.0,
+) -> Anatomy:
+    """The parts of one optimizer step.
 
     Args:
         stages: all of them, in the model's order.
@@ -67,53 +129,72 @@ def step_of_stages(
     if plan.world_size > machine.devices:
         raise ValueError(f"{plan.world_size} ranks on {machine.devices} devices")
     data = DataParallel(plan, machine, software, trained_share)
-    costs, kinds = [], []
-    for stage in stages:
-        cost, kind = _stage_cost(stage, plan, machine, software, data)
-        costs.append(cost)
-        kinds.append(kind)
-    played = pipeline_seconds(plan.schedule, costs, plan.pp, micro_batches, boundary_seconds, in_flight)
-    busiest = max(range(plan.pp), key=lambda rank: played.busy[rank])
-    mine = [kinds[stage] for stage in plan.stages_of(busiest)]
-    by_kind = {name: micro_batches * sum(kind[name] for kind in mine) for name in _KINDS}
-
-    backward = sum(costs[stage].seconds - costs[stage].forward for stage in plan.stages_of(busiest))
+    parts = [_stage_cost(stage, plan, machine, software, data) for stage in stages]
     parameters = max(
         sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(plan.pp)
     )
-    forward = sum(costs[stage].forward for stage in plan.stages_of(busiest))
-    reduced = data.step_seconds(parameters, forward, backward)
     updated = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
     optimizer = streaming_seconds(machine.chip, updated * software.optimizer_bytes, OPTIMIZER_KERNELS)
-    optimizer *= machine.optimizer_factor
+    reduce, gather = data.once_a_step(parameters)
+    return Anatomy(
+        plan=plan,
+        micro_batches=micro_batches,
+        costs=tuple(cost for cost, _, _ in parts),
+        forward=tuple(forward for _, forward, _ in parts),
+        backward=tuple(backward for _, _, backward in parts),
+        boundary_seconds=boundary_seconds,
+        in_flight=in_flight,
+        reduce_seconds=reduce,
+        gather_seconds=gather,
+        is_overlapped=software.data_overlap,
+        optimizer_seconds=optimizer * machine.optimizer_factor,
+        uncertainty=_uncertainty(plan, machine.doubt),
+    )
+
+
+def step_of(anatomy: Anatomy) -> StepTime:
+    """The step's parts, played and added up."""
+    plan = anatomy.plan
+    played = pipeline_seconds(
+        plan.schedule,
+        anatomy.costs,
+        plan.pp,
+        anatomy.micro_batches,
+        anatomy.boundary_seconds,
+        anatomy.in_flight,
+    )
+    busiest = max(range(plan.pp), key=lambda rank: played.busy[rank])
+    mine = [part[stage] for stage in plan.stages_of(busiest) for part in (anatomy.forward, anatomy.backward)]
+    by_kind = {name: anatomy.micro_batches * sum(kind[name] for kind in mine) for name in _KINDS}
+    exchanged = sum(anatomy.exchange_seconds(busiest))
     return StepTime(
-        seconds=played.seconds + reduced + optimizer,
+        seconds=played.seconds + exchanged + anatomy.optimizer_seconds,
         compute=by_kind["compute"],
         tensor=by_kind["tensor"],
         context=by_kind["context"],
         expert=by_kind["expert"],
-        data=by_kind["data"] + reduced,
+        data=by_kind["data"] + exchanged,
         bubble=played.bubble_seconds,
-        optimizer=optimizer,
-        uncertainty=_uncertainty(plan),
+        optimizer=anatomy.optimizer_seconds,
+        uncertainty=anatomy.uncertainty,
     )
 
 
-def _uncertainty(plan: Plan) -> float:
+def _uncertainty(plan: Plan, doubt: float) -> float:
     """Half a 90 % interval: a rank computes as forecast within 10 %, and each kind of communication adds its
     doubt; experts most, whose load and host are known least. About that share of the published measurements
-    lies inside (benchmarks/results/planner.md)."""
+    lies inside (benchmarks/results/planner.md). `doubt` is the machine's own."""
     axes = (plan.pp, plan.tp, plan.cp, plan.data_ranks)
-    doubts = [0.10, *[0.06 for size in axes if size > 1], *[0.15 for size in (plan.ep,) if size > 1]]
+    doubts = [0.10, doubt, *[0.06 for size in axes if size > 1], *[0.15 for size in (plan.ep,) if size > 1]]
     return math.sqrt(sum(doubt * doubt for doubt in doubts))
 
 
 def _stage_cost(
     stage: Stage, plan: Plan, machine: Machine, software: Software, data: DataParallel
-) -> tuple[StageCost, dict[str, float]]:
-    """Seconds of one micro-batch, and the same by kind."""
-    forward = inputs = weights = 0.0
-    kinds = dict.fromkeys(_KINDS, 0.0)
+) -> tuple[StageCost, dict[str, float], dict[str, float]]:
+    """Seconds of one micro-batch, and those of its forward and of its backward by kind."""
+    weights = 0.0
+    ahead_kinds, back_kinds = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)
     parts = [(part, count, size, stage.again) for part, count, size in stage.blocks]
     parts += [(part, 1, size, 0.0) for part, size in stage.ends]
     for part, count, size, share in parts:
@@ -130,27 +211,21 @@ def _stage_cost(
         gathered_forward, gathered_backward = data.per_micro_batch(
             size, ahead + part.tensor_forward, again + back + part.tensor_backward
         )
-        forward += count * (
-            ahead + part.tensor_forward + part.context_forward + expert_forward + gathered_forward
-        )
-        inputs += count * (
-            again
-            + scale * part.backward_inputs
-            + part.tensor_backward
-            + tensor_again
-            + part.context_backward
-            + expert_backward
-            + gathered_backward
-        )
+        ahead_kinds["compute"] += count * ahead
+        ahead_kinds["tensor"] += count * part.tensor_forward
+        ahead_kinds["context"] += count * part.context_forward
+        ahead_kinds["expert"] += count * expert_forward
+        ahead_kinds["data"] += count * gathered_forward
+        back_kinds["compute"] += count * (again + back)
+        back_kinds["tensor"] += count * (part.tensor_backward + tensor_again)
+        back_kinds["context"] += count * part.context_backward
+        back_kinds["expert"] += count * expert_backward
+        back_kinds["data"] += count * gathered_backward
         weights += count * scale * part.backward_weights
-        kinds["compute"] += count * (ahead + again + back)
-        kinds["tensor"] += count * (part.tensor_forward + part.tensor_backward + tensor_again)
-        kinds["context"] += count * (part.context_forward + part.context_backward)
-        kinds["expert"] += count * (expert_forward + expert_backward)
-        kinds["data"] += count * (gathered_forward + gathered_backward)
+    forward, backward = sum(ahead_kinds.values()), sum(back_kinds.values())
     if plan.schedule in SPLIT_BACKWARD:
-        return StageCost(forward, inputs, weights), kinds
-    return StageCost(forward, inputs + weights), kinds
+        return StageCost(forward, backward - weights, weights), ahead_kinds, back_kinds
+    return StageCost(forward, backward), ahead_kinds, back_kinds
 
 
 def _with_host(seconds: float, kernels: int, machine: Machine, software: Software) -> float:

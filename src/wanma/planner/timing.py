@@ -5,8 +5,6 @@ Pure functions, without torch.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from wanma.job.forecast import StepTime
 from wanma.job.plan import Plan
 from wanma.models.block_workload import attention_half, feed_forward_half
@@ -14,7 +12,8 @@ from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.communication import Group, all_gather_seconds, send_seconds
 from wanma.planner.machine import Machine
 from wanma.planner.operators import PartTime, Software, block_time, embedding_time, head_time
-from wanma.planner.step import Stage, step_of_stages
+from wanma.planner.stages import blocks_of_stages
+from wanma.planner.step import Anatomy, Stage, anatomy_of_stages, step_of
 
 
 def step_time(
@@ -34,8 +33,21 @@ def step_time(
     Raises:
         ValueError: the machine has fewer devices than the plan's ranks, or no rate for its precision.
     """
+    return step_of(step_anatomy(dimensions, sequence, plan, global_batch, machine, software, in_flight))
+
+
+def step_anatomy(
+    dimensions: DecoderDimensions,
+    sequence: int,
+    plan: Plan,
+    global_batch: int,
+    machine: Machine,
+    software: Software | None = None,
+    in_flight: int | None = None,
+) -> Anatomy:
+    """What `step_time` adds up; arguments and errors as there."""
     software = software or Software(fused=plan.compile)
-    return step_of_stages(
+    return anatomy_of_stages(
         _stages(dimensions, sequence, plan, machine, software),
         plan,
         plan.accumulation(global_batch),
@@ -47,21 +59,8 @@ def step_time(
 
 
 def stage_blocks(dimensions: DecoderDimensions, plan: Plan) -> list[int]:
-    """Blocks of each stage: by the plan's cuts, else as even as can be, with fewer where the ends are."""
-    if plan.stage_cuts:
-        bounds = (0, *plan.stage_cuts, dimensions.layers)
-        return [stop - start for start, stop in pairwise(bounds)]
-    stages, layers = plan.stages, dimensions.layers
-    if layers % stages == 0:
-        return [layers // stages] * stages
-    if (layers + 2) % stages == 0 and stages > 1:
-        each = (layers + 2) // stages
-        return [each - 1, *[each] * (stages - 2), each - 1]
-    base, extra = divmod(layers, stages)
-    # The first ones of the middle have one more.
-    order = [*range(1, stages), 0]
-    more = set(order[:extra])
-    return [base + (stage in more) for stage in range(stages)]
+    """As `stages.blocks_of_stages`."""
+    return blocks_of_stages(dimensions.layers, plan)
 
 
 def _stages(
