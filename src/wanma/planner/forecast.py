@@ -1,0 +1,113 @@
+"""What a plan will cost: memory, the time of a step by kind, and how well it uses the machines.
+
+Memory is `memory`'s, time `timing`'s; here they are put together for one problem. Pure functions, without
+torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wanma.job.errors import JobError
+from wanma.job.forecast import Forecast, StepTime
+from wanma.job.plan import Plan
+from wanma.planner.memory import forecast_memory
+from wanma.planner.operators import Software, product_precision
+from wanma.planner.problem import Problem
+from wanma.planner.rules import global_batches
+from wanma.planner.timing import step_time
+
+SNAPSHOT_BYTES_PER_SECOND = 6.5e9
+"""At which a rank copies its part of the state aside while training waits: 0.2 GB in 0.030 s, measured
+(docs/performance.md). Writing it then goes on beside the next steps."""
+
+
+def forecast(problem: Problem, plan: Plan) -> Forecast:
+    """Of `plan`, whether or not it fits into memory; `step` is None where the machine's rates are unknown.
+
+    Raises:
+        JobError: the plan has more ranks than there are devices.
+    """
+    if plan.world_size > problem.machine.devices:
+        raise JobError(
+            f"the plan has {plan.world_size} ranks, and the machines {problem.machine.devices} devices",
+            "lower the sizes in [parallel], or plan for more machines",
+        )
+    return with_time(problem, plan, memory(problem, plan), time(problem, plan))
+
+
+def memory(problem: Problem, plan: Plan) -> Forecast:
+    """Of `plan`, its memory alone."""
+    train = problem.job.train
+    return forecast_memory(
+        problem.workload,
+        plan,
+        train.optimizer,
+        micro_batches=plan.accumulation(max(global_batches(problem.job))),
+        weight_average=train.weight_average > 0,
+    )
+
+
+def software(problem: Problem, plan: Plan) -> Software:
+    """The program's habits under `plan`."""
+    return replace(problem.software, fused=problem.software.fused or plan.compile)
+
+
+def unknown_rates(problem: Problem, plan: Plan) -> str | None:
+    """Why there is no forecast of time; None where there is one."""
+    if problem.dimensions is None:
+        return "step time unknown: the model's operators are not known one by one"
+    chip, habits = problem.machine.chip, software(problem, plan)
+    for precision in (product_precision(plan, habits), plan.precision):
+        if precision not in chip.products:
+            known = ", ".join(sorted(chip.products)) or "none"
+            return f"step time unknown: {chip.name} has no rate for {precision} products (known: {known})"
+    return None
+
+
+def time(problem: Problem, plan: Plan) -> StepTime | None:
+    """Of one step, with its share of what saving costs; None where rates are unknown."""
+    if problem.dimensions is None or unknown_rates(problem, plan) is not None:
+        return None
+    step = step_time(
+        problem.dimensions,
+        problem.sequence,
+        plan,
+        problem.global_batch,
+        problem.machine,
+        software(problem, plan),
+    )
+    saving = checkpoint_seconds(problem, plan)
+    return replace(step, seconds=step.seconds + saving, checkpoint=saving)
+
+
+def checkpoint_seconds(problem: Problem, plan: Plan) -> float:
+    """A step's share of copying a rank's part of the state aside; replicas of a part share it."""
+    every = problem.job.checkpoint.every_steps
+    if every == 0:
+        return 0.0
+    elements = problem.workload.parameters * (1 + 2 * problem.workload.trained_share)
+    return 4.0 * elements / plan.world_size / SNAPSHOT_BYTES_PER_SECOND / every
+
+
+def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | None) -> Forecast:
+    """`needed`, a forecast of memory, with that of time and what follows from it."""
+    if step is None:
+        return replace(needed, reasons=(*needed.reasons, unknown_rates(problem, plan) or ""))
+    flops = problem.workload.flops_per_sample * problem.global_batch
+    peak = problem.machine.chip.peak_flops_per_second["fp8" if plan.fp8 else plan.precision]
+    return replace(
+        needed,
+        step=step,
+        samples_per_second=problem.global_batch / step.seconds,
+        model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
+        reasons=(*needed.reasons, where_time_goes(step)),
+    )
+
+
+def where_time_goes(step: StepTime) -> str:
+    """'a step: compute 71 %, bubble 14 %, tensor 9 %, others below 5 %'."""
+    kinds = ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer", "loading", "checkpoint")
+    shares = sorted(((getattr(step, kind) / step.seconds, kind) for kind in kinds), reverse=True)
+    named = [f"{kind} {share:.0%}" for share, kind in shares if share >= 0.05]
+    return "a step: " + ", ".join(named) + ("" if len(named) == len(kinds) else ", others below 5%")

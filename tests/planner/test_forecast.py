@@ -1,0 +1,67 @@
+"""A plan's whole forecast: what its parts make, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.problems import SMALL, job, problem
+from wanma.job.errors import JobError
+from wanma.job.plan import Plan
+from wanma.planner.forecast import SNAPSHOT_BYTES_PER_SECOND, forecast, where_time_goes
+from wanma.planner.timing import step_time
+
+PLAN = Plan(dp_shard=4, tp=2, sequence=True, shard="parameters", precision="bf16", device="cuda")
+
+
+def test_it_is_the_time_of_the_step_with_its_share_of_saving() -> None:
+    given = problem(job(global_batch=64))
+    found = forecast(given, PLAN)
+    assert found.step is not None
+    alone = step_time(SMALL, 512, PLAN, 64, given.machine)
+    saving = 12 * given.workload.parameters / 8 / SNAPSHOT_BYTES_PER_SECOND / 100
+    assert found.step.checkpoint == pytest.approx(saving)
+    assert found.step.seconds == pytest.approx(alone.seconds + saving)
+    assert found.samples_per_second == pytest.approx(64 / found.step.seconds)
+    flops = given.workload.flops_per_sample * 64
+    assert found.model_flops_utilisation == pytest.approx(flops / found.step.seconds / (8 * 100e12))
+
+
+def test_without_checkpoints_nothing_is_saved() -> None:
+    never = job().model_copy(update={"checkpoint": job().checkpoint.model_copy(update={"every_steps": 0})})
+    found = forecast(problem(never), PLAN)
+    assert found.step is not None
+    assert found.step.checkpoint == 0.0
+
+
+def test_a_compiled_plan_is_forecast_with_fused_operators() -> None:
+    plain, compiled = (forecast(problem(), replace(PLAN, compile=fused)).step for fused in (False, True))
+    assert plain is not None
+    assert compiled is not None
+    assert compiled.compute < plain.compute
+
+
+def test_memory_is_forecast_where_rates_are_unknown_and_why_there_is_no_time() -> None:
+    found = forecast(problem(), replace(PLAN, precision="fp64"))
+    assert found.step is None
+    assert found.parameters_bytes > 0
+    assert found.reasons[-1] == (
+        "step time unknown: test chip has no rate for fp64 products (known: bf16, fp16, fp8)"
+    )
+
+
+def test_more_ranks_than_devices_are_refused() -> None:
+    with pytest.raises(JobError, match="the plan has 32 ranks, and the machines 16 devices"):
+        forecast(problem(), replace(PLAN, dp_replicate=4))
+
+
+def test_where_time_goes_names_what_is_a_twentieth_or_more() -> None:
+    step = forecast(problem(), PLAN).step
+    assert step is not None
+    text = where_time_goes(step)
+    assert text.startswith("a step: ")
+    for kind in ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer"):
+        assert (f"{kind} {getattr(step, kind) / step.seconds:.0%}" in text) == (
+            getattr(step, kind) / step.seconds >= 0.05
+        )
