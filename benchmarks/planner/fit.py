@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.planner.machines import CHIPS
+from benchmarks.planner.machines import machine
 from wanma.planner.compute import ELEMENT_BYTES, TILES
 from wanma.planner.machine import Chip
 
 Array = npt.NDArray[np.float64]
 
 FILES = {
-    "A100 SXM": "a100_sxm",
+    "A100 SXM 80 GB": "a100_sxm",
     "H100 SXM": "h100_sxm",
-    "H200": "h200_sxm",
+    "H200 SXM": "h200_sxm",
     "B200": "b200_sxm",
     "GB200": "gb200",
     "L40S": "l40s",
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, default=Path("../shared/tables"))
     tables = parser.parse_args().tables / "devices"
     for name, stem in FILES.items():
-        chip = CHIPS[name]
+        chip = machine(name, 8).chip
         for precision, (attainable, fill, cast, error, bias, count) in _products(tables, stem, chip):
             print(
                 f"{name} {precision}: attainable {attainable:.2f}, fill {fill:.0f}, cast {cast:.0f} bytes; "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.planner.machines import machine
+from wanma.hardware.catalogue import find_named
 from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
 from wanma.models.dimensions import DecoderDimensions
@@ -158,26 +159,11 @@ def _dimensions(record: Record) -> DecoderDimensions:
     return plain
 
 
-_CHIPS = (
-    # (prefix, chip, Gbit/s of one device's network card, devices that NVLink joins)
-    ("A100-SXM-40GB", "A100 SXM 40 GB", 200.0, 8),
-    ("A100-SXM-80GB", "A100 SXM", 200.0, 8),
-    ("H100-96GB-HBM2e", "H100 HBM2e 500 W", 400.0, 8),
-    ("H100", "H100 SXM", 400.0, 8),
-    ("GB200", "GB200", 400.0, 72),
-    ("GB300", "GB300", 800.0, 72),
-    ("B200", "B200", 400.0, 8),
-    ("B300", "B300", 800.0, 8),
-)
-
-
 def _machine(record: Record) -> Machine:
-    for prefix, chip, network, domain in _CHIPS:
-        if record["gpu"].startswith(prefix):
-            if "800 Gb/s per node" in record["notes"]:
-                network = 100.0
-            return machine(chip, int(record["n_gpus"]), network, domain)
-    raise UnusableRowError("different devices in one run, which this forecast does not take")
+    if find_named(record["gpu"]) is None:
+        raise UnusableRowError("different devices in one run, which this forecast does not take")
+    network = 800.0 if "800 Gb/s per node" in record["notes"] else None
+    return machine(record["gpu"], int(record["n_gpus"]), network)
 
 
 MEGATRON_2021 = Software(

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planner.machines import CHIPS
 from benchmarks.planner.rows import Case, read_cases
 from benchmarks.planner.run import forecast
 
@@ -28,7 +27,7 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, default=Path("../shared/tables"))
     cases, _ = read_cases(parser.parse_args().tables / "published.csv")
     fitted = [case for case in cases if case.is_fitted]
-    for name in CHIPS:
+    for name in sorted({case.machine.chip.name for case in fitted}):
         rows = [case for case in fitted if case.machine.chip.name == name]
         # Mixtures depend on much else, so they count where there is nothing else.
         rows = [case for case in rows if not case.dimensions.experts] or rows

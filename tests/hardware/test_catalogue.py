@@ -61,7 +61,7 @@ def test_variants_with_other_peaks_are_not_taken_for_the_whole_device(driver_nam
 
 def test_every_kind_is_unique_names_its_source_and_is_ordered_by_precision() -> None:
     assert len({kind.name for kind in CATALOGUE}) == len(CATALOGUE)
-    order = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+    order = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
     for kind in CATALOGUE:
         rates = [kind.peak_flops_per_second[one] for one in order if one in kind.peak_flops_per_second]
         assert kind.source

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from wanma.hardware.attained import ATTAINED, Attained
 from wanma.job.cluster import Device, DeviceClass, Level
 
 TERA = 1e12
@@ -54,7 +55,7 @@ class DeviceKind:
     driver_name: str
     """Regular expression that the whole name reported by the driver must match (case ignored)."""
     peak_flops_per_second: Mapping[str, float] = field(hash=False)
-    """Dense peak by precision: fp64, fp32, tf32, bf16, fp16, fp8; a precision without hardware is absent."""
+    """Dense peak by precision: fp64, fp32, tf32, bf16, fp16, fp8, nvfp4; without hardware for it, absent."""
     memory_bytes: int
     """As sold; the driver reports a little less or more."""
     bandwidth_bytes_per_second: float | None
@@ -65,6 +66,8 @@ class DeviceKind:
     """The most it may draw (TDP); None where its maker does not say."""
     link: Link | None = None
     server: Server | None = None
+    attained: Attained | None = None
+    """Of an accelerator of the catalogue; None of one that a cluster file describes."""
     cores: int = 0
     """Of a processor."""
     aliases: tuple[str, ...] = ()
@@ -143,6 +146,7 @@ def accelerator(
         power_watts=watts,
         link=joined,
         server=comes_in,
+        attained=ATTAINED[name],
         aliases=aliases,
     )
 

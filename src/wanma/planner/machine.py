@@ -105,6 +105,12 @@ class Machine:
     """From the call of a collective to its first byte; 6 to 9 µs in the latencies that `curves` names."""
     optimizer_factor: float = 1.0
     """Time of an update over what its bytes take, as runs showed it (`calibration.Corrections`)."""
+    doubt: float = 0.0
+    """Half a 90 % interval of what is assumed of its rates, beside the forecast's own; 0 where measured."""
+    assumed: tuple[str, ...] = ()
+    """In words, what nobody measured and where its figures come from."""
+    unknown: str = ""
+    """Why no time can be forecast, and the way out; empty where it can."""
 
     def __post_init__(self) -> None:
         if not self.links:

@@ -63,7 +63,7 @@ class Software:
     """Moved per logit, forward and backward: a copy in 32 bits, its maximum, sum and gradient, and back."""
     weights: Literal["shards", "copies"] = "shards"
     """'shards': of master weights, gathered in the precision that computes (FSDP2). 'copies': whole weights
-    in 16 bits and whole gradients beside them, master weights as a part of the optimizer's state (Megatron)."""
+    in 16 bits with whole gradients, and master weights as a part of the optimizer's state (Megatron)."""
     accumulated_bytes: int = 4
     """Of one element of whole gradients, between micro-batches."""
     empty_gradients: bool = False
@@ -270,6 +270,7 @@ def _attention(
             value_width=value,
             backward=backward,
             efficiency=software.attention_efficiency,
+            precision=plan.precision,
         )
         for backward in (False, True)
     )
