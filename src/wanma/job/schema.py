@@ -152,4 +152,6 @@ def _noun(hint: Any) -> str:
         return f"[{', '.join(_noun(inner) for inner in get_args(hint))}]"
     if get_origin(hint) is dict:
         return "table"
+    if get_origin(hint) is Literal:
+        return " or ".join(_choices(hint))
     return {bool: "true or false", int: "whole number", float: "number", str: "text"}[hint]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
@@ -17,6 +17,8 @@ ContextKind = Literal["ring", "all_to_all"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
+Approximation = Literal["fp8"]
+"""What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """A list of text; one text alone is a list of one."""
 
@@ -209,6 +211,9 @@ class ParallelSection(Section):
     """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
     auto: bool = Field(False, description='let wanma choose; also written `parallel = "auto"`')
+    allow: list[Approximation] = Field(
+        default_factory=list, description="auto: what it may choose that changes the numbers"
+    )
     pp: int = Field(1, ge=1, description="pipeline stages")
     dp_replicate: int = Field(1, ge=1, description="replicas of the model")
     dp_shard: int = Field(1, ge=1, description="ranks that share one replica's state (ZeRO)")
@@ -221,7 +226,7 @@ class ParallelSection(Section):
     micro_batch: int | None = Field(
         None, gt=0, description="samples per forward pass and rank; default: planned"
     )
-    batch_shares: list[Annotated[int, Field(ge=1)]] = Field(
+    batch_shares: list[PositiveInt] = Field(
         default_factory=list,
         description="samples of each data rank in every sum of them (unlike devices); default: equal",
     )

@@ -16,12 +16,10 @@ from torch import nn
 from wanma.job.errors import JobError, WanmaError, missing_extra
 from wanma.job.plan import Plan
 from wanma.models.lora import Adapted
+from wanma.planner.capabilities import FP8_LEAST_CAPABILITY
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
-
-LEAST_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs with products in fp8."""
 
 MULTIPLE = 16
 """Of which both dims of a matrix must be one, on every rank: what the product wants."""
@@ -76,10 +74,10 @@ def _filter(plan: Plan) -> Callable[[nn.Module, str], bool]:
 
 def _require_capability() -> None:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    if capability < LEAST_CAPABILITY:
+    if capability < FP8_LEAST_CAPABILITY:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
         raise WanmaError(
             f"train.fp8: {name} has compute capability {'.'.join(map(str, capability))}, and products in fp8 "
-            f"need {'.'.join(map(str, LEAST_CAPABILITY))}",
+            f"need {'.'.join(map(str, FP8_LEAST_CAPABILITY))}",
             "leave train.fp8 out",
         )

@@ -11,6 +11,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.layout import Layout
 from wanma.models.statistics import GroupedBatchNorm
+from wanma.planner.capabilities import installed_torch
 from wanma.planner.stages import SPLIT_BACKWARD, balanced_cuts, wrong_cuts
 
 
@@ -30,7 +31,7 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
         return layout
     if layout is None and type(model) is nn.Sequential:
         _refuse_shared(model, key)
-        if plan.schedule in SPLIT_BACKWARD and torch.__version__ < "2.13":
+        if plan.schedule in SPLIT_BACKWARD and installed_torch() < (2, 13):
             raise JobError(
                 f"parallel.schedule = '{plan.schedule}' on one's own module: torch {torch.__version__} "
                 "computes wrong gradients under it for parameters that a forward uses several times",

@@ -1,0 +1,84 @@
+"""What the planner publishes of the runtime is what the runtime does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from support.compare import one_process, spread_over
+from wanma.job.cluster import Cluster, Node
+from wanma.job.errors import JobError
+from wanma.job.plan import Plan
+from wanma.job.sections import Job, ModelSection
+from wanma.models.build import model_spec
+from wanma.parallel.context import split_context
+from wanma.parallel.expert import split_experts
+from wanma.parallel.pipeline import SCHEDULES
+from wanma.parallel.stages import stage_layout
+from wanma.parallel.tensor import split_tensors
+from wanma.planner import capabilities
+from wanma.planner.capabilities import can_compile_again, installed_torch, not_runnable
+
+HERE = Cluster((Node("here", 8, 16 << 30, ()),))
+IMAGES = ("cifar-convnet", "resnet-18")
+DECODER: dict[str, Any] = {
+    "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4},
+    "data": {"text": [__file__], "sequence_length": 16},
+    "train": {"steps": 2, "global_batch": 4, "learning_rate": 1e-2, "validation_samples": 2},
+    "checkpoint": {"every_steps": 0},
+}
+
+
+def test_the_schedules_are_those_that_the_runtime_has() -> None:
+    assert tuple(SCHEDULES) == capabilities.SCHEDULES
+
+
+def test_the_version_of_torch_is_the_one_that_is_imported() -> None:
+    assert torch.__version__.startswith("{}.{}.".format(*installed_torch()))
+
+
+@pytest.mark.parametrize("preset", IMAGES)
+@pytest.mark.parametrize("axis", ["pp", "tp", "cp", "ep"])
+def test_what_image_models_do_not_declare_the_runtime_cannot_split(preset: str, axis: str) -> None:
+    plan = Plan(**{axis: 2}, **({"dp_replicate": 2} if axis == "ep" else {}))  # type: ignore[arg-type]  # sizes
+    told = not_runnable(Job(model=ModelSection(preset=preset)), plan, HERE)
+    assert told == f"{preset} does not declare what {axis} would split"
+    spec = model_spec(
+        ModelSection(preset=preset), vocabulary=None, sequence_length=None, image_shape=(3, 32, 32), classes=4
+    )
+    with torch.device("meta"):
+        model = spec.make()
+    group = SimpleNamespace(get_group=lambda: None)
+    grid = cast(Any, SimpleNamespace(plan=plan, axis=lambda _: group))
+    with pytest.raises(JobError, match=rf"parallel\.{axis} = 2: "):
+        _split(model, spec.require_layout(axis), axis, plan, grid)
+
+
+def _split(model: nn.Module, layout: Any, axis: str, plan: Plan, grid: Any) -> None:
+    """As `parallelize` does."""
+    if axis == "pp":
+        stage_layout(model, layout, plan)
+    else:
+        {"tp": split_tensors, "cp": split_context, "ep": split_experts}[axis](model, layout, grid)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs the C++ compiler g++: torch.compile builds with it on CPU"
+)
+def test_split_matrices_are_compiled_to_run_again_where_torch_can(tmp_path: Path) -> None:
+    """Where this fails because torch has learned it, `can_compile_again` allows it from that version on."""
+    job = {**DECODER, "data": {**DECODER["data"], "cache": str(tmp_path / "cache")}}
+    plan = Plan(tp=2, micro_batch=4, compile=True, recompute="full")
+    if can_compile_again(plan, installed_torch()):
+        one = one_process(tmp_path / "one", job, 4)
+        assert spread_over(tmp_path / "run", job, plan, seconds=280).losses == pytest.approx(one.losses, 1e-5)
+    else:
+        with pytest.raises(AssertionError, match=r"to be Tensors, got types: .*DeviceMesh"):
+            spread_over(tmp_path / "run", job, plan, seconds=280)

@@ -1,0 +1,157 @@
+"""What wanma runs and what stays a forecast, with the reason; tests/parallel holds it against the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.cluster import Cluster, Node
+from wanma.job.errors import JobError
+from wanma.job.placement import Place, Replicas
+from wanma.job.plan import Plan
+from wanma.job.sections import Approximation, Job, Schedule
+from wanma.planner.capabilities import (
+    APPROXIMATIONS,
+    SCHEDULES,
+    allowed_approximations,
+    check_runnable,
+    installed_torch,
+    not_runnable,
+)
+
+LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
+H100 = parse_cluster("8 H100")
+GPU = Plan(device="cuda", precision="bf16")
+
+
+def job(model: dict[str, Any] | None = None, **sections: Any) -> Job:
+    return Job.model_validate({"model": model or {"preset": "gpt-1m"}, **sections})
+
+
+LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
+    "an accelerator that torch does not drive": (
+        job(),
+        GPU,
+        parse_cluster("4 TPU v4"),
+        (2, 13),
+        "wanma does not run on TPU v4",
+    ),
+    "fp8 that nobody asked for": (
+        job(),
+        replace(GPU, fp8=True, approximate=("fp8",)),
+        H100,
+        (2, 13),
+        "fp8 rounds .* and the job does not allow it",
+    ),
+    "fp8 on a GPU without it": (
+        job(parallel={"allow": ["fp8"]}),
+        replace(GPU, fp8=True, approximate=("fp8",)),
+        parse_cluster("8 A100"),
+        (2, 13),
+        r"A100 .* computes no matrix products in fp8",
+    ),
+    "fp8 on CPUs": (
+        job(train={"fp8": True}),
+        Plan(fp8=True, precision="bf16", approximate=("fp8",)),
+        LAPTOP,
+        (2, 13),
+        "no matrix products in fp8 on CPUs",
+    ),
+    "fp8 around another precision than bf16": (
+        job(train={"fp8": True}),
+        replace(GPU, precision="fp16", fp8=True, approximate=("fp8",)),
+        H100,
+        (2, 13),
+        "between products in fp8 is bf16, and the plan's precision is fp16",
+    ),
+    "split matrices compiled to run again": (
+        job(),
+        Plan(tp=2, compile=True, recompute="full"),
+        LAPTOP,
+        (2, 13),
+        r"torch 2\.13 does not compile blocks that recompute in full where tp splits",
+    ),
+    "an image model cut into stages": (
+        job({"preset": "resnet-18"}),
+        Plan(pp=2, tp=2),
+        LAPTOP,
+        (2, 13),
+        "resnet-18 does not declare what pp and tp would split",
+    ),
+    "one's own module split": (
+        job({"factory": "mine:model"}),
+        Plan(tp=2),
+        LAPTOP,
+        (2, 13),
+        "mine:model does not declare what tp would split",
+    ),
+    "one's own module, its backward taken apart by an older torch": (
+        job({"factory": "mine:model"}),
+        Plan(pp=2, schedule="zbv", virtual_stages=2),
+        LAPTOP,
+        (2, 11),
+        r"schedule 'zbv' torch 2\.11 computes wrong gradients",
+    ),
+    "replicas that differ": (
+        job(),
+        Plan(
+            dp_replicate=2,
+            tp=2,
+            batch_shares=(2, 1),
+            placement=(Replicas(1, (Place(0, 4, 2),)), Replicas(1, (Place(1, 4, 1),))),
+        ),
+        LAPTOP,
+        (2, 13),
+        "planned for and not run yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_is_a_forecast_only_says_why_and_is_refused_with_a_way_out(name: str) -> None:
+    asked, plan, cluster, torch, reason = LIMITS[name]
+    told = not_runnable(asked, plan, cluster, torch)
+    assert told is not None
+    with pytest.raises(JobError, match=f"wanma cannot train this plan: .*{reason}") as refusal:
+        check_runnable(asked, plan, cluster, torch)
+    assert told in refusal.value.message
+    assert refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "plan", "cluster", "torch"),
+    [
+        (job(), GPU, H100, (2, 11)),
+        (job(parallel={"allow": ["fp8"]}), replace(GPU, fp8=True, approximate=("fp8",)), H100, (2, 13)),
+        (job(train={"fp8": True}), replace(GPU, fp8=True, approximate=("fp8",)), H100, (2, 13)),
+        (job(), Plan(tp=2, compile=True, recompute="full"), LAPTOP, (2, 11)),
+        (job(), Plan(tp=2, compile=True, recompute="selective"), LAPTOP, (2, 13)),
+        (job(), Plan(compile=True, recompute="full"), LAPTOP, (2, 13)),
+        (job({"preset": "resnet-18"}), Plan(dp_shard=2, shard="gradients"), LAPTOP, (2, 13)),
+        (job({"factory": "m:f"}), Plan(pp=2, schedule="zbv", virtual_stages=2), LAPTOP, (2, 13)),
+        (job(), Plan(pp=2, schedule="zbv", virtual_stages=2), LAPTOP, (2, 11)),
+        (job(), Plan(), parse_cluster("4 TPU v4"), (2, 13)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Plan) else None,
+)
+def test_what_runs_has_no_reason(asked: Job, plan: Plan, cluster: Cluster, torch: tuple[int, int]) -> None:
+    assert not_runnable(asked, plan, cluster, torch) is None
+    check_runnable(asked, plan, cluster, torch)
+
+
+def test_an_approximation_is_allowed_by_its_name_or_by_asking_for_it() -> None:
+    assert allowed_approximations(job()) == frozenset()
+    assert allowed_approximations(job(parallel={"allow": ["fp8"]})) == {"fp8"}
+    assert allowed_approximations(job(train={"fp8": True})) == {"fp8"}
+
+
+def test_every_approximation_and_schedule_that_a_job_can_name_is_published() -> None:
+    assert tuple(APPROXIMATIONS) == get_args(Approximation)
+    assert get_args(Schedule) == SCHEDULES
+
+
+def test_the_installed_torch_is_known_without_importing_it() -> None:
+    assert (2, 11) <= installed_torch() < (2, 14)
