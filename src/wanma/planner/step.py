@@ -129,7 +129,7 @@ def anatomy_of_stages(
     if plan.world_size > machine.devices:
         raise ValueError(f"{plan.world_size} ranks on {machine.devices} devices")
     data = DataParallel(plan, machine, software, trained_share)
-    parts = [_stage_cost(stage, plan, machine, software, data) for stage in stages]
+    parts = [stage_cost(stage, plan, machine, software, data) for stage in stages]
     parameters = max(
         sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(plan.pp)
     )
@@ -189,7 +189,7 @@ def _uncertainty(plan: Plan, doubt: float) -> float:
     return math.sqrt(sum(doubt * doubt for doubt in doubts))
 
 
-def _stage_cost(
+def stage_cost(
     stage: Stage, plan: Plan, machine: Machine, software: Software, data: DataParallel
 ) -> tuple[StageCost, dict[str, float], dict[str, float]]:
     """Seconds of one micro-batch, and those of its forward and of its backward by kind."""
