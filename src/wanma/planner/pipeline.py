@@ -139,7 +139,7 @@ def _play(
 ) -> Pipelined:
     """Where `intervals` is given, it gains every operation."""
     if schedule in SPLIT_BACKWARD:
-        limit = in_flight or _usual_in_flight(schedule, pp, len(costs) // pp)
+        limit = in_flight or usual_in_flight(schedule, pp, len(costs) // pp)
         for keeps_room in (False, True):
             played = _greedy(schedule, costs, pp, micro_batches, send_seconds, limit, keeps_room)
             if played is not None:
@@ -244,7 +244,7 @@ def _seconds(operation: Operation, costs: Sequence[StageCost]) -> float:
     return {"forward": cost.forward, "backward": cost.backward, "weights": cost.weights}[operation.kind]
 
 
-def _usual_in_flight(schedule: Schedule, pp: int, virtual: int) -> int:
+def usual_in_flight(schedule: Schedule, pp: int, virtual: int) -> int:
     """Stages' activations that a rank holds: of a whole pipeline where each has one stage (ZB-H1)."""
     return {"zbv": 2 * pp, "dualpipev": 2 * pp + 1}.get(schedule, (virtual - 1) * pp + pp)
 
