@@ -11,9 +11,10 @@ from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.communication import Group, all_gather_seconds, send_seconds
 from wanma.planner.machine import Machine
-from wanma.planner.operators import PartTime, Software, block_time, embedding_time, head_time
+from wanma.planner.operators import Software, block_time, embedding_time, head_time
+from wanma.planner.pieces import Blocks, End, Pieces, stages_of
 from wanma.planner.stages import blocks_of_stages
-from wanma.planner.step import Anatomy, Stage, anatomy_of_stages, step_of
+from wanma.planner.step import Anatomy, anatomy_of_stages, step_of
 
 
 def step_time(
@@ -48,12 +49,12 @@ def step_anatomy(
     """What `step_time` adds up; arguments and errors as there."""
     software = software or Software(fused=plan.compile)
     return anatomy_of_stages(
-        _stages(dimensions, sequence, plan, machine, software),
+        stages_of(decoder_pieces(dimensions, sequence, plan, machine, software), plan),
         plan,
         plan.accumulation(global_batch),
         machine,
         software,
-        boundary_seconds=_boundary_seconds(dimensions, sequence, plan, machine),
+        boundary_seconds=boundary_seconds(dimensions, sequence, plan, machine),
         in_flight=in_flight,
     )
 
@@ -63,40 +64,26 @@ def stage_blocks(dimensions: DecoderDimensions, plan: Plan) -> list[int]:
     return blocks_of_stages(dimensions.layers, plan)
 
 
-def _stages(
+def decoder_pieces(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
-) -> list[Stage]:
-    sparse_from = dimensions.dense_layers if dimensions.experts else dimensions.layers
-    dense = block_time(dimensions, sequence, plan, machine, software)
-    sparse = (
-        block_time(dimensions, sequence, plan, machine, software, experts=True)
-        if dimensions.experts
-        else dense
-    )
-    dense_size = _block_parameters(dimensions, plan, software, experts=False)
-    sparse_size = (
-        _block_parameters(dimensions, plan, software, experts=True) if dimensions.experts else dense_size
-    )
-    head = head_time(dimensions, sequence, plan, machine, software)
-    embedding = embedding_time(dimensions, sequence, plan, machine, software)
+) -> Pieces:
+    """What a decoder is made of; of the plan, what `pieces_key` names counts."""
+
+    def blocks(count: int, *, experts: bool) -> Blocks:
+        part = block_time(dimensions, sequence, plan, machine, software, experts=experts)
+        return Blocks(part, count, _block_parameters(dimensions, plan, software, experts=experts))
+
+    dense = dimensions.dense_layers if dimensions.experts else dimensions.layers
+    sparse = dimensions.layers - dense
     table = float(dimensions.vocabulary or 0) * dimensions.hidden
-    found: list[Stage] = []
-    start = 0
-    for stage, count in enumerate(stage_blocks(dimensions, plan)):
-        dense_count = max(0, min(start + count, sparse_from) - start)
-        ends: list[tuple[PartTime, float]] = []
-        if stage == 0:
-            ends.append((embedding, table))
-        if stage == plan.stages - 1:
-            is_shared = dimensions.tie_embeddings and plan.pp == 1
-            ends.append((head, 0.0 if is_shared else table))
-        parameters = dense_count * dense_size + (count - dense_count) * sparse_size
-        parameters += sum(size for _, size in ends)
-        blocks = ((dense, dense_count, dense_size), (sparse, count - dense_count, sparse_size))
-        again = len(plan.recomputed(count)) / count if count else 0.0
-        found.append(Stage(tuple(b for b in blocks if b[1]), again, tuple(ends), parameters))
-        start += count
-    return found
+    embedding = embedding_time(dimensions, sequence, plan, machine, software)
+    head = head_time(dimensions, sequence, plan, machine, software)
+    is_shared = dimensions.tie_embeddings and plan.pp == 1
+    return Pieces(
+        (End(embedding, table),),
+        tuple(blocks(count, experts=experts) for count, experts in ((dense, False), (sparse, True)) if count),
+        (End(head, 0.0 if is_shared else table),),
+    )
 
 
 def _block_parameters(
@@ -110,7 +97,7 @@ def _block_parameters(
     return attention + dense + half.experts / plan.ep
 
 
-def _boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine) -> float:
+def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine) -> float:
     """A stage's output to the next rank: each rank of `tp` sends its part, and gathers the others' inside
     where the sequence is not split (Narayanan et al. 2021, section 4.1)."""
     if plan.pp == 1:
