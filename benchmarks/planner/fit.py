@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.planner.machines import machine
-from wanma.planner.compute import ELEMENT_BYTES, TILES
-from wanma.planner.machine import Chip
+from wanma.planner.compute import ELEMENT_BYTES
+from wanma.planner.machine import TILES, Chip
 
 Array = npt.NDArray[np.float64]
 

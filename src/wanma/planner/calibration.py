@@ -34,6 +34,8 @@ Operator = Literal[
     "all_reduce",
     "all_gather",
     "reduce_scatter",
+    "tensor_gather",
+    "tensor_scatter",
     "all_to_all",
     "send",
 ]
@@ -257,7 +259,8 @@ def _plain(one: Measured) -> dict[str, Any]:
         products=dict(chip.products),
         attention_in=dict(chip.attention_in),
     )
-    return asdict(replace(one, machine=replace(one.machine, chip=chip)))
+    factors = dict(one.machine.collective_factors)
+    return asdict(replace(one, machine=replace(one.machine, chip=chip, collective_factors=factors)))
 
 
 def _measured(value: Mapping[str, Any]) -> Measured:
@@ -273,5 +276,15 @@ def _machine(value: Mapping[str, Any]) -> Machine:
     chip["products"] = {name: ProductCurve(**curve) for name, curve in chip["products"].items()}
     chip["attention"] = AttentionCurve(**chip["attention"])
     chip["attention_in"] = {name: AttentionCurve(**curve) for name, curve in chip["attention_in"].items()}
+    chip["tiles"] = tuple((rows, columns, share) for rows, columns, share in chip["tiles"])
     links = tuple(Link(**link) for link in value["links"])
-    return Machine(**{**value, "chip": Chip(**chip), "links": links})
+    factors = {name: (latency, moving) for name, (latency, moving) in value["collective_factors"].items()}
+    return Machine(
+        **{
+            **value,
+            "chip": Chip(**chip),
+            "links": links,
+            "collective_factors": factors,
+            "assumed": tuple(value["assumed"]),
+        }
+    )

@@ -53,21 +53,38 @@ def all_reduce_seconds(
     )
 
 
-def all_gather_seconds(machine: Machine, group: Group, whole_bytes: float, sharing: int = 1) -> float:
+def all_gather_seconds(
+    machine: Machine,
+    group: Group,
+    whole_bytes: float,
+    sharing: int = 1,
+    of: Literal["all_gather", "tensor_gather", "reduce_scatter", "tensor_scatter"] = "all_gather",
+) -> float:
     """Every member ends with the whole buffer, of which each had one part.
 
     By a ring over all members, or part by part: first between the units of a level, then inside them.
+
+    Args:
+        of: which of them, where a machine's differ (`Machine.collective_factors`): of sharded parameters and
+            gradients, or of activations that tensor parallelism shares.
     """
     if group.size == 1 or whole_bytes <= 0:
         return 0.0
+    machine = machine.running(of)
     return machine.start_seconds + min(
         _ring(machine, group, whole_bytes, sharing), _by_levels(machine, group, whole_bytes, sharing)
     )
 
 
-def reduce_scatter_seconds(machine: Machine, group: Group, whole_bytes: float, sharing: int = 1) -> float:
+def reduce_scatter_seconds(
+    machine: Machine,
+    group: Group,
+    whole_bytes: float,
+    sharing: int = 1,
+    of: Literal["reduce_scatter", "tensor_scatter"] = "reduce_scatter",
+) -> float:
     """Every member ends with its part of the sum of all whole buffers: an all-gather run backwards."""
-    return all_gather_seconds(machine, group, whole_bytes, sharing)
+    return all_gather_seconds(machine, group, whole_bytes, sharing, of)
 
 
 def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharing: int = 1) -> float:
@@ -77,6 +94,7 @@ def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharin
     """
     if group.size == 1 or sent_bytes <= 0:
         return 0.0
+    machine = machine.running("all_to_all")
     levels = _levels(machine, group)
     slowest, inner = 0.0, 1
     for link, outer in _widths(levels, group):
@@ -97,6 +115,7 @@ def routed_seconds(
     """
     if group.size == 1 or tokens_bytes <= 0:
         return 0.0
+    machine = machine.running("all_to_all")
     levels = _levels(machine, group)
     slowest, inner = 0.0, 1
     for link, outer in _widths(levels, group):
@@ -114,6 +133,7 @@ def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing:
     """From one rank to the one `distance` ranks on, beside equal messages of its neighbours."""
     if message_bytes <= 0:
         return 0.0
+    machine = machine.running("send")
     link = _link_of(machine, distance)
     return (
         machine.start_seconds

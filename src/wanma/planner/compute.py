@@ -11,19 +11,25 @@ import math
 
 from wanma.planner.machine import AttentionCurve, Chip
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.7), (64, 64, 0.5))
-"""Rows and columns of the tiles that libraries choose from, and their rate next to the largest's: smaller
-tiles read each operand more often from the cache. Fitted to the measured products of five kinds of device."""
-
 ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of one operand's element; nvfp4 has one scale of 8 bits for 16 elements."""
 
 
-def product_seconds(chip: Chip, m: float, n: float, k: float, precision: str, count: int = 1) -> float:
+def product_seconds(
+    chip: Chip,
+    m: float,
+    n: float,
+    k: float,
+    precision: str,
+    count: int = 1,
+    moved_elements: float | None = None,
+) -> float:
     """Time of `count` independent products (m, k) × (k, n), issued as one batch.
 
     Args:
         precision: of the operands. The result has at least two bytes per element.
+        moved_elements: read and written by all of them, where it is not every operand once: the windows of a
+            convolution overlap.
 
     Raises:
         ValueError: the chip has no rate for `precision`.
@@ -36,10 +42,12 @@ def product_seconds(chip: Chip, m: float, n: float, k: float, precision: str, co
         math.ceil(count * math.ceil(m / rows) * math.ceil(n / columns) / chip.multiprocessors)
         * (2.0 * rows * columns * (k + curve.fill) * chip.multiprocessors)
         / (rate * share)
-        for rows, columns, share in TILES
+        for rows, columns, share in chip.tiles
     )
     element = ELEMENT_BYTES[precision]
     moved = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
+    if moved_elements is not None:
+        moved = element * moved_elements
     return chip.launch_seconds + max(computed, _streamed(chip, moved))
 
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.7), (64, 64, 0.5))
+"""Of NVIDIA's libraries: smaller tiles read each operand more often from the cache. Fitted to the measured
+products of five kinds of device."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Chip:
     """Of the memory's bandwidth, what an operator that streams through it attains."""
     launch_seconds: float = 2e-6
     """From the end of one kernel to the start of the next, when the host is ahead."""
+    tiles: tuple[tuple[int, int, float], ...] = TILES
+    """Rows and columns of the tiles that its library chooses from, and their rate next to the best one's."""
     sustained: float = 1.0
     """Rate of products over hours of training, as a share of that in an isolated measurement: the clock
     falls under a continuous load at the power limit."""
@@ -103,6 +109,9 @@ class Machine:
     """Time in which the host issues one kernel of an eager program."""
     start_seconds: float = 7e-6
     """From the call of a collective to its first byte; 6 to 9 µs in the latencies that `curves` names."""
+    collective_factors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """(latency, time of the bytes) of a collective over those of `links`, which are of all-reduces: by its
+    name in `collectives.measure`, where it was measured. Libraries run some of them worse than others."""
     optimizer_factor: float = 1.0
     """Time of an update over what its bytes take, as runs showed it (`calibration.Corrections`)."""
     doubt: float = 0.0
@@ -121,3 +130,18 @@ class Machine:
     @property
     def devices(self) -> int:
         return self.links[-1].devices
+
+    def running(self, collective: str) -> Machine:
+        """As `collective` finds its links."""
+        if collective not in self.collective_factors:
+            return self
+        latency, moving = self.collective_factors[collective]
+        links = tuple(
+            replace(
+                link,
+                latency_seconds=link.latency_seconds * latency,
+                bandwidth_bytes_per_second=link.bandwidth_bytes_per_second / moving,
+            )
+            for link in self.links
+        )
+        return replace(self, links=links, collective_factors={})
