@@ -12,7 +12,7 @@ from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.planner.choose import MEMORY_SHARE, Planned, complete, layout
-from wanma.planner.memory import forecast_memory
+from wanma.planner.memory import CUDA_CONTEXT_BYTES, forecast_memory
 from wanma.planner.recompute import least_recompute
 
 GIB = 1 << 30
@@ -26,6 +26,11 @@ MODEL = Workload(
 )
 
 
+def memory(gib: float) -> int:
+    """Of a GPU that has `gib` beside what CUDA takes."""
+    return int(gib * GIB + CUDA_CONTEXT_BYTES / MEMORY_SHARE)
+
+
 def on(memory_gib: float, **parallel: object) -> Planned:
     job = Job.model_validate(
         {
@@ -34,7 +39,7 @@ def on(memory_gib: float, **parallel: object) -> Planned:
             "parallel": {"recompute": "auto", **parallel},
         }
     )
-    gpu = Device("cuda", "GPU", int(memory_gib * GIB), {})
+    gpu = Device("cuda", "GPU", memory(memory_gib), {})
     cluster = Cluster((Node("box", 64, 512 * GIB, (gpu,) * 2),))
     return complete(job, layout(job, cluster), cluster, MODEL)
 
@@ -49,7 +54,7 @@ def test_nothing_recomputes_where_everything_fits() -> None:
 @pytest.mark.parametrize("memory_gib", [3.6, 3.0, 2.6, 2.2, 1.6, 1.0])
 def test_the_chosen_one_fits_and_whatever_costs_less_does_not(memory_gib: float) -> None:
     planned = on(memory_gib)
-    plan, limit = planned.plan, memory_gib * GIB * MEMORY_SHARE
+    plan, limit = planned.plan, memory(memory_gib) * MEMORY_SHARE
     assert plan.recompute != "none"
     assert planned.forecast is not None
     assert planned.forecast.memory_bytes <= limit
@@ -65,7 +70,7 @@ def test_the_chosen_one_fits_and_whatever_costs_less_does_not(memory_gib: float)
 
 
 def test_it_goes_from_none_over_selective_to_full_as_memory_shrinks() -> None:
-    modes = [on(memory).plan for memory in (4.2, 3.0, 1.0)]
+    modes = [on(gib).plan for gib in (5.0, 3.0, 1.0)]
     assert [plan.recompute for plan in modes] == ["none", "selective", "full"]
     assert 0 < modes[1].recompute_share < 1
 

@@ -121,6 +121,39 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     )
 
 
+def kept_by_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> int:
+    """Bytes that autograd keeps on this rank of the first micro-batch, its loss included."""
+    from wanma.data.open import open_data
+    from wanma.models.build import model_spec
+    from wanma.parallel.mesh import process_grid
+    from wanma.parallel.parallelize import parallelize
+    from wanma.training.forward_backward import ForwardBackward
+    from wanma.training.loss import classification_loss
+
+    parsed = Job.model_validate(job)
+    with process_grid(worker, plan, 60) as grid:
+        data = open_data(parsed.data, parsed.train)
+        spec = model_spec(
+            parsed.model,
+            vocabulary=data.vocabulary,
+            sequence_length=parsed.data.sequence_length,
+            image_shape=data.image_shape,
+            classes=data.classes,
+        )
+        parallel = parallelize(spec, plan, grid, 1)
+        parallel.initialize()
+        run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)
+        batch = data.batch(range(plan.micro_batch))
+        run._forward(batch)  # gathers the weights, which are no activations
+        losses: list[Any] = []
+
+        def forward() -> None:
+            part, output = run._forward(batch)
+            losses.append(classification_loss(output, part))
+
+        return held_after(forward)
+
+
 def held_after(run: Callable[[], Any]) -> int:
     """Bytes that `run` allocates and that are still held when it is over, whoever holds them."""
     made: dict[int, StorageWeakRef] = {}

@@ -1,33 +1,39 @@
-"""Memory of a plan on its fullest rank, by kind.
+"""Memory of a plan by kind: of its fullest rank, or of every pipeline rank.
 
-Sharded state follows Rajbhandari et al. 2020, section 5; what FSDP2 holds beside it is from its own
-behaviour (one unit of communication per block, another for the rest), which a test measures.
-Activations are the workload's elements per layer (Korthikanti et al. 2022, section 4.1).
+A rank is fullest at one of three moments: as the loss is computed, when all activations are kept; as backward
+enters its first block; or as it ends, when all gradients are there. What is there at other moments only does
+not add up. Pure functions, without torch.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
-from wanma.job.forecast import Forecast, Layer, Workload
-from wanma.job.plan import UPDATED_TOGETHER, Plan
-from wanma.planner.stages import fullest_share, stages_in_flight
-
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+from wanma.job.forecast import Forecast, Workload
+from wanma.job.plan import Plan
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.memory_table import MemoryTable, tabulate
+from wanma.planner.operators import Software
+from wanma.planner.stages import blocks_of_stages, kept_forwards
+from wanma.planner.state import Parameters, State, state_of
 
 CPU_RUNTIME_BYTES = 340 << 20
 """Resident memory of a rank before its model exists: Python, torch, dynamo and their libraries."""
 
-WHOLE_SHARE = 0.25
-"""Share of a block's kept activations that tensor parallelism does not split: the inputs and outputs of
-its normalisations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section 4.2.1: 10 of 34 bytes)."""
+CUDA_CONTEXT_BYTES = 600 << 20
+"""What a process takes of a GPU before its first tensor: CUDA's context, its libraries' kernels and their
+workspaces. Not counted by torch."""
 
-INPUT_SHARE = 1 / 16
-"""Share of a block's kept activations that is its input, where nobody counted; about 1 of 16 hidden-sized
-tensors in a decoder."""
+NCCL_GROUP_BYTES = 256 << 20
+"""Buffers of a communicator's channels on a GPU, likewise."""
 
-COSTLY_SHARE = 3 / 8
-"""Share of them that selective recompute keeps beside the input, likewise; about 6 of 16 in a decoder."""
+FRAGMENTATION_SHARE = 0.12
+"""Of what comes and goes during a step (weights that are gathered, gradients, activations, buffers), what
+torch's allocator for GPUs holds beyond it: 10 to 16 % in torchtitan's runs of December 2024, which say what
+they reserved (benchmarks/results/planner-memory.md)."""
 
 
 def forecast_memory(
@@ -37,156 +43,251 @@ def forecast_memory(
     *,
     micro_batches: int = 2,
     weight_average: bool = False,
+    dimensions: DecoderDimensions | None = None,
+    software: Software | None = None,
+    table: MemoryTable | None = None,
+    in_flight: int | None = None,
 ) -> Forecast:
-    """What one rank needs.
+    """What the fullest rank needs.
 
     Args:
         optimizer: `train.optimizer`.
         micro_batches: of one step and rank, at most.
         weight_average: whether an averaged copy of the weights is kept.
+        dimensions: of a decoder, whose operators are then known one by one.
+        software: habits of the program; None: this runtime's.
+        table: of `tabulate` for this plan, where somebody has it.
+        in_flight: most forwards of a stage that each rank keeps, where a schedule is given a limit.
     """
-    blocks, others = _units(workload)
-    master = 8 if plan.precision == "fp64" else 4
-    compute = BYTES[plan.precision]
-    # A pipeline's fullest rank has most of the blocks, and the embedding or the head; or both of them.
-    together = plan.pp == 1 or plan.is_v_shaped
-    ends = [_parameters(others)] if together else [_parameters([layer]) for layer in others]
-    share = fullest_share(plan, sum(layer.count for layer in blocks))
-    rest = max(ends, default=0) / plan.tp
-    # Of experts a rank has those of its place on `ep`, and shares these with the ranks that have the same.
-    spread = 1 - 1 / plan.ep
-    block = (
-        max((layer.parameters - spread * layer.expert_parameters for layer in blocks), default=0) / plan.tp
+    software = software or Software(fused=plan.compile)
+    table = table or tabulate(workload, plan, dimensions, software)
+    stages = _stages(table, plan)
+    step = _Step(optimizer, micro_batches, weight_average, software, in_flight)
+    ranks = [_rank_memory(rank, table, plan, stages, step) for rank in _unlike(plan, stages)]
+    return max(ranks, key=lambda rank: rank.total).forecast
+
+
+def memory_of_ranks(
+    workload: Workload,
+    plan: Plan,
+    optimizer: str,
+    *,
+    micro_batches: int = 2,
+    weight_average: bool = False,
+    dimensions: DecoderDimensions | None = None,
+    software: Software | None = None,
+    in_flight: int | None = None,
+) -> list[RankMemory]:
+    """What each pipeline rank needs; arguments as of `forecast_memory`."""
+    software = software or Software(fused=plan.compile)
+    table = tabulate(workload, plan, dimensions, software)
+    stages = _stages(table, plan)
+    step = _Step(optimizer, micro_batches, weight_average, software, in_flight)
+    return [_rank_memory(rank, table, plan, stages, step) for rank in range(plan.pp)]
+
+
+class Moment(NamedTuple):
+    """Bytes that come and go."""
+
+    gradients: float
+    activations: float
+    logits: float
+    buffers: float
+
+
+class RankMemory(NamedTuple):
+    """What one pipeline rank holds, in bytes."""
+
+    state: State
+    kept: float
+    """Activations that wait for their backward, on the device."""
+    away: float
+    """Where the plan offloads them to."""
+    working: float
+    """What backward makes beside them in one block, with what of it ran again or was fetched."""
+    moments: tuple[Moment, Moment, Moment]
+    """At the loss, as backward goes through its first block, and as it ends."""
+    plan: Plan
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=sum)
+
+    @property
+    def fragmentation(self) -> float:
+        if self.plan.device != "cuda":
+            return 0.0
+        return FRAGMENTATION_SHARE * (self.state.gathered + sum(self.peak))
+
+    @property
+    def total(self) -> float:
+        return self.state.parameters + self.state.optimizer + sum(self.peak) + self.fragmentation
+
+    @property
+    def forecast(self) -> Forecast:
+        peak, away = self.peak, {"nothing": 0.0, "host": self.state.host, "disk": self.state.disk}
+        away[self.plan.offload_activations] += self.away
+        return Forecast(
+            parameters_bytes=int(self.state.parameters),
+            gradients_bytes=int(peak.gradients),
+            optimizer_bytes=int(self.state.optimizer),
+            activations_bytes=int(peak.activations),
+            logits_bytes=int(peak.logits),
+            runtime_bytes=_runtime_bytes(self.plan),
+            host_bytes=int(away["host"]),
+            disk_bytes=int(away["disk"]),
+            buffers_bytes=int(peak.buffers),
+            fragmentation_bytes=int(self.fragmentation),
+        )
+
+
+# ---------------------------------------------------------------- one rank
+
+
+class _Step(NamedTuple):
+    """What a forecast needs beside the plan."""
+
+    optimizer: str
+    micro_batches: int
+    weight_average: bool
+    software: Software
+    in_flight: int | None
+
+
+def _stages(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
+    """Blocks of each kind in every stage."""
+    if plan.pp == 1:  # whatever schedule it would have
+        return [tuple(kind.blocks for kind in table.kinds)]
+    ends = list(accumulate(kind.blocks for kind in table.kinds))
+    found, start = [], 0
+    for size in blocks_of_stages(ends[-1] if ends else 0, plan):
+        stop = start + size
+        found.append(
+            tuple(
+                max(min(stop, end) - max(start, end - kind.blocks), 0)
+                for kind, end in zip(table.kinds, ends, strict=True)
+            )
+        )
+        start = stop
+    return found
+
+
+def _unlike(plan: Plan, stages: list[tuple[int, ...]]) -> Iterable[int]:
+    """Pipeline ranks among which is the fullest: of those that hold the same, the first keeps the most."""
+    if plan.is_v_shaped or plan.pp <= 2:
+        return range(plan.pp)
+    ranks: dict[object, int] = {}
+    for rank in range(plan.pp):
+        mine = plan.stages_of(rank)
+        ends = (mine[0] == 0, mine[-1] == plan.stages - 1)
+        ranks.setdefault((ends, *(stages[stage] for stage in mine)), rank)
+    return ranks.values()
+
+
+def _rank_memory(
+    rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]], step: _Step
+) -> RankMemory:
+    numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
+    is_first, is_last = 0 in numbers, len(stages) - 1 in numbers
+    shared = experts = block = shapes = 0.0
+    for index, kind in enumerate(table.kinds):
+        count = sum(stages[number][index] for number in numbers)
+        shared += count * kind.shared
+        experts += count * kind.experts
+        if count:
+            block = max(block, kind.shared + kind.experts)
+            shapes = max(shapes, kind.shared + kind.expert)
+    last = table.last if is_last else 0.0
+    state = state_of(
+        Parameters(shared, experts, last + (table.first if is_first else 0.0), block, shapes + last),
+        plan,
+        step.optimizer,
+        micro_batches=step.micro_batches,
+        weight_average=step.weight_average,
+        trained_share=table.trained_share,
+        software=step.software,
     )
-    experts = sum(layer.count * layer.expert_parameters for layer in blocks) * share / plan.tp
-    held = _parameters(blocks) * share / plan.tp - spread * experts + rest
-    expert_shards = plan.expert_ranks[1]
-    sharded = (held - experts / plan.ep) / plan.shard_ranks + experts / plan.ep / expert_shards
-
-    # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
-    # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
-    # In a pipeline blocks stay gathered from their backward on, and gradients whole to the step's end.
-    around = 1 if plan.device == "cpu" else 2
-    away = plan.offload_parameters != "nothing"
-    by_block = (plan.shard == "parameters" or away) and plan.pp == 1
-    gathered = rest + around * block if by_block else held
-    parameters = sharded * master
-
-    # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
-    # micro-batch, whole gradients are accumulated in fp32 until the last.
-    # On a CPU they are one unit where they are whole anyway (`parallel.shard`), and with one shard the
-    # buffer becomes the gradient.
-    one_unit = plan.device == "cpu" and plan.shard in ("nothing", "optimizer") and not away
-    unit = held if one_unit else max(rest, block)
-    whole = micro_batches > 1 and (plan.pp > 1 or plan.shard in ("nothing", "optimizer"))
-    if whole:
-        gradients = held * master + unit * master
-    elif one_unit and plan.shard_ranks == 1:
-        gradients = held * (compute + master)
-    else:
-        gradients = sharded * master + unit * (compute + master)
-
-    gradients *= workload.trained_share
-    average = sharded * master * int(weight_average)
-    state = master * _state_elements(optimizer, blocks, others) * sharded / max(workload.parameters, 1)
-    state *= workload.trained_share
-
-    activations = _activations(workload, plan, micro_batches)
-    elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
-    elsewhere[plan.offload_activations] += activations.away * compute
-    elsewhere[plan.offload_parameters] += parameters
-    if away and plan.device == "cuda":
-        # Then the update runs on the host: what belongs to the shards is there.
-        here = "host" if plan.offload_optimizer == "nothing" else plan.offload_optimizer
-        elsewhere[here] += state
-        of_shards = 0.0 if whole else sharded * master * workload.trained_share
-        elsewhere["host"] += average + sharded * master * workload.trained_share
-        gradients, state, average = gradients - of_shards, 0.0, 0.0
-    elif plan.offload_optimizer != "nothing":
-        elsewhere[plan.offload_optimizer] += state
-        state = min(state, state / max(sharded, 1) * UPDATED_TOGETHER)
-    return Forecast(
-        parameters_bytes=int((0 if away else parameters) + gathered * compute),
-        gradients_bytes=int(gradients),
-        optimizer_bytes=int(state + average),
-        activations_bytes=int(activations.here * compute),
-        logits_bytes=int(activations.logits * compute),
-        runtime_bytes=CPU_RUNTIME_BYTES if plan.device == "cpu" else 0,
-        host_bytes=int(elsewhere["host"]),
-        disk_bytes=int(elsewhere["disk"]),
+    activations = _activations(rank, table, plan, [stages[number] for number in numbers], step)
+    logits, head = (table.logits, table.head) if is_last else (0.0, 0.0)
+    boundary = _boundary(table, plan, step, numbers)
+    at_loss = Moment(
+        state.accumulated, activations.kept + head, step.software.logits_copies * logits, boundary
+    )
+    at_first_block = Moment(
+        state.accumulated + state.reducing,
+        activations.kept + activations.working,
+        logits,
+        boundary + table.travelling,
+    )
+    at_end = Moment(state.final, 0.0, logits if plan.pp == 1 else 0.0, boundary + state.receiving)
+    return RankMemory(
+        state,
+        activations.kept,
+        activations.away,
+        activations.working,
+        (at_loss, at_first_block, at_end),
+        plan,
     )
 
 
 class _Activations(NamedTuple):
-    """Elements that a rank keeps for backward."""
+    """Bytes that a rank keeps for backward."""
 
-    here: float
-    """Of its blocks, on the device."""
+    kept: float
+    """On the device."""
+    working: float
+    """Beside it, while backward goes through a block: what it makes, and what ran again or was fetched."""
     away: float
-    """Of its blocks, where the plan offloads them to."""
-    logits: float
-    """Of all else."""
+    """Where the plan offloads them to."""
 
 
-def _activations(workload: Workload, plan: Plan, micro_batches: int) -> _Activations:
-    blocks, others = _units(workload)
-    if not blocks:
-        blocks, others = others, []
-    here = away = deepest = 0.0
-    share = fullest_share(plan, sum(layer.count for layer in blocks))
-    for layer in blocks:
-        every = layer.activation_elements_per_sample
-        inputs = _known(layer.input_elements_per_sample, every * INPUT_SHARE)
-        costly = _known(layer.costly_elements_per_sample, every * COSTLY_SHARE)
-        held = layer.count * share
-        in_stage = max(round(held), 1)
-        again = len(plan.recomputed(in_stage)) / in_stage * held
-        kept = (held - again) * every + again * inputs
-        by_operator = again * costly if plan.recompute == "selective" else 0.0
-        if plan.offload_activations == "nothing":
-            here += kept + by_operator
-        else:  # the results that selective recompute keeps stay on the device
-            here, away = here + by_operator, away + kept
-        if again or plan.offload_activations != "nothing":
-            deepest = max(deepest, every)
-    whole = WHOLE_SHARE / plan.tp if plan.sequence else WHOLE_SHARE
-    size = (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp * plan.micro_batch
-    in_flight = _in_flight(plan, micro_batches)
+def _activations(
+    rank: int, table: MemoryTable, plan: Plan, mine: list[tuple[int, ...]], step: _Step
+) -> _Activations:
+    flights = _flights(rank, plan, step)
+    kept = away = working = deepest = 0.0
+    for counts, flight in zip(mine, flights, strict=True):
+        blocks = sum(counts)
+        again = math.ceil(round(blocks * plan.recompute_share, 9)) if plan.recompute != "none" else 0
+        share = again / blocks if blocks else 0.0
+        for kind, count in zip(table.kinds, counts, strict=True):
+            if not count:
+                continue
+            parts = kind.bytes
+            plain = count * flight * ((1 - share) * parts.kept + share * parts.inputs)
+            costly = count * flight * share * parts.costly if plan.recompute == "selective" else 0.0
+            if plan.offload_activations == "nothing":
+                kept += plain + costly
+            else:  # the results that selective recompute keeps stay on the device
+                kept, away = kept + costly, away + plain
+            working = max(working, parts.working)
+            if again or plan.offload_activations != "nothing":
+                deepest = max(deepest, parts.kept)
     # While backward runs it again or fetches it, one block is here as a whole; on a GPU the next one comes.
     around = 2 if plan.device == "cuda" and plan.offload_activations != "nothing" else 1
-    # Logits once as the loss keeps them and once as their gradient, split over the vocabulary.
-    logits = 2 * sum(layer.activation_elements_per_sample for layer in others) / (plan.tp * plan.cp)
-    return _Activations(
-        (here * in_flight + around * deepest) * size, away * in_flight * size, logits * plan.micro_batch
-    )
+    return _Activations(kept, working + around * deepest, away)
 
 
-def _known(counted: float | None, typical: float) -> float:
-    return typical if counted is None else counted
-
-
-def _in_flight(plan: Plan, micro_batches: int) -> float:
-    """Micro-batches whose activations the fullest rank holds at once, of all its stages."""
+def _flights(rank: int, plan: Plan, step: _Step) -> tuple[int, ...]:
+    """Forwards whose activations are kept, of each stage of the rank."""
     if plan.pp == 1:
-        return 1.0
-    return stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, micro_batches) / plan.virtual_stages
+        return (1,)
+    if step.in_flight is not None:
+        return (min(step.in_flight, step.micro_batches),) * plan.virtual_stages
+    return kept_forwards(plan.schedule, plan.pp, plan.virtual_stages, step.micro_batches, rank)
 
 
-def _units(workload: Workload) -> tuple[list[Layer], list[Layer]]:
-    """The repeated blocks, and everything else."""
-    blocks = [layer for layer in workload.layers if layer.count > 1 or layer.is_block]
-    return blocks, [layer for layer in workload.layers if layer not in blocks]
+def _boundary(table: MemoryTable, plan: Plan, step: _Step, numbers: tuple[int, ...]) -> float:
+    """Places for what stages send each other: of each micro-batch what comes, with its gradient on the way
+    back, and the gradient that comes back."""
+    if plan.pp == 1:
+        return 0.0
+    places = sum(2 * (number > 0) + (number < plan.stages - 1) for number in numbers)
+    return table.boundary * places * (step.micro_batches if step.software.boundary_buffers else 1)
 
 
-def _parameters(layers: list[Layer]) -> int:
-    return sum(layer.count * layer.parameters for layer in layers)
-
-
-def _state_elements(optimizer: str, blocks: list[Layer], others: list[Layer]) -> float:
-    """Elements of optimizer state of the whole model.
-
-    AdamW keeps two moments, SGD one momentum. Muon keeps one for the blocks' matrices and leaves the
-    rest to AdamW. Adafactor keeps a row and a column for each matrix, which is next to nothing.
-    """
-    copies = {"adamw": (2, 2), "sgd": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}[optimizer]
-    return copies[0] * _parameters(blocks) + copies[1] * _parameters(others)
+def _runtime_bytes(plan: Plan) -> int:
+    if plan.device != "cuda":
+        return CPU_RUNTIME_BYTES
+    axes = (plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.ep)
+    return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * sum(size > 1 for size in axes)

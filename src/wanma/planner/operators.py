@@ -35,6 +35,9 @@ class Software:
     """Rate of the fused kernel next to the measured one's."""
     fused: bool = False
     """Operators between the products are fused by a compiler or by hand."""
+    channels_last: bool = False
+    """A pixel's channels lie together, as tensor cores' convolutions want them; else each of these turns its
+    tensors round before and after (NVIDIA, "Convolutional Layers User's Guide", "Tensor Layouts In Memory")."""
     graphs: bool = False
     """The host replays whole steps (CUDA graphs), and is never behind."""
     selective: Literal["products", "attention"] = "products"
@@ -66,6 +69,10 @@ class Software:
     in 16 bits with whole gradients, and master weights as a part of the optimizer's state (Megatron)."""
     accumulated_bytes: int = 4
     """Of one element of whole gradients, between micro-batches."""
+    adds_in_product: bool = False
+    """A product adds its result to the gradient of the micro-batches before; else a kernel of its own does."""
+    waits_for_sends: bool = False
+    """Of a pipeline whose ranks have several stages: a rank computes nothing while it sends and receives."""
     empty_gradients: bool = False
     """Where a product adds its gradient to the whole one itself, autograd is given an empty tensor of the
     weight's size instead, of which one is kept for each shape (Transformer Engine)."""
