@@ -9,6 +9,7 @@ from wanma.job.worker import Event
 from wanma.observe.jsonl import START_FAILED
 from wanma.observe.progress import checkpoint_text, finish_text, validation_text
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.report.page import Tile
 from wanma.report.read import Report
 
 FORECAST_PARTS = (
@@ -31,15 +32,6 @@ PHASE_COLOURS = dict(
     )
 )
 """Stacked in this order, the largest at the bottom."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One key number."""
-
-    label: str
-    value: str
-    aside: str = ""
 
 
 @dataclass(frozen=True)

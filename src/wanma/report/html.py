@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from wanma.report.facts import (
     size_text,
     state_sentence,
 )
+from wanma.report.page import bar, card, document, key, reasons, row, tiles, under_bar
 from wanma.report.read import Report, read_report
 
 MOST_EVENTS = 200
@@ -55,26 +55,16 @@ def write_report(run: RunDirectory) -> Path:
 
 def page(report: Report) -> str:
     """The whole page as HTML."""
-    style, script = (
-        files("wanma.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")
-    )
-    name = escape(report.run.name)
-    parts = [
-        _header(report),
-        _problems(report),
-        *([_numbers(report), _charts(report)] if report.steps["step"] else [NO_METRICS]),
-        _comparison(report),
-        _details(report),
-        _events(report),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
-        f"<title>{name} · wanma</title><style>{style}</style></head>\n<body><main>\n"
-        + "\n".join(part for part in parts if part)
-        + f"\n</main><script>{script}</script></body></html>\n"
+    return document(
+        report.run.name,
+        [
+            _header(report),
+            _problems(report),
+            *([_numbers(report), _charts(report)] if report.steps["step"] else [NO_METRICS]),
+            _comparison(report),
+            _details(report),
+            _events(report),
+        ],
     )
 
 
@@ -106,13 +96,7 @@ def _problems(report: Report) -> str:
 
 
 def _numbers(report: Report) -> str:
-    tiles = (
-        f'<div class="tile"><span class="label">{escape(tile.label)}</span>'
-        f'<span class="value">{escape(tile.value)}</span>'
-        f'<span class="aside">{escape(tile.aside)}</span></div>'
-        for tile in key_numbers(report)
-    )
-    return f'<section class="tiles">{"".join(tiles)}</section>'
+    return tiles(key_numbers(report))
 
 
 def _charts(report: Report) -> str:
@@ -133,16 +117,16 @@ def _memory(report: Report) -> str:
         return ""
     full = max(total, measured or 0)
     kinds = [(colour, label, forecast.get(key, 0)) for colour, (key, label) in enumerate(FORECAST_PARTS, 1)]
-    rows = "".join(_row(_key(label, colour), bytes_text(size)) for colour, label, size in kinds)
+    rows = "".join(row(key(label, colour), bytes_text(size)) for colour, label, size in kinds)
     parts = [
-        _bar((f"c{colour}", size / full) for colour, _, size in kinds),
-        _under_bar("forecast, fullest rank", bytes_text(total)),
+        bar((f"c{colour}", size / full) for colour, _, size in kinds),
+        under_bar("forecast, fullest rank", bytes_text(total)),
     ]
     if measured is not None:
-        parts += [_bar([("measured", measured / full)]), _under_bar("measured, rank 0", bytes_text(measured))]
+        parts += [bar([("measured", measured / full)]), under_bar("measured, rank 0", bytes_text(measured))]
     parts.append(f"<table>{rows}</table>")
-    parts.append(_reasons(forecast.get("reasons") or ()))
-    return _card("Memory: forecast and measured", "".join(parts))
+    parts.append(reasons(forecast.get("reasons") or ()))
+    return card("Memory: forecast and measured", "".join(parts))
 
 
 def _phases(report: Report) -> str:
@@ -151,45 +135,19 @@ def _phases(report: Report) -> str:
         return ""
     total = sum(share.seconds for share in shares)
     rows = "".join(
-        _row(
-            _key(share.name, share.colour),
+        row(
+            key(share.name, share.colour),
             duration_text(share.seconds),
             f"{100 * share.seconds / total:.1f} %",
         )
         for share in shares
     )
-    return _card(
+    return card(
         "Where the time went",
-        _bar((f"c{share.colour}", share.seconds / total) for share in shares)
-        + _under_bar(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
+        bar((f"c{share.colour}", share.seconds / total) for share in shares)
+        + under_bar(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
         + f"<table>{rows}</table>",
     )
-
-
-def _bar(segments: Iterable[tuple[str, float]]) -> str:
-    """Segments of (CSS class, share of the whole width)."""
-    inside = "".join(
-        f'<span class="{css}" style="width:{100 * share:.2f}%"></span>' for css, share in segments
-    )
-    return f'<div class="bar">{inside}</div>'
-
-
-def _under_bar(label: str, number: str) -> str:
-    return f'<p class="under"><span>{label}</span><b>{number}</b></p>'
-
-
-def _key(name: str, colour: int) -> str:
-    return f'<span class="key c{colour}">{escape(name)}</span>'
-
-
-def _row(first: str, *numbers: str) -> str:
-    """`first` is HTML already."""
-    cells = "".join(f'<td class="n">{escape(number)}</td>' for number in numbers)
-    return f"<tr><td>{first}</td>{cells}</tr>"
-
-
-def _card(title: str, body: str) -> str:
-    return f'<div class="card"><h2>{title}</h2>{body}</div>'
 
 
 def _details(report: Report) -> str:
@@ -201,13 +159,8 @@ def _details(report: Report) -> str:
         ("Environment", _table(report.environment)),
         ("Logs", f"<ul>{links}</ul>" if links else ""),
     ]
-    cards = "".join(_card(title, body) for title, body in parts if body)
+    cards = "".join(card(title, body) for title, body in parts if body)
     return f'<section class="pair details">{cards}</section>' if cards else ""
-
-
-def _reasons(reasons: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(str(reason))}</li>" for reason in reasons)
-    return f"<details><summary>Reasons</summary><ul>{items}</ul></details>" if items else ""
 
 
 def _table(values: Mapping[str, Any]) -> str:
