@@ -13,7 +13,7 @@ JOB = {"model": {"preset": "gpt-1m"}, "parallel": {"compile": True}, "cluster": 
 def test_without_a_compiler_compile_is_off_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "cpp_compiler", lambda: None)
     job = job_from(JOB)
-    _, plan = first_layout(job)
+    plan = first_layout(job).plan
     assert not plan.compile
     assert notes(job, Planned(plan, None)) == [
         "parallel.compile is off: on a CPU it needs a C++ compiler, and none was found (apt-get install g++)"
@@ -23,7 +23,7 @@ def test_without_a_compiler_compile_is_off_with_one_sentence(monkeypatch: pytest
 def test_with_a_compiler_the_job_is_followed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "cpp_compiler", lambda: "/usr/bin/g++")
     job = job_from(JOB)
-    _, plan = first_layout(job)
+    plan = first_layout(job).plan
     assert plan.compile
     assert notes(job, Planned(plan, None)) == []
 
@@ -37,4 +37,4 @@ def test_fp8_without_torchao_is_refused_before_anything_starts(monkeypatch: pyte
         first_layout(job)
     assert refusal.value.exit_code == 2
     monkeypatch.setattr(planning, "find_spec", lambda _: object())
-    assert first_layout(job)[1].approximate == ("fp8",)
+    assert first_layout(job).plan.approximate == ("fp8",)

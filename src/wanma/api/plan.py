@@ -10,7 +10,7 @@ from rich.text import Text
 
 from wanma.api.explain import explain, ranks_text
 from wanma.api.machines import imagined
-from wanma.api.planning import Prepared, job_workload
+from wanma.api.planning import Prepared, by_time, job_dimensions, job_workload
 from wanma.api.show import describe_plan
 from wanma.data.tokenizer import load_tokenizer
 from wanma.hardware.discover import discover
@@ -20,10 +20,13 @@ from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.build import model_spec
 from wanma.models.described import model_kind
-from wanma.models.workload import section_dimensions
 from wanma.observe.units import bytes_text
+from wanma.planner.calibration import load_calibration
+from wanma.planner.capabilities import not_runnable
 from wanma.planner.choose import complete, layout
 from wanma.planner.explain import group_of
+from wanma.planner.problem import equal_machines
+from wanma.planner.space import usable_devices
 
 if TYPE_CHECKING:
     from wanma.parallel.recording import Collective
@@ -50,23 +53,24 @@ def plan_job(
     Raises:
         JobError: the job or the cluster is wrong, no such device or rank, or the plan fits nowhere.
     """
-    job, machines = _machines(job, device, cluster)
-    start = layout(job, machines)
-    workload = job_workload(job)
-    dimensions = None
-    if model_kind(job.model) == "tokens":
-        dimensions = section_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
-    planned = complete(job, start, machines, workload, dimensions)
+    job, machines, is_here = _machines(job, device, cluster)
+    workload, dimensions = job_workload(job), job_dimensions(job)
+    planned = None
+    if job.parallel.auto:
+        # A run takes part with all its machines; what is imagined may leave some of them out.
+        worlds = None if is_here else usable_devices(equal_machines(job, machines))
+        planned = by_time(job, machines, workload, dimensions, worlds)
+    if planned is None:
+        start = layout(job, machines)
+        planned = complete(job, start, machines, workload, dimensions, load_calibration())
     plan = planned.plan
     if rank is not None and not 0 <= rank < plan.world_size:
         raise JobError(
             f"--rank {rank}: the plan has {plan.world_size} ranks", f"name one of 0 to {plan.world_size - 1}"
         )
     parts: list[RenderableType] = [Text(f"\n{machines}", style="bold")]
-    if not_run := sorted(
-        {one.name for node in machines.nodes for one in node.devices if one.kind == "other"}
-    ):
-        parts.append(Text(f"· a forecast only: wanma does not run on {', '.join(not_run)}", style="dim"))
+    if (reason := not_runnable(job, plan, machines)) is not None:
+        parts.append(Text(f"· a forecast only: {reason}", style="dim"))
     parts.append(describe_plan(job, Prepared(machines, planned, workload, None)))
     if explained:
         parts += [Text(), explain(plan, dimensions, rank, job.data.sequence_length)]
@@ -75,12 +79,13 @@ def plan_job(
     return Group(*parts)
 
 
-def _machines(job: Job, device: str | None, cluster: str | None) -> tuple[Job, Cluster]:
+def _machines(job: Job, device: str | None, cluster: str | None) -> tuple[Job, Cluster, bool]:
+    """The job as it would run, the machines, and whether they are here."""
     if device is None and cluster is None:
         cluster = job.cluster.file
     if device is None and cluster is None:
-        return job, discover()
-    return imagined(job, device=device, cluster=cluster)
+        return job, discover(), True
+    return *imagined(job, device=device, cluster=cluster), False
 
 
 def _built(job: Job, plan: Plan, rank: int) -> RenderableType:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from wanma.api.machines import here
 from wanma.data.open import prepare
@@ -18,8 +18,12 @@ from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.described import model_kind
+from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.choose import Planned, complete, layout
+from wanma.planner.automatic import why_not_by_time
+from wanma.planner.calibration import load_calibration
+from wanma.planner.capabilities import check_runnable
+from wanma.planner.choose import Planned, automatic, complete, layout
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,59 @@ class Prepared:
         }
 
 
-def first_layout(job: Job) -> tuple[Cluster, Plan]:
-    """The machines, and the part of the plan that is known without the model.
+class Start(NamedTuple):
+    """What is known of a run before its data is there."""
+
+    cluster: Cluster
+    plan: Plan
+    """Its axes, device and threads hold."""
+    planned: Planned | None = None
+    """All of it, where a search has chosen the plan."""
+
+
+def first_layout(job: Job, *, own_model: bool = False) -> Start:
+    """The machines, and the part of the plan that is known without the data.
 
     A CPU without a C++ compiler cannot compile: the plan then says so, and `notes` tells the user.
+
+    Args:
+        own_model: `[model]` does not say what is trained.
 
     Raises:
         JobError, WanmaError: what the job asks cannot be done here.
     """
     cluster = here(job)
-    plan = layout(job, cluster)
+    planned = None
+    if job.parallel.auto and not own_model and model_kind(job.model) == "tokens":
+        planned = by_time(job, cluster, job_workload(job), job_dimensions(job))
+    plan = planned.plan if planned is not None else layout(job, cluster)
     if plan.compile and plan.device == "cpu" and cpp_compiler() is None:
         plan = replace(plan, compile=False)
+        planned = None if planned is None else replace(planned, plan=plan)
     if plan.fp8 and find_spec("torchao") is None:
         raise missing_extra("torchao", "fp8", "train.fp8")
-    return cluster, plan
+    return Start(cluster, plan, planned)
+
+
+def by_time(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload | None,
+    dimensions: DecoderDimensions | None,
+    worlds: Sequence[int] | None = None,
+) -> Planned | None:
+    """The fastest plan of a job with `parallel = "auto"`; None where no rates are known to choose by.
+
+    Args:
+        worlds: as of `automatic`.
+
+    Raises:
+        JobError: what the job fixes leaves no plan, or none that fits.
+    """
+    calibration = load_calibration()
+    if workload is None or why_not_by_time(job, cluster, workload, dimensions, calibration) is not None:
+        return None
+    return automatic(job, cluster, workload, dimensions, calibration, worlds=worlds)
 
 
 def notes(job: Job, planned: Planned) -> list[str]:
@@ -78,8 +120,7 @@ def notes(job: Job, planned: Planned) -> list[str]:
 
 def prepare_job(
     job: Job,
-    cluster: Cluster,
-    start: Plan,
+    start: Start,
     *,
     objects: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -91,7 +132,7 @@ def prepare_job(
         progress: of building token files.
 
     Raises:
-        JobError, WanmaError: the data or model cannot be had, or nothing fits.
+        JobError, WanmaError: the data or model cannot be had, nothing fits, or wanma does not run the plan.
     """
     objects = objects or {}
     if "data" not in objects:
@@ -101,11 +142,31 @@ def prepare_job(
             error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
             raise
     workload = None if "model" in objects else job_workload(job, objects)
-    dimensions = None
-    if workload is not None and model_kind(job.model) == "tokens":
-        dimensions = section_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
-    planned = complete(job, start, cluster, workload, dimensions)
-    return Prepared(cluster, planned, workload, peak_flops_per_second(planned.plan, cluster))
+    planned = finish(job, start, workload)
+    return Prepared(start.cluster, planned, workload, peak_flops_per_second(planned.plan, start.cluster))
+
+
+def finish(job: Job, start: Start, workload: Workload | None) -> Planned:
+    """The whole plan of a run, which wanma runs.
+
+    Raises:
+        JobError: nothing fits, or wanma does not run the plan.
+    """
+    cluster, plan, planned = start
+    dimensions = job_dimensions(job) if workload is not None else None
+    if planned is None and job.parallel.auto:
+        planned = by_time(job, cluster, workload, dimensions)
+    if planned is None:
+        planned = complete(job, plan, cluster, workload, dimensions, load_calibration())
+    check_runnable(job, planned.plan, cluster)
+    return planned
+
+
+def job_dimensions(job: Job) -> DecoderDimensions | None:
+    """Of a job's decoder; None for any other model."""
+    if model_kind(job.model) != "tokens":
+        return None
+    return section_dimensions(job.model, load_tokenizer(job.data.tokenizer).vocabulary)
 
 
 def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | None:

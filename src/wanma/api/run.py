@@ -65,12 +65,12 @@ def train_job(
         WanmaError: before anything was started.
     """
     run = run_directory_of(job, run_directory)
-    cluster, start = first_layout(job)
-    node = Node.start(preload_of(job), worker_environment(job.cluster, start))
+    start = first_layout(job)
+    node = Node.start(preload_of(job), worker_environment(job.cluster, start.plan))
     try:
         # The fork server imports torch meanwhile.
         with show_preparing(quiet=job.observe.console == "quiet") as progress:
-            prepared = prepare_job(job, cluster, start, objects=objects, progress=progress)
+            prepared = prepare_job(job, start, objects=objects, progress=progress)
         run.create()
         with only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, objects or {})
@@ -109,9 +109,9 @@ def dry_run(job: Job) -> RenderableType:
     """What `train_job` would run: the job as validated, the plan, memory and sizes. Starts nothing."""
     from wanma.api.show import describe
 
-    cluster, start = first_layout(job)
+    start = first_layout(job)
     with show_preparing(quiet=False) as progress:
-        prepared = prepare_job(job, cluster, start, progress=progress)
+        prepared = prepare_job(job, start, progress=progress)
     return describe(job, prepared)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.planning import Prepared, first_layout, notes, peak_flops_per_second
+from wanma.api.planning import Prepared, finish, first_layout, notes, peak_flops_per_second
 from wanma.api.records import (
     changes,
     events_so_far,
@@ -30,7 +30,6 @@ from wanma.job.sections import ClusterSection, Job
 from wanma.job.worker import Unsupervised, Worker, current_worker
 from wanma.models.described import model_kind
 from wanma.observe.console import open_console
-from wanma.planner.choose import complete
 
 if TYPE_CHECKING:
     from wanma.training.session import Session
@@ -83,9 +82,9 @@ def session(
         late = _too_late(job, launched, run_directory, worker)
     if launched is not None:
         job = _placed(job, launched)
-    cluster, start = first_layout(job)
-    planned = complete(job, start, cluster, None)
-    prepared = Prepared(cluster, planned, None, peak_flops_per_second(planned.plan, cluster))
+    start = first_layout(job, own_model=True)
+    planned = finish(job, start, None)
+    prepared = Prepared(start.cluster, planned, None, peak_flops_per_second(planned.plan, start.cluster))
     with nullcontext(worker) if worker is not None else _alone(job, run_directory) as rank:
         if launched is not None and rank.rank == 0:
             told = {"kind": SESSION, "steps": job.train.steps, "observe": job.observe.model_dump()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from wanma.job.cluster import Cluster
@@ -12,7 +12,13 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.observe.units import bytes_text
-from wanma.planner.memory import forecast_memory
+from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
+from wanma.planner.calibration import Calibration
+from wanma.planner.candidates import Found
+from wanma.planner.forecast import forecast, memory
+from wanma.planner.groups import Group, group_of
+from wanma.planner.nowhere import does_not_fit, no_plan
+from wanma.planner.problem import MEMORY_SHARE, Problem, device_of, problem_of
 from wanma.planner.recompute import least_recompute
 from wanma.planner.rules import (
     admitted_micro_batches,
@@ -24,10 +30,10 @@ from wanma.planner.rules import (
     check_stage_cuts,
     global_batches,
 )
+from wanma.planner.search import search
+from wanma.planner.space import Space
 from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts
 
-MEMORY_SHARE = 0.85
-"""Of a device's memory, what a forecast may fill."""
 CPU_TOKENS = 4096
 """Targets per micro-batch on a CPU: larger ones leave the caches and gain nothing."""
 
@@ -38,21 +44,34 @@ class Planned:
 
     plan: Plan
     forecast: Forecast | None
+    found: Found | None = None
+    """What else was looked at, where a search chose the plan."""
 
 
-def device_of(job: Job, cluster: Cluster) -> str:
-    """ "cuda" or "cpu".
+def automatic(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None = None,
+    calibration: Calibration | None = None,
+    *,
+    worlds: Sequence[int] | None = None,
+) -> Planned:
+    """The fastest plan of a job that leaves its layout open (`parallel = "auto"`), by forecast.
+
+    Args:
+        worlds: numbers of ranks to look at; default: those that a run on the cluster can have.
 
     Raises:
-        JobError: a GPU is asked for and none is here.
+        JobError: what the job fixes leaves no plan, or none that fits; says what would.
     """
-    has_gpu = all(node.devices for node in cluster.nodes)
-    if job.cluster.device == "cuda" and not has_gpu:
-        raise JobError(
-            "cluster.device = 'cuda', but this machine shows no NVIDIA GPU",
-            "use cluster.device = 'auto' or 'cpu'; `wanma doctor` says what was looked for",
-        )
-    return "cuda" if has_gpu and job.cluster.device != "cpu" else "cpu"
+    worlds = run_worlds(job, cluster) if worlds is None else worlds
+    found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
+    best = found.best
+    if best is None:
+        raise no_plan(job, cluster, workload, dimensions, found, worlds)
+    told = (*reasons(found), *best.forecast.reasons)
+    return Planned(best.plan, replace(best.forecast, reasons=told), found)
 
 
 def layout(job: Job, cluster: Cluster) -> Plan:
@@ -105,18 +124,21 @@ def complete(
     cluster: Cluster,
     workload: Workload | None,
     dimensions: DecoderDimensions | None = None,
+    calibration: Calibration | None = None,
 ) -> Planned:
-    """Choose the micro-batch and forecast memory.
+    """Choose what a layout leaves open, micro-batch and recompute, and forecast.
+
+    By the time of a step where the machine's rates are known; else the largest micro-batch and the least
+    recompute that fit.
 
     Args:
         dimensions: of a decoder, where the model is one.
+        calibration: what was measured of the devices.
 
     Raises:
         JobError: the plan splits what this model cannot, or not even one sample per micro-batch fits.
     """
     rows = plan.most_rows(min(global_batches(job)))
-    group = _group(job, dimensions)
-    reasons = [_layout_reason(job, plan)]
     if dimensions is not None:
         check_dimensions(plan, dimensions)
     if dimensions is not None and plan.pp > 1:
@@ -132,19 +154,74 @@ def complete(
         check_micro_batches(job, plan)
         return Planned(plan, None)
 
-    limit = _memory_per_rank(plan, cluster, job) * MEMORY_SHARE
+    ranks = plan.world_size // job.cluster.nodes
+    problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
+    chosen = None
+    if why_not_by_time(job, cluster, workload, dimensions, calibration) is None:
+        chosen = _fastest(problem, plan)
+    if chosen is None:
+        plan, told = _by_rule(problem, plan, rows)
+    else:
+        plan, told = chosen
+    needed = forecast(problem, plan)
+    _check_host(needed, plan, problem.cluster, job)
+    if needed.memory_bytes > problem.memory_bytes:
+        raise does_not_fit(problem, plan, needed)
+    told = [_layout_reason(job, plan), *told, *needed.reasons]
+    return Planned(plan, replace(needed, reasons=tuple(told)))
 
-    def needs(sized: Plan) -> Forecast:
-        return forecast_memory(
-            workload,
-            sized,
-            job.train.optimizer,
-            micro_batches=sized.accumulation(max(global_batches(job))),
-            weight_average=job.train.weight_average > 0,
-        )
+
+def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
+    """`plan` with the micro-batch and the recompute that make it fastest, where the job leaves them open.
+
+    None where nothing is open, or nothing fits.
+    """
+    parallel = problem.job.parallel
+    is_open = {"micro_batch": parallel.micro_batch is None, "recompute": parallel.recompute == "auto"}
+    if not any(is_open.values()) or plan.batch_shares or plan.placement:
+        return None
+    space = Space.of_job(
+        problem.job, problem.cluster, problem.dimensions, start=plan, devices=[plan.world_size]
+    )
+    narrow = replace(
+        space,
+        pp=(plan.pp,),
+        dp_replicate=(plan.dp_replicate,),
+        dp_shard=(plan.dp_shard,),
+        cp=(plan.cp,),
+        tp=(plan.tp,),
+        ep=(plan.ep,),
+        shard=(plan.shard,),
+        sequence=(plan.sequence,),
+        context=(plan.context,),
+        schedules=((plan.schedule, plan.virtual_stages),),
+        stage_cuts=plan.stage_cuts or None,
+        recompute=space.recompute if is_open["recompute"] else ((plan.recompute, plan.recompute_share),),
+        compile=(plan.compile,),
+    )
+    best = search(problem, narrow, keep=1).best
+    if best is None:
+        return None
+    told = [
+        f"{key} {getattr(best.plan, key)}: the fastest that fits, by forecast"
+        for key in is_open
+        if is_open[key]
+    ]
+    return best.plan, told
+
+
+def _by_rule(problem: Problem, plan: Plan, rows: int) -> tuple[Plan, list[str]]:
+    """`plan` with the largest micro-batch that fits, and the least recompute, where the job leaves them open.
+
+    Raises:
+        JobError: no micro-batch gives every rank whole groups, or the schedule cannot run them.
+    """
+    job, workload = problem.job, problem.workload
+    group = group_of(job, problem.dimensions)
+    told: list[str] = []
 
     def fits(sized: Plan) -> bool:
-        return needs(sized).memory_bytes <= limit
+        return memory(problem, sized).memory_bytes <= problem.memory_bytes
 
     if job.parallel.micro_batch is not None:
         micro_batch = job.parallel.micro_batch
@@ -158,7 +235,7 @@ def complete(
         largest = sizes[0]
         fitting = (size for size in sizes if fits(replace(plan, micro_batch=size)))
         micro_batch = next(fitting, sizes[-1])
-        reasons.append(
+        told.append(
             f"micro_batch {micro_batch}: the largest that fits, at most {largest} "
             f"({rows} samples per rank and step)"
         )
@@ -166,19 +243,10 @@ def complete(
     check_micro_batches(job, plan)
     if job.parallel.recompute == "auto":
         plan, reason = least_recompute(plan, workload, fits)
-        reasons.append(reason)
+        told.append(reason)
         if plan.pp > 1:
             check_schedule(plan)
-    forecast = needs(plan)
-    _check_host(forecast, plan, cluster, job)
-    if forecast.memory_bytes > limit:
-        raise JobError(
-            f"the plan does not fit: a rank needs about {bytes_text(forecast.memory_bytes)} of "
-            f"{bytes_text(limit)}: {_largest_kind(forecast)}",
-            "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'auto', offload "
-            "(parallel.offload_*), or take a smaller model, micro-batch or sequence",
-        )
-    return Planned(plan, replace(forecast, reasons=tuple(reasons)))
+    return plan, told
 
 
 def _cut(job: Job, plan: Plan, workload: Workload | None, blocks: int) -> Plan:
@@ -216,7 +284,7 @@ def _layout_reason(job: Job, plan: Plan) -> str:
     return "one process per machine with all its cores: on CPUs threads beat ranks (docs/performance.md)"
 
 
-def _micro_batches(job: Job, plan: Plan, group: _Group, largest: int) -> list[int]:
+def _micro_batches(job: Job, plan: Plan, group: Group, largest: int) -> list[int]:
     """Sizes to try, from the largest on.
 
     Raises:
@@ -234,74 +302,13 @@ def _micro_batches(job: Job, plan: Plan, group: _Group, largest: int) -> list[in
     return whole
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Samples that must be computed in one micro-batch, because something is defined over them."""
-
-    size: int
-    key: str
-    what: str
-    """They share it."""
-
-    def are_whole(self, job: Job, plan: Plan) -> bool:
-        """Whether every micro-batch of every rank is a multiple of the group."""
-        return self.size == 1 or all(
-            len(run) > 0 and len(run) % self.size == 0
-            for batch in global_batches(job)
-            for rank in _unlike_ranks(plan)
-            for run in plan.micro_batches(batch, rank)
-        )
-
-    def refusal(self, job: Job, plan: Plan) -> JobError:
-        batches = ", ".join(map(str, global_batches(job)))
-        return JobError(
-            f"train.global_batch = {batches} over {plan.data_ranks} data ranks does not divide into "
-            f"micro-batches of whole groups: {self.key} = {self.size} samples share {self.what}",
-            f"make train.global_batch a multiple of {self.size * plan.data_ranks} and parallel.micro_batch "
-            f"one of {self.size}, or change {self.key}",
-        )
-
-
-def _unlike_ranks(plan: Plan) -> Iterable[int]:
-    """Data ranks among which are all sizes: even ones differ by one at most, the larger ones first."""
-    return range(plan.data_ranks) if plan.batch_shares else (0, plan.data_ranks - 1)
-
-
-def _group(job: Job, dimensions: DecoderDimensions | None) -> _Group:
-    if job.model.family == "resnet" or (job.model.preset or "").startswith("resnet"):
-        return _Group(job.model.statistics_group, "model.statistics_group", "one statistic")
-    if dimensions is not None and dimensions.couples_samples:
-        return _Group(dimensions.balance_group, "model.balance_group", "the experts' balance and capacity")
-    return _Group(1, "", "")
-
-
-def _memory_per_rank(plan: Plan, cluster: Cluster, job: Job) -> float:
-    node = min(cluster.nodes, key=lambda node: node.memory_bytes)
-    if plan.device == "cuda":
-        return min(device.memory_bytes for node in cluster.nodes for device in node.devices)
-    return node.memory_bytes / (plan.world_size // job.cluster.nodes)
-
-
-def _check_host(forecast: Forecast, plan: Plan, cluster: Cluster, job: Job) -> None:
+def _check_host(needed: Forecast, plan: Plan, cluster: Cluster, job: Job) -> None:
     """What waits in the host's memory must fit there."""
     node = min(cluster.nodes, key=lambda node: node.memory_bytes)
-    needed = forecast.host_bytes * (plan.world_size // job.cluster.nodes)
-    if needed > node.memory_bytes * MEMORY_SHARE:
+    waiting = needed.host_bytes * (plan.world_size // job.cluster.nodes)
+    if waiting > node.memory_bytes * MEMORY_SHARE:
         raise JobError(
-            f"the plan does not fit: {bytes_text(needed)} would wait in the memory of {node.name}, "
+            f"the plan does not fit: {bytes_text(waiting)} would wait in the memory of {node.name}, "
             f"which has {bytes_text(node.memory_bytes)}",
             "offload less to 'host' (parallel.offload_*), or to 'disk'",
         )
-
-
-def _largest_kind(forecast: Forecast) -> str:
-    kinds = {
-        "parameters": forecast.parameters_bytes,
-        "gradients": forecast.gradients_bytes,
-        "optimizer state": forecast.optimizer_bytes,
-        "activations": forecast.activations_bytes,
-        "logits": forecast.logits_bytes,
-        "Python and torch": forecast.runtime_bytes,
-    }
-    ordered = sorted(kinds.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered if size)

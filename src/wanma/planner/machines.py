@@ -61,6 +61,15 @@ def machine_of(
     return calibration.correction(_measured_name(known.chip.name, calibration)).applied(known)
 
 
+def is_measured(cluster: Cluster, calibration: Calibration | None) -> bool:
+    """Whether the device of every kind of node was calibrated."""
+    devices = [node.devices[0] if node.devices else node.cpu for node in cluster.nodes]
+    measured = {one.device for one in calibration.measured} if calibration is not None else set()
+    return calibration is not None and all(
+        device is not None and _measured_name(device.name, calibration) in measured for device in devices
+    )
+
+
 class _UnknownRateError(Exception):
     """The message says which rate, and where to give it."""
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from wanma.job.cluster import Cluster
+from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.errors import JobError
 from wanma.job.forecast import Workload
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.calibration import Calibration
 from wanma.planner.machine import Machine
+from wanma.planner.machines import machine_of
 from wanma.planner.operators import Software
+
+MEMORY_SHARE = 0.85
+"""Of a device's memory, what a forecast may fill."""
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,80 @@ class Problem:
     def sequence(self) -> int:
         """Tokens of one sample."""
         return self.workload.tokens_per_sample
+
+
+def problem_of(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None = None,
+    calibration: Calibration | None = None,
+    *,
+    ranks: int = 1,
+) -> Problem:
+    """What a job asks of its machines.
+
+    Of unlike machines all are taken to be the slowest and smallest, which is how ranks with equal shares of
+    the work run.
+
+    Args:
+        cluster: machines of the job that are not in it are taken to be like those that are.
+        dimensions: of a decoder, where the model is one.
+        calibration: what was measured of the devices.
+        ranks: of one machine, where they compute on its processors.
+
+    Raises:
+        JobError: a GPU is asked for and none is there.
+    """
+    machines = equal_machines(job, cluster)
+    (node,) = machines.nodes
+    memory_bytes = min((device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks)
+    machine = machine_of(machines, calibration=calibration, ranks=ranks)
+    return Problem(job, machines, workload, machine, memory_bytes * MEMORY_SHARE, dimensions)
+
+
+def device_of(job: Job, cluster: Cluster) -> str:
+    """ "cuda" or "cpu".
+
+    Raises:
+        JobError: a GPU is asked for and none is there.
+    """
+    has_gpu = all(node.devices for node in cluster.nodes)
+    if job.cluster.device == "cuda" and not has_gpu:
+        raise JobError(
+            "cluster.device = 'cuda', but this machine shows no NVIDIA GPU",
+            "use cluster.device = 'auto' or 'cpu'; `wanma doctor` says what was looked for",
+        )
+    return "cuda" if has_gpu and job.cluster.device != "cpu" else "cpu"
+
+
+def equal_machines(job: Job, cluster: Cluster) -> Cluster:
+    """As many machines as the job has, each as slow and as small as the least of the cluster's."""
+    nodes = cluster.nodes
+    if device_of(job, cluster) == "cpu":
+        nodes = tuple(replace(node, devices=()) for node in nodes)
+    count = max(cluster.node_count, job.cluster.nodes)
+    least = min(nodes, key=lambda node: _rate(node, job.train.precision))
+    if len(nodes) > 1:
+        level = cluster.level_across()
+        least = replace(
+            least,
+            devices=_least_devices(nodes, least),
+            cores=min(node.cores for node in nodes),
+            memory_bytes=min(node.memory_bytes for node in nodes),
+            network=(replace(level, size=None),) if level is not None else (),
+        )
+    return Cluster((replace(least, count=count),))
+
+
+def _rate(node: Node, precision: str) -> float:
+    """Of one device, in products; endless where nobody knows, which then decides nothing."""
+    devices = node.devices or ((node.cpu,) if node.cpu else ())
+    rates = (device.peak_flops_per_second.get(precision) for device in devices)
+    return min((rate for rate in rates if rate is not None), default=float("inf"))
+
+
+def _least_devices(nodes: tuple[Node, ...], like: Node) -> tuple[Device, ...]:
+    number = min(len(node.devices) for node in nodes)
+    memory_bytes = min((device.memory_bytes for node in nodes for device in node.devices), default=0)
+    return tuple(replace(device, memory_bytes=memory_bytes) for device in like.devices[:number])

@@ -30,6 +30,7 @@ from wanma.planner.admits import (
     takes_backward_apart,
     tensor_fits,
 )
+from wanma.planner.capabilities import can_compile_again, installed_torch
 from wanma.planner.rules import global_batches
 from wanma.planner.stages import INTERLEAVED, VIRTUAL_STAGES, planned_cuts, wrong_stages
 
@@ -267,7 +268,8 @@ def recomputes(space: Space, plan: Plan) -> list[tuple[Recompute, float]]:
     largest = max(stage_sizes(plan, space.layers), default=0)
     found: list[tuple[Recompute, float]] = []
     for kind, share in space.recompute:
-        if takes_backward_apart(replace(plan, recompute=kind)) is not None:
+        again = replace(plan, recompute=kind)
+        if takes_backward_apart(again) is not None or not can_compile_again(again, installed_torch()):
             continue
         if kind == "none":
             found.append((kind, 1.0))

@@ -1,0 +1,172 @@
+"""`parallel = "auto"`: from a job that leaves its layout open to the fastest plan that wanma can run.
+
+What the job says is kept; all else is searched by forecast. Where nobody knows the machine's rates there is
+nothing to search by, and `choose` plans by its rule. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from wanma.job.cluster import Cluster
+from wanma.job.forecast import Workload
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.calibration import Calibration
+from wanma.planner.candidates import Candidate, Found, pareto_front
+from wanma.planner.capabilities import allowed_approximations, not_runnable
+from wanma.planner.forecast import unknown_rates
+from wanma.planner.machines import is_measured
+from wanma.planner.problem import Problem, device_of, equal_machines, problem_of
+from wanma.planner.search import rank_of, search
+from wanma.planner.space import Space, divisors
+
+
+def find_plans(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None = None,
+    calibration: Calibration | None = None,
+    *,
+    worlds: Sequence[int] | None = None,
+    keep: int = 20,
+) -> Found:
+    """The best plans of a job on a cluster, those that are a forecast only marked as such.
+
+    On processors each number of ranks of a machine is a problem of its own, for the ranks share it.
+
+    Args:
+        dimensions: of a decoder, where the model is one.
+        calibration: what was measured of the devices.
+        worlds: numbers of ranks to look at; default: `space.usable_devices`.
+        keep: most candidates.
+
+    Raises:
+        JobError: a GPU is asked for and none is there.
+    """
+    searches = _searches(job, cluster, workload, dimensions, calibration, worlds)
+    return merged([_marked(problem, search(problem, space, keep=keep)) for problem, space in searches], keep)
+
+
+def why_not_by_time(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None = None,
+    calibration: Calibration | None = None,
+) -> str | None:
+    """Why forecasts of time cannot choose a job's plan; None where they can."""
+    problem = problem_of(job, cluster, workload, dimensions, calibration)
+    unknown = unknown_rates(problem, _exact(job, problem.cluster))
+    if unknown is not None:
+        return unknown
+    if device_of(job, cluster) == "cpu" and not is_measured(problem.cluster, calibration):
+        return "this processor was never measured: after `wanma cluster --calibrate` forecasts choose"
+    return None
+
+
+def run_worlds(job: Job, cluster: Cluster) -> tuple[int, ...]:
+    """Numbers of ranks that a run of the job can have: as many on each of its machines."""
+    (node,) = equal_machines(job, cluster).nodes
+    return tuple(size * job.cluster.nodes for size in divisors(len(node.devices) or node.cores))
+
+
+def merged(found: Sequence[Found], keep: int) -> Found:
+    """Several searches as one."""
+    if len(found) == 1:
+        return found[0]
+    candidates = sorted((one for each in found for one in each.candidates), key=rank_of)
+    nearest = [each.nearest for each in found if each.nearest is not None]
+    pruned: Counter[str] = Counter()
+    for each in found:
+        pruned.update(each.pruned)
+    return Found(
+        tuple(candidates[:keep]),
+        pareto_front([one for each in found for one in each.pareto]),
+        None if candidates else min(nearest, key=lambda one: one.memory_bytes, default=None),
+        sum(each.considered for each in found),
+        dict(pruned),
+        sum(each.seconds for each in found),
+    )
+
+
+def reasons(found: Found) -> tuple[str, ...]:
+    """Why the best plan is the best, in sentences."""
+    best = found.best
+    if best is None:
+        return ()
+    told = [f"the fastest of {found.considered:,} plans, by forecast: {best.seconds:.3g} s a step"]
+    others = [one for one in found.candidates if one is not best]
+    runner_up = next((one for one in others if one.forecast_only is None), None)
+    if runner_up is not None:
+        told.append(f"next: {runner_up.plan}, {runner_up.seconds / best.seconds - 1:+.1%} time")
+    faster = next((one for one in others if one.forecast_only and one.seconds < best.seconds), None)
+    if faster is not None:
+        told.append(f"{faster.plan} would take {faster.seconds:.3g} s; {faster.forecast_only}")
+    return tuple(told)
+
+
+def _searches(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None,
+    calibration: Calibration | None,
+    worlds: Sequence[int] | None,
+) -> Iterator[tuple[Problem, Space]]:
+    machines = equal_machines(job, cluster)
+    (node,) = machines.nodes
+    if node.devices:
+        problem = problem_of(job, cluster, workload, dimensions, calibration)
+        for start in _starts(job, machines):
+            yield problem, Space.of_job(job, machines, dimensions, start=start, devices=worlds)
+        return
+    for ranks in divisors(node.cores):
+        world = ranks * node.count
+        if worlds is None or world in worlds:
+            problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
+            threads = job.cluster.threads_per_rank or max(node.cores // ranks, 1)
+            start = replace(_exact(job, machines), threads_per_rank=threads)
+            yield problem, Space.of_job(job, machines, dimensions, start=start, devices=[world])
+
+
+def _exact(job: Job, machines: Cluster) -> Plan:
+    """All that a search leaves as it is."""
+    return Plan(
+        precision=job.train.precision,
+        fp8=job.train.fp8,
+        device=device_of(job, machines),
+        approximate=("fp8",) if job.train.fp8 else (),
+    )
+
+
+def _starts(job: Job, machines: Cluster) -> list[Plan]:
+    """The exact plans, and the approximate ones that the job allows and the devices can compute."""
+    exact = _exact(job, machines)
+    low = replace(exact, fp8=True, approximate=("fp8",))
+    allowed = "fp8" in allowed_approximations(job) and not exact.fp8
+    return [exact, low] if allowed and not_runnable(job, low, machines) is None else [exact]
+
+
+def _marked(problem: Problem, found: Found) -> Found:
+    """With the reason beside each plan that is a forecast only, and each rank's share of the cores."""
+    (node,) = problem.cluster.nodes
+
+    def mark(one: Candidate) -> Candidate:
+        plan = one.plan
+        if plan.device == "cuda":
+            here = min(len(node.devices), plan.world_size)
+            threads = problem.job.cluster.threads_per_rank or max(node.cores // here, 1)
+            plan = replace(plan, threads_per_rank=threads)
+        return replace(one, plan=plan, forecast_only=not_runnable(problem.job, plan, problem.cluster))
+
+    return replace(
+        found,
+        candidates=tuple(map(mark, found.candidates)),
+        pareto=tuple(map(mark, found.pareto)),
+        nearest=mark(found.nearest) if found.nearest is not None else None,
+    )

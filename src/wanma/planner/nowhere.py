@@ -1,0 +1,141 @@
+"""A job without a plan: why there is none, by how much it fails, and what would help.
+
+Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.forecast import Forecast, Workload
+from wanma.job.plan import AXES, Plan
+from wanma.job.sections import Job
+from wanma.models.dimensions import DecoderDimensions
+from wanma.observe.units import bytes_text, count_text
+from wanma.planner.advice import advice
+from wanma.planner.candidates import Candidate, Found
+from wanma.planner.problem import Problem, equal_machines, problem_of
+from wanma.planner.rules import check_dimensions, global_batches
+from wanma.planner.smallest import smallest_cluster
+
+
+def no_plan(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None,
+    found: Found,
+    worlds: Sequence[int],
+) -> JobError:
+    """The error for a search that found nothing to run among `worlds` of ranks."""
+    if found.candidates:
+        one = found.candidates[0]
+        return JobError(
+            f"wanma runs no plan of this job on {cluster}; the best would be {one.plan}: {one.forecast_only}",
+            "`wanma plan` shows what such plans would cost",
+        )
+    if found.nearest is not None:
+        return fits_nowhere(job, cluster, workload, dimensions, found.nearest)
+    try:
+        check_open(job, cluster, dimensions, worlds)
+    except JobError as error:
+        return error
+    return JobError(
+        f"what the job fixes leaves no plan on {cluster}: {fixed_text(job)}",
+        "leave some of these keys out",
+    )
+
+
+def fits_nowhere(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None,
+    nearest: Candidate,
+) -> JobError:
+    """The error for a model that needs more memory than any plan leaves it."""
+    (node,) = equal_machines(job, cluster).nodes
+    here = nearest.plan.world_size // node.count if not node.devices else 1
+    problem = problem_of(job, cluster, workload, dimensions, ranks=max(here, 1))
+    needed = nearest.forecast.memory_bytes
+    message = (
+        f"the model fits nowhere on {cluster}: even under {nearest.plan}, the leanest plan, a rank needs "
+        f"{bytes_text(needed)} of {bytes_text(problem.memory_bytes)}, "
+        f"{bytes_text(needed - problem.memory_bytes)} too much: {largest_kinds(nearest.forecast)}"
+    )
+    ways = [f"{change} would fit" for change in advice(problem, nearest.plan, keep=1)]
+    if (enough := smallest_cluster(job, cluster, workload, dimensions)) is not None:
+        ways.append(f"so would {enough}" if ways else f"{enough} would do")
+    return JobError(
+        message, "; ".join(ways) or "no number of such machines would do: take devices with more memory"
+    )
+
+
+def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast) -> JobError:
+    """The error for a job's own plan that needs too much memory."""
+    changes = [str(change) for change in advice(problem, plan, keep=3)]
+    return JobError(
+        f"the plan does not fit: a rank needs about {bytes_text(forecast.memory_bytes)} of "
+        f"{bytes_text(problem.memory_bytes)}: {largest_kinds(forecast)}",
+        f"would fit: {'; or '.join(changes)}"
+        if changes
+        else "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'auto', offload "
+        "(parallel.offload_*), or take a smaller model, micro-batch or sequence",
+    )
+
+
+def check_open(
+    job: Job, cluster: Cluster, dimensions: DecoderDimensions | None, worlds: Sequence[int]
+) -> None:
+    """What a job fixes, against the devices, the batch and the model, before the rest is searched.
+
+    Raises:
+        JobError: names the keys.
+    """
+    sizes = {axis: getattr(job.parallel, axis) for axis in AXES if axis in job.parallel.model_fields_set}
+    taken, keys = math.prod(sizes.values()), " × ".join(f"parallel.{axis} = {n}" for axis, n in sizes.items())
+    if taken > max(worlds):
+        raise JobError(
+            f"{keys} makes {count_text(taken, 'rank')}, and {cluster} has room for {max(worlds)}",
+            "lower these sizes, or plan for more machines",
+        )
+    if dimensions is not None:
+        check_dimensions(Plan(**sizes, context=job.parallel.context), dimensions)
+    if all(world % taken for world in worlds):
+        raise JobError(
+            f"{keys} makes {count_text(taken, 'rank')}, which no usual number of ranks on {cluster} divides "
+            f"into: {', '.join(map(str, worlds[:8]))}",
+            f"use sizes whose product divides {max(worlds)}",
+        )
+    data_ranks, batch = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), min(global_batches(job))
+    if data_ranks > batch:
+        raise JobError(
+            f"train.global_batch = {batch} gives {data_ranks} data ranks (dp_replicate × dp_shard) less than "
+            "one sample each",
+            f"raise train.global_batch to at least {data_ranks}, or use fewer ranks",
+        )
+
+
+def fixed_text(job: Job) -> str:
+    """'tp = 3, schedule = zbv': the keys of [parallel] that the job sets."""
+    said = sorted(job.parallel.model_fields_set - {"auto", "allow"})
+    return ", ".join(f"{key} = {getattr(job.parallel, key)}" for key in said) or "nothing"
+
+
+def largest_kinds(forecast: Forecast) -> str:
+    """'activations 44.0 GiB, parameters 12.5 GiB': what fills a rank, the largest first."""
+    kinds = {
+        "parameters": forecast.parameters_bytes,
+        "gradients": forecast.gradients_bytes,
+        "optimizer state": forecast.optimizer_bytes,
+        "activations": forecast.activations_bytes,
+        "logits": forecast.logits_bytes,
+        "communication buffers": forecast.buffers_bytes,
+        "the allocator's holes": forecast.fragmentation_bytes,
+        "Python and torch": forecast.runtime_bytes,
+    }
+    ordered = sorted(kinds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered if size)
