@@ -16,6 +16,7 @@ from wanma.planner.communication import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    reduce_scatter_seconds,
     routed_seconds,
     send_seconds,
 )
@@ -110,8 +111,9 @@ class PartTime:
 class _Adder:
     """Operators of one part, summed up as they are named."""
 
-    def __init__(self, machine: Machine, software: Software) -> None:
+    def __init__(self, machine: Machine, software: Software, precision: str) -> None:
         self.chip, self.software = machine.chip, software
+        self.width = ELEMENT_BYTES[precision] / 2
         self.forward = self.inputs = self.weights = self.again = 0.0
         self.kernels = [0, 0, 0]
 
@@ -137,7 +139,8 @@ class _Adder:
     def stream(
         self, elements: float, forward: float, backward: float, kernels: int = 1, *, again: bool = False
     ) -> None:
-        """`forward` and `backward`: bytes per element, read and written."""
+        """`forward` and `backward`: bytes per element in 16 bits, read and written."""
+        elements *= self.width
         seconds = streaming_seconds(self.chip, elements * forward, kernels)
         self.forward += seconds
         self.inputs += streaming_seconds(self.chip, elements * backward, kernels)
@@ -172,7 +175,7 @@ def block_time(
     experts: bool = False,
 ) -> PartTime:
     """One block. Bytes of what streams are per element of the named width, in 16 bits."""
-    add = _Adder(machine, software)
+    add = _Adder(machine, software, plan.precision)
     hidden, tp = dimensions.hidden, plan.tp
     tokens = plan.micro_batch * sequence / plan.cp
     # What lies between the split matrices is computed by every rank of `tp`, or by each for its tokens.
@@ -183,8 +186,11 @@ def block_time(
 
     # Two normalisations, and two branches that join the residual stream (with bias and dropout in GPT).
     join = (6.0, 4.0) if software.gated else (7.0, 5.0)
-    # RMS normalisation has no kernel of its own in eager PyTorch: a square, a mean, a root and two products.
-    norm = (4.0, 8.0, 1) if software.fused or not software.gated else (14.0, 24.0, 5)
+    # RMS normalisation has no kernel of its own in eager PyTorch: a square, a mean, a root and two products;
+    # on a CPU ours is in fewer passes (`models.normalization`).
+    norm = (10.0, 18.0, 5) if plan.device == "cpu" else (14.0, 24.0, 5)
+    if software.fused or not software.gated:
+        norm = (4.0, 8.0, 1)
     for _ in range(2):
         add.stream(between * hidden, *norm, again=halves)
         add.stream(between * hidden, *join, 1, again=halves)
@@ -196,7 +202,8 @@ def block_time(
     else:
         _network(add, dimensions.feed_forward, dimensions, plan, software, tokens, precision)
 
-    one = _tensor_exchange(machine, plan, tokens * hidden * 2.0) * (1 - software.tensor_overlap)
+    activation = tokens * hidden * ELEMENT_BYTES[plan.precision]
+    one = _tensor_exchange(machine, plan, activation) * (1 - software.tensor_overlap)
     # Two exchanges forward and two backward (Shoeybi et al. 2020, section 3); with sequence parallelism
     # each is a gather and a scatter, which together move as much (Korthikanti et al. 2022, section 4.2.2).
     return replace(
@@ -214,7 +221,8 @@ def block_time(
 def _tensor_exchange(machine: Machine, plan: Plan, moved: float) -> float:
     group = Group(plan.tp)
     if plan.sequence:
-        return 2 * all_gather_seconds(machine, group, moved)
+        gather = all_gather_seconds(machine, group, moved, of="tensor_gather")
+        return gather + reduce_scatter_seconds(machine, group, moved, of="tensor_scatter")
     return all_reduce_seconds(machine, group, moved)
 
 
@@ -249,8 +257,11 @@ def _attention(
         width = value = dimensions.head_width
         add.product(tokens, (heads + 2 * kv_heads) * width, hidden, precision, again=second)
         add.product(tokens, hidden, heads * width, precision, again=second)
-        # Rotary positions, in 32 bits; GPT only puts queries, keys and values into separate tensors.
+        # Rotary positions, in 32 bits, with casts from and to 16; GPT only puts queries, keys and values into
+        # separate tensors.
         turns = (20.0, 24.0, 5) if software.gated else (2.0, 2.0, 1)
+        if software.gated and add.width >= 2.0:
+            turns = (4.0, 4.0, 2)
         if software.gated and software.fused:
             turns = (4.0, 4.0, 2)
         add.stream(tokens * (heads + kv_heads) * width, *turns, again=second)
@@ -284,12 +295,15 @@ def _attention(
     add.attend(forward, backward, 1, again=full or (selective and software.selective == "attention"))
     if plan.cp == 1:
         return 0.0
-    keys_and_values = tokens * kv_heads * (width + value) * 2.0
+    element = ELEMENT_BYTES[plan.precision]
+    keys_and_values = tokens * kv_heads * (width + value) * element
     if plan.context == "all_to_all":
         # Queries, keys and values on the way there, the output on the way back.
-        moved = keys_and_values + tokens * heads * (width + value) * 2.0
+        moved = keys_and_values + tokens * heads * (width + value) * element
         return all_to_all_seconds(machine, Group(plan.cp, tp), moved)
     step = send_seconds(machine, tp, keys_and_values)
+    if plan.device == "cpu":  # the cores that compute also send
+        return (plan.cp - 1) * step
     # Each step's keys travel while those before are used; the first are there.
     return max(0.0, (plan.cp - 1) * (step - forward / plan.cp))
 
@@ -359,10 +373,10 @@ def _experts(
             tokens,
             precision,
         )
-    group = Group(plan.ep, plan.tp * plan.cp)
+    group, element = Group(plan.ep, plan.tp * plan.cp), ELEMENT_BYTES[plan.precision]
     if software.routes_once:
-        return 2 * routed_seconds(machine, group, tokens * hidden * 2.0, choices)
-    return 2 * all_to_all_seconds(machine, group, rows * hidden * 2.0)
+        return 2 * routed_seconds(machine, group, tokens * hidden * element, choices)
+    return 2 * all_to_all_seconds(machine, group, rows * hidden * element)
 
 
 def head_time(
@@ -371,13 +385,14 @@ def head_time(
     """The last normalisation, logits in 16 bits and the loss over them."""
     if dimensions.vocabulary is None:
         raise ValueError("a forecast needs dimensions with a vocabulary")
-    add = _Adder(machine, software)
+    add = _Adder(machine, software, plan.precision)
     tokens = plan.micro_batch * sequence / plan.cp
     logits = dimensions.vocabulary / plan.tp
     add.stream(tokens * dimensions.hidden, 4.0, 8.0, 2)
     add.product(tokens, logits, dimensions.hidden, plan.precision)
-    add.stream(tokens * logits, software.loss_bytes / 2, software.loss_bytes / 2, 6)
-    one = _tensor_exchange(machine, plan, tokens * dimensions.hidden * 2.0)
+    moved = software.loss_bytes / 2 / add.width  # these bytes are in 32 bits already
+    add.stream(tokens * logits, moved, moved, 6)
+    one = _tensor_exchange(machine, plan, tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision])
     sums = 3 * all_reduce_seconds(machine, Group(plan.tp), tokens * 4)
     return replace(add.part(), tensor_forward=sums, tensor_backward=one)
 
@@ -386,10 +401,9 @@ def embedding_time(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
 ) -> PartTime:
     """Rows are fetched, and their gradients added up."""
-    add = _Adder(machine, software)
+    add = _Adder(machine, software, plan.precision)
     tokens = plan.micro_batch * sequence / plan.cp
     positions = 4.0 if not software.gated else 0.0
     add.stream(tokens * dimensions.hidden, 4.0 + positions, 8.0 + positions, 2)
-    return replace(
-        add.part(), tensor_forward=_tensor_exchange(machine, plan, tokens * dimensions.hidden * 2.0)
-    )
+    activation = tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision]
+    return replace(add.part(), tensor_forward=_tensor_exchange(machine, plan, activation))

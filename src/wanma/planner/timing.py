@@ -10,6 +10,7 @@ from wanma.job.plan import Plan
 from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.communication import Group, all_gather_seconds, send_seconds
+from wanma.planner.compute import ELEMENT_BYTES
 from wanma.planner.machine import Machine
 from wanma.planner.operators import Software, block_time, embedding_time, head_time
 from wanma.planner.pieces import Blocks, End, Pieces, stages_of
@@ -102,7 +103,8 @@ def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, m
     where the sequence is not split (Narayanan et al. 2021, section 4.1)."""
     if plan.pp == 1:
         return 0.0
-    whole = plan.micro_batch * sequence / plan.cp * dimensions.hidden * 2.0
+    element = ELEMENT_BYTES[plan.precision]
+    whole = plan.micro_batch * sequence / plan.cp * dimensions.hidden * element
     distance = plan.world_size // plan.pp
     seconds = send_seconds(machine, distance, whole / plan.tp)
     return seconds if plan.sequence else seconds + all_gather_seconds(machine, Group(plan.tp), whole)
