@@ -153,3 +153,27 @@ def test_names_are_escaped_in_drawing_and_hover_text() -> None:
     assert "<script>alert" not in drawn
     assert drawn.count("</script>") == 1
     assert hover(drawn)[0][2] == f"{evil} 1.000"
+
+
+def test_an_axis_may_be_of_other_things_than_steps() -> None:
+    chart = Chart(
+        "Throughput",
+        [Line("tokens/s", 1, [64.0, 128.0, 1024.0], [1.0, 2.0, 9.0]), Line("at", 2, [64.0], [3.0])],
+        across_ticks=[64.0, 1024.0],
+        across_text=lambda value: f"{value:.0f} GPUs",
+        across_is_log=True,
+        point_text=lambda bucket: f"on {bucket.first:.0f}",
+    )
+    drawing = figure(chart)
+    places = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">(\d+) GPUs</text>', drawing)
+    assert [name for _, name in places] == ["64", "1024"]
+    dots = [float(x) for x in re.findall(r'class="dot c1" cx="([\d.]+)"', drawing)]
+    # Logarithmic: one doubling of four.
+    assert (dots[1] - dots[0]) / (dots[2] - dots[0]) == pytest.approx(1 / 4, abs=0.01)
+    assert '"on 128"' in drawing
+
+
+def test_points_may_stand_alone() -> None:
+    drawing = figure(Chart("Plans", [Line("others", 1, [1.0, 2.0], [3.0, 4.0], is_joined=False)]))
+    assert "polyline" not in drawing
+    assert drawing.count('class="dot c1"') == 2

@@ -36,7 +36,9 @@ class Line:
     xs: Sequence[float]
     ys: Sequence[float]
     dots: bool = False
-    """Draw every point, joined or not: for values that are rare."""
+    """Draw every point, also where there are many: for values that are rare."""
+    is_joined: bool = True
+    """Draw a line through the points."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class Chart:
     marks: Sequence[tuple[str, float]] = ()
     """Vertical lines: CSS class and step."""
     note: str = ""
+    across_ticks: Sequence[float] | None = None
+    """Where to write on the horizontal axis; None: at round whole numbers, which are steps."""
+    across_text: Callable[[float], str] = tick_text
+    across_is_log: bool = False
+    point_text: Callable[[Bucket], str] | None = None
+    """What the pointer is told of a position; None: its step."""
 
     @property
     def width(self) -> int:
@@ -87,6 +95,8 @@ def figure(chart: Chart) -> str:
     # Room for half a bar at both ends, which also gives a single step an axis.
     air = 0.5 * ((high - low) / max(len(drawn[0].buckets) - 1, 1) or 1.0) if few else 0.0
     across = Scale(low - air, high + air, LEFT, chart.width - RIGHT)
+    if chart.across_is_log:
+        across = Scale(*log_span(xs), LEFT, chart.width - RIGHT, logarithmic=True)
 
     positive = [v for one in drawn for b in one.buckets for v in (b.low, b.high) if v > 0]
     log = chart.log_choice and len(positive) > 0 and max(positive) > 1.5 * min(positive)
@@ -164,11 +174,12 @@ def _drawing(chart: Chart, drawn: list[_Drawn], across: Scale, up: Scale, few: b
         parts.append(
             f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(chart.axis_text(tick))}</text>'
         )
-    for tick in across.ticks():
-        if tick == int(tick):
-            parts.append(
-                f'<text x="{across(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick_text(tick)}</text>'
-            )
+    whole = [tick for tick in across.ticks() if tick == int(tick)]
+    for tick in whole if chart.across_ticks is None else chart.across_ticks:
+        parts.append(
+            f'<text x="{across(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
+            f"{escape(chart.across_text(tick))}</text>"
+        )
     for css, step in chart.marks:
         if across.low <= step <= across.high:
             parts.append(f'<path class="{escape(css)}" d="M{across(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
@@ -204,7 +215,8 @@ def _line(one: _Drawn, across: Scale, up: Scale, few: bool) -> str:
             low = [f"{across(b.middle):.1f},{up(b.low):.1f}" for b in reversed(buckets)]
             parts.append(f'<polygon class="band c{colour}" points="{" ".join(high + low)}"/>')
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline class="line c{colour}" points="{path}"/>')
+        if one.line.is_joined:
+            parts.append(f'<polyline class="line c{colour}" points="{path}"/>')
         if few or one.line.dots or len(points) == 1:
             parts.extend(
                 f'<circle class="dot c{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points
@@ -245,10 +257,11 @@ def _legend(chart: Chart) -> str:
 
 def _hover(chart: Chart, drawn: list[_Drawn], across: Scale) -> str:
     """Positions and texts for the script, one entry per step or bucket that has something to show."""
+    name = chart.point_text or _step_text
     entries: dict[float, tuple[str, list[str]]] = {}
     for one in drawn:
         for bucket in one.buckets:
-            _, texts = entries.setdefault(round(across(bucket.middle), 1), (_step_text(bucket), []))
+            _, texts = entries.setdefault(round(across(bucket.middle), 1), (name(bucket), []))
             if math.isfinite(bucket.mean):
                 text = f"{one.line.name} {chart.value_text(bucket.mean)}"
                 if bucket.low != bucket.high:
