@@ -11,7 +11,7 @@ from wanma.models.build import ModelSpec, build_model
 from wanma.models.decoder import Decoder, decoder_layout
 from wanma.models.described import vision_dimensions
 from wanma.models.dimensions import DecoderDimensions
-from wanma.models.measure import _attention_on_cpu
+from support.flops import attention_on_cpu
 from wanma.models.presets import GPT_MOE_PRESETS
 from wanma.models.statistics import noting_modules
 from wanma.models.vision import build_vision
@@ -121,7 +121,7 @@ def test_the_flops_of_a_mixture_are_those_of_the_experts_that_a_token_passes(
     dimensions: DecoderDimensions,
 ) -> None:
     model, rows = initialized(dimensions), 2
-    with FlopCounterMode(display=False, custom_mapping=_attention_on_cpu()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=attention_on_cpu()) as counter:
         model(torch.zeros(rows, 128, dtype=torch.int64))
     by_formula = decoder_workload(dimensions, 128).flops_per_sample
     assert by_formula == pytest.approx(3 * counter.get_total_flops() / rows, rel=1e-9)

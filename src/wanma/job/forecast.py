@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from wanma.job.operator import Operator
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,11 @@ class Layer:
     idle_parameters: int = 0
     """Of them, those of experts that a token is not sent to."""
     trained_parameters: int | None = None
-    """Of the parameters, those that are trained; None: all."""
+    """Of the parameters, those that are trained, by gradients that are not sparse; None: all."""
     is_block: bool = False
     """One of the model's repeated blocks, also where it is the only one of its kind."""
+    operators: tuple[Operator, ...] = ()
+    """What one layer runs for one micro-batch, forward and backward; empty where nobody looked."""
 
     @property
     def trained_share(self) -> float:
@@ -46,6 +51,8 @@ class Workload:
     layers: tuple[Layer, ...]
     tokens_per_sample: int
     """Targets of one sample: the sequence length of text, 1 for a labelled image."""
+    output_elements_per_sample: float | None = None
+    """That the loss is computed from; None where nobody counted."""
 
     @property
     def parameters(self) -> int:
@@ -70,6 +77,17 @@ class Workload:
         those that are not trained do without.
         """
         return sum(layer.count * layer.flops_per_sample * (2 + layer.trained_share) for layer in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Workload:
+        layers = tuple(
+            Layer(**{**layer, "operators": tuple(map(Operator.from_json, layer["operators"]))})
+            for layer in value["layers"]
+        )
+        return cls(**{**value, "layers": layers})
 
 
 @dataclass(frozen=True)

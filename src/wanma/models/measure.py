@@ -1,10 +1,11 @@
-"""What a module computes and keeps, counted in one forward on tensors that have shapes but no storage."""
+"""What a module computes and keeps, read off one forward and backward on tensors without storage."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,200 +13,336 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from wanma.job.errors import WanmaError
-from wanma.job.forecast import Layer
-from wanma.models.costly import Costly
-from wanma.models.dropout import keyed_samples
+from wanma.job.forecast import Layer, Workload
+from wanma.job.operator import Operator
+from wanma.models.blocks import repeated_blocks
+from wanma.models.dropout import keyed_samples, replace_dropout
+from wanma.models.fuse import operators_by_unit
+from wanma.models.statistics import GroupedBatchNorm
+from wanma.models.trace import Scale, Trace, storage_of
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a module is read."""
+
+    blocks: Collection[str] | None = ()
+    """Names of its repeated blocks; None: found by structure (`models.blocks`)."""
+    precision: torch.dtype | None = None
+    """That parameters and floating-point inputs are cast to; None: as they are."""
+    autocast: bool = False
+    """Whether the forward runs under autocast to that precision, as users' modules do."""
 
 
 def measure(
-    module: nn.Module, example_inputs: Sequence[Tensor], opened: Sequence[str] = ()
-) -> tuple[Layer, ...]:
-    """The layers of `module_workload`; see there.
+    module: nn.Module | Callable[[], nn.Module],
+    example_inputs: Sequence[Tensor],
+    keywords: Mapping[str, Tensor],
+    targets_per_sample: int,
+    reading: Reading,
+) -> Workload:
+    """The workload of `module_workload`; see there.
 
     The tensors pretend to be on the CPU rather than on the meta device, because there attention is
     one fused operator, as on a GPU, and does not keep its scores.
     """
-    rows = example_inputs[0].shape[0]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        shadow = _without_storage(module).train()
-        inputs = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in example_inputs]
-        samples = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    units = list(_units(shadow, "", opened))
-    ledger = _Ledger(shadow)
-    for name, unit in units:
-        ledger.follow(name, unit)
-    hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
-    watch = _Watch(ledger)
+    name = type(module).__name__ if isinstance(module, nn.Module) else "the module"
     try:
-        with mode, ledger.counter, torch.enable_grad(), keyed_samples(shadow, 0, samples), hooks, watch:
-            shadow(*inputs)
-    except Exception as error:
+        with mode:
+            shadow = _without_storage(module) if isinstance(module, nn.Module) else module()
+            name = type(shadow).__name__
+            run = _Run(shadow, (*example_inputs, *keywords.values()), reading)
+            outputs = run.forward(example_inputs, keywords)
+            run.backward(outputs)
+    except WanmaError:
+        raise
+    except Exception as error:  # whatever its code raises
         raise WanmaError(
-            f"cannot measure {type(module).__name__} without running it: {type(error).__name__}: {error}",
-            "its forward must take the example inputs and must not depend on the values of tensors; "
-            "without a measurement a plan has no forecast",
+            f"cannot measure {name} without running it: {type(error).__name__}: {error}",
+            "its forward must take the example inputs, in any number of samples (dim 0), and must not depend "
+            "on the values of tensors; without a measurement a plan has no forecast",
         ) from error
-    ledger.turn_to("")
-    named = [*units, ("", shadow)]
-    return tuple(_merge([ledger.line(name, part, rows) for name, part in named], type(module).__name__))
+    return Workload(tuple(_merge(run.lines(), name)), targets_per_sample, run.outputs_per_sample)
+
+
+class _Run:
+    """One forward and backward of a module whose tensors have no storage. Inside a fake mode."""
+
+    def __init__(self, shadow: nn.Module, examples: Sequence[Tensor], reading: Reading) -> None:
+        replace_dropout(shadow)
+        self.shadow, self.reading = shadow.train(), reading
+        if reading.precision is not None:
+            for parameter in shadow.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = torch.empty_like(parameter, dtype=reading.precision)
+        for part in shadow.modules():
+            if isinstance(part, GroupedBatchNorm):
+                part.register_forward_pre_hook(_one_group)
+        self.scale = _scale(shadow, examples, reading)
+        self.trace = Trace(self.scale)
+        self.units = list(_units(shadow, _block_names(shadow, reading)))
+        self.kept: defaultdict[str, float] = defaultdict(float)
+        self.inputs: defaultdict[str, float] = defaultdict(float)
+        # Tensors are held so that no storage's identity is used twice.
+        self.saved: dict[int, Tensor] = {}
+        self.own = {storage_of(tensor) for tensor in (*shadow.parameters(), *shadow.buffers())}
+        self.outputs_per_sample = 0.0
+        self._unit = ""
+        for name, unit, _ in self.units:
+            self._follow(name, unit)
+
+    def forward(self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> list[Tensor]:
+        """Its outputs that have a gradient."""
+        given = [self._grown(tensor) for tensor in inputs]
+        named = {key: self._grown(tensor) for key, tensor in keywords.items()}
+        samples = torch.zeros(self.scale.samples, dtype=torch.int64)
+        precision = self.reading.precision
+        cast = (
+            torch.autocast("cpu", dtype=precision)
+            if self.reading.autocast and precision in (torch.bfloat16, torch.float16)
+            else nullcontext()
+        )
+        saving = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        self._turn_to("")
+        with (
+            torch.enable_grad(),
+            _without_mkldnn(),
+            keyed_samples(self.shadow, 0, samples),
+            cast,
+            saving,
+            self.trace,
+        ):
+            outputs = self.shadow(*given, **named)
+        self._turn_to("")
+        found = [
+            leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
+        self.outputs_per_sample = sum(tensor.numel() for tensor in found) / self.scale.samples
+        self.own |= {storage_of(tensor) for tensor in found}
+        return [tensor for tensor in found if tensor.requires_grad]
+
+    def backward(self, outputs: list[Tensor]) -> None:
+        if not outputs:
+            return
+        gradients = [torch.empty_like(tensor) for tensor in outputs]
+        self.trace.backward = True
+        with self.trace:
+            torch.autograd.backward(outputs, gradients)
+
+    def lines(self) -> list[_Line]:
+        """Of the units, and last of what runs outside of them."""
+        operators = operators_by_unit(self.trace.calls, {*self.saved, *self.own})
+        costly: defaultdict[str, float] = defaultdict(float)
+        for call in self.trace.calls:
+            if call.is_kept:
+                costly[call.unit] += sum(piece.per_sample for piece in call.writes)
+        counted: set[int] = set()
+        found = []
+        sparse = _sparse_tables(self.shadow)
+        for name, part, is_block in [*self.units, ("", self.shadow, False)]:
+            # Parameters that an earlier line has counted are not counted again.
+            new = {
+                id(parameter): parameter for parameter in part.parameters() if id(parameter) not in counted
+            }
+            counted.update(new)
+            trained = sum(p.numel() for key, p in new.items() if p.requires_grad and key not in sparse)
+            found.append(
+                _Line(
+                    name,
+                    type(part),
+                    is_block,
+                    sum(parameter.numel() for parameter in new.values()),
+                    trained,
+                    operators.get(name, ()),
+                    self.kept[name],
+                    self.inputs[name],
+                    costly[name],
+                )
+            )
+        return found
+
+    def _grown(self, example: Tensor) -> Tensor:
+        """As `example`, of as many rows more as the scale says."""
+        precision = self.reading.precision
+        dtype = precision if precision is not None and example.is_floating_point() else example.dtype
+        shape = list(example.shape)
+        if shape:
+            shape[0] *= self.scale.prime
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def _follow(self, name: str, unit: nn.Module) -> None:
+        def enter(_: nn.Module, arguments: Any, keywords: Any) -> None:
+            self._turn_to(name)
+            self.inputs[name] += self._floating((arguments, keywords))
+
+        unit.register_forward_pre_hook(enter, with_kwargs=True)
+        unit.register_forward_hook(lambda *_: self._turn_to(""))
+
+    def _turn_to(self, unit: str) -> None:
+        self._unit = unit
+        self.trace.turn_to(unit)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Saved-tensor hook: several views of one storage, and parameters, keep nothing more.
+
+        Nor does what there is once however many samples, such as a table of positions or a variance.
+        """
+        storage, size = storage_of(tensor), tensor.untyped_storage().nbytes()
+        if storage not in self.own and storage not in self.saved:
+            self.saved[storage] = tensor
+            if self.scale.grows(size):
+                self.kept[self._unit] += size / self.scale.element_bytes / self.scale.samples
+        return tensor
+
+    def _floating(self, tree: Any) -> float:
+        """Elements of all floating-point tensors in it, of one sample."""
+        leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return sum(leaf.numel() * leaf.element_size() for leaf in leaves) / (
+            self.scale.element_bytes * self.scale.samples
+        )
 
 
 @dataclass(frozen=True)
 class _Line:
+    """What was noted of one unit; elements are of one sample."""
+
     name: str
     kind: type[nn.Module]
+    is_block: bool
     parameters: int
-    flops_per_sample: float
-    elements_per_sample: float
-    input_elements_per_sample: float
-    costly_elements_per_sample: float
+    trained_parameters: int
+    operators: tuple[Operator, ...]
+    kept_elements: float
+    input_elements: float
+    costly_elements: float
 
+    @property
+    def flops_per_sample(self) -> float:
+        return sum(one.flops_per_sample for one in self.operators if one.phase == "forward")
 
-class _Ledger:
-    """Books FLOPs and kept elements on the unit whose forward is running; "" is outside all units."""
-
-    def __init__(self, shadow: nn.Module) -> None:
-        self.counter = FlopCounterMode(display=False, custom_mapping=_attention_on_cpu())
-        self._unit = ""
-        self._booked = 0
-        self._flops: defaultdict[str, int] = defaultdict(int)
-        self._elements: defaultdict[str, int] = defaultdict(int)
-        self._inputs: defaultdict[str, int] = defaultdict(int)
-        self._costly: defaultdict[str, int] = defaultdict(int)
-        self._judge = Costly()
-        # Tensors are held so that no storage's identity is used twice.
-        self._known: dict[int, Tensor] = {}
-        self._counted: set[int] = set()
-        for tensor in (*shadow.parameters(), *shadow.buffers()):
-            self._known[_storage(tensor)] = tensor
-
-    def follow(self, name: str, unit: nn.Module) -> None:
-        def enter(_: nn.Module, arguments: Any, keywords: Any) -> None:
-            self.turn_to(name)
-            self._inputs[name] += _elements((arguments, keywords))
-
-        unit.register_forward_pre_hook(enter, with_kwargs=True)
-        unit.register_forward_hook(lambda *_: self.turn_to(""))
-
-    def turn_to(self, name: str) -> None:
-        total = self.counter.get_total_flops()
-        self._flops[self._unit] += total - self._booked
-        self._booked, self._unit = total, name
-        self._judge = Costly()
-
-    def run(self, operator: Any, result: Any) -> None:
-        """Note what an operator has computed."""
-        if self._judge.keeps(operator):
-            self._costly[self._unit] += _elements(result)
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Saved-tensor hook: several views of one storage, and parameters, keep nothing more."""
-        if self._known.setdefault(_storage(tensor), tensor) is tensor:
-            self._elements[self._unit] += tensor.untyped_storage().nbytes() // tensor.element_size()
-        return tensor
-
-    def line(self, name: str, part: nn.Module, rows: int) -> _Line:
-        """A unit's line; parameters that an earlier line has counted are not counted again."""
-        new = {id(parameter): parameter.numel() for parameter in part.parameters()}
-        new = {key: size for key, size in new.items() if key not in self._counted}
-        self._counted.update(new)
-        return _Line(
-            name,
-            type(part),
-            sum(new.values()),
-            self._flops[name] / rows,
-            self._elements[name] / rows,
-            self._inputs[name] / rows,
-            self._costly[name] / rows,
-        )
-
-
-class _Watch(TorchDispatchMode):
-    """Tells the ledger of every operator."""
-
-    def __init__(self, ledger: _Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._ledger = ledger
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._ledger.run(func, result)
-        return result
-
-
-def _units(module: nn.Module, prefix: str, opened: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Top-level children; `opened` ones and those without a forward of their own count as their children."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or path in opened:
-            yield from _units(child, f"{path}.", opened)
-        else:
-            yield path, child
+    @property
+    def is_layer(self) -> bool:
+        """What holds, computes and keeps nothing is no layer."""
+        return bool(self.parameters or self.operators or self.kept_elements)
 
 
 def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
-    """Equal neighbours become one layer; what the first of them keeps for all counts for each.
-
-    What holds, computes and keeps nothing is no layer.
-    """
+    """Equal neighbours become one layer; what the first of them keeps for all counts for each."""
     *units, outside = lines
-    units = [unit for unit in units if _is_layer(unit)]
+    units = [unit for unit in units if unit.is_layer]
 
     def likeness(line: _Line) -> tuple[object, ...]:
         container = line.name.rpartition(".")[0]
-        return container, line.kind, line.parameters, line.flops_per_sample
+        sizes = (line.parameters, line.trained_parameters, line.flops_per_sample)
+        return container, line.kind, line.is_block, *sizes
 
     for (container, *_), group in groupby(units, key=likeness):
         same = list(group)
-        name = same[0].name
+        first, last = same[0], same[-1]
+        name = first.name
         if len(same) > 1:
-            name = str(container) or f"{name}-{same[-1].name}"
-        kept = max(line.elements_per_sample for line in same)
-        inputs, costly = same[0].input_elements_per_sample, same[0].costly_elements_per_sample
-        yield Layer(name, len(same), same[0].parameters, same[0].flops_per_sample, kept, inputs, costly)
-    if _is_layer(outside):
-        yield Layer(whole, 1, outside.parameters, outside.flops_per_sample, outside.elements_per_sample)
+            name = str(container) or f"{name}-{last.name}"
+        # The last one is the most like all others: the first may prepare what they share.
+        yield _layer(last, name, len(same), max(line.kept_elements for line in same))
+    if outside.is_layer:
+        yield _layer(outside, whole, 1, outside.kept_elements)
 
 
-def _is_layer(line: _Line) -> bool:
-    return bool(line.parameters or line.flops_per_sample or line.elements_per_sample)
+def _layer(line: _Line, name: str, count: int, kept: float) -> Layer:
+    return Layer(
+        name,
+        count,
+        line.parameters,
+        line.flops_per_sample,
+        kept,
+        line.input_elements,
+        line.costly_elements,
+        trained_parameters=None if line.trained_parameters == line.parameters else line.trained_parameters,
+        is_block=line.is_block,
+        operators=line.operators,
+    )
+
+
+def _units(
+    module: nn.Module, blocks: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Top-level children; what holds blocks, and what has no forward of its own, counts as its children.
+
+    Yields:
+        name, module, and whether it is a block.
+    """
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        holds = any(block.startswith(f"{path}.") for block in blocks)
+        if path not in blocks and (holds or isinstance(child, (nn.ModuleList, nn.ModuleDict))):
+            yield from _units(child, blocks, f"{path}.")
+        else:
+            yield path, child, path in blocks
+
+
+def _block_names(shadow: nn.Module, reading: Reading) -> Collection[str]:
+    if reading.blocks is not None:
+        return reading.blocks
+    found = {id(block) for block in repeated_blocks(shadow)}
+    return {name for name, module in shadow.named_modules() if id(module) in found}
+
+
+def _scale(shadow: nn.Module, examples: Sequence[Tensor], reading: Reading) -> Scale:
+    tensors = [*shadow.parameters(), *shadow.buffers()]
+    sizes = [size for tensor in tensors for size in tensor.shape]
+    sizes += [size for tensor in examples for size in tensor.shape]
+    floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    dtype = reading.precision or (floating.dtype if floating is not None else torch.float32)
+    return Scale.beside(sizes, examples[0].shape[0], dtype.itemsize)
+
+
+def _one_group(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    """However many samples are looked at, they are one group: its kernels are counted once."""
+    assert isinstance(module, GroupedBatchNorm)
+    module.group = arguments[0].shape[0]
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Recurrent layers are single products then, where MKL-DNN has one operator for a whole layer.
+
+    Not `torch.backends.mkldnn.flags`, which warns of settings of other devices.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _sparse_tables(shadow: nn.Module) -> set[int]:
+    """Ids of the parameters whose gradients are sparse."""
+    return {
+        id(module.weight)
+        for module in shadow.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
 
 
 def _without_storage(module: nn.Module) -> nn.Module:
-    """A copy with every parameter and buffer replaced by one of its shape; call it inside a fake mode."""
+    """A copy with every tensor replaced by one of its shape; call it inside a fake mode."""
     copies: dict[int, Any] = {}
     for parameter in module.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
         copies[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    for buffer in module.buffers():
-        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    for part in module.modules():
+        # Buffers, and tensors that a module holds as plain attributes.
+        for tensor in tree_leaves([list(part.buffers(recurse=False)), _attributes(part)]):
+            if isinstance(tensor, Tensor) and id(tensor) not in copies:
+                copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.deepcopy(module, copies)
 
 
-def _elements(tree: Any) -> int:
-    """Of all floating-point tensors in it."""
-    leaves = tree_leaves(tree)
-    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-
-
-def _storage(tensor: Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
-
-
-def _attention_on_cpu() -> dict[Any, Any]:
-    """FLOPs of the one fused attention operator that torch's counter does not know."""
-
-    def count(query: torch.Size, key: torch.Size, value: torch.Size, *options: Any, **_: Any) -> int:
-        # Options are dropout, is_causal; torch leaves out what is at its default.
-        rows, heads, queries, width = query
-        products = rows * heads * queries * key[-2] * (width + value[-1])
-        return products if len(options) > 1 and options[1] else 2 * products
-
-    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count}
+def _attributes(part: nn.Module) -> list[Any]:
+    own = ("_parameters", "_buffers", "_modules")
+    return [value for name, value in vars(part).items() if name not in own]

@@ -85,7 +85,8 @@ class GroupedBatchNorm(nn.Module):
                 "(parallel.micro_batch, train.global_batch), or change model.statistics_group",
             )
         normalized, means, variances = [], [], []
-        for samples in torch.split(x, self.group):
+        # One group is no part of anything: the gradients of parts are copied together.
+        for samples in [x] if x.shape[0] == self.group else torch.split(x, self.group):
             # With momentum 1 torch's running statistics become this group's: the mean and, as in
             # nn.BatchNorm2d, the unbiased variance.
             mean = torch.zeros(self.features, dtype=precise, device=x.device)

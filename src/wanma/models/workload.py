@@ -6,12 +6,12 @@ but no storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast import Layer, Workload
-from wanma.job.sections import ModelSection
+from wanma.job.sections import ModelSection, Precision
 from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.described import decoder_dimensions, model_kind
 from wanma.models.dimensions import DecoderDimensions
@@ -28,8 +28,12 @@ def section_workload(
     sequence_length: int,
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
+    precision: Precision = "fp32",
 ) -> Workload | None:
     """The workload of what a `[model]` section describes; arguments as for `model_spec`.
+
+    Args:
+        precision: that a model computes in which is read off its module.
 
     Returns:
         None for a factory, whose inputs only its user knows: see `module_workload`.
@@ -45,6 +49,7 @@ def section_workload(
             sequence_length=sequence_length,
             image_shape=image_shape,
             classes=classes,
+            precision=precision,
         )
         return found if found is None else _with_adapters(found, section, vocabulary, image_shape, classes)
     kind = model_kind(section)
@@ -53,7 +58,7 @@ def section_workload(
     if kind == "tokens":
         dimensions = section_dimensions(section, vocabulary)
         if dimensions is None:
-            return _measured_huggingface(section, vocabulary, sequence_length)
+            return _measured_huggingface(section, vocabulary, sequence_length, precision)
         return decoder_workload(dimensions, sequence_length)
     import torch
 
@@ -63,7 +68,7 @@ def section_workload(
     vision = vision_dimensions(section, image_shape, classes)
     with torch.device("meta"):
         images = torch.empty(vision.statistics_group, vision.channels, vision.height, vision.width)
-        return module_workload(build_vision(vision), (images,))
+        return module_workload(build_vision(vision), (images,), blocks=(), precision=precision)
 
 
 def section_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions | None:
@@ -87,9 +92,9 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
     causal model needs; `causal=False` counts all of them, as tables with "full attention" do.
 
     Activations are the tensors that autograd keeps: see `models.block_workload` for what a token keeps
-    in each half of a block; with dropout there is the mask of both (2 hidden, of one byte each). Full
-    recompute keeps a block's input (hidden), selective recompute (`models.costly`) also attention's
-    output and every second product's.
+    in each half of a block; with dropout there are the masks of both (hidden bytes each: as one hidden of
+    16 bits). Full recompute keeps a block's input (hidden), selective recompute (`models.costly`) also
+    attention's output and every second product's.
 
     Args:
         sequence_length: tokens per sample.
@@ -102,7 +107,7 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
 
     def blocks(numbers: range, *, experts: bool) -> Layer:
         halves = (attention_half(dimensions), feed_forward_half(dimensions, experts=experts))
-        kept = sum(half.kept for half in halves) + (2 * hidden if dimensions.dropout > 0 else 0)
+        kept = sum(half.kept for half in halves) + (hidden if dimensions.dropout > 0 else 0)
         products = [width for half in halves for width in half.products]
         costly = sum(half.always for half in halves) + sum(products[::2])
         name = "layers" if len(numbers) == dimensions.layers else f"layers.{numbers[0]}-{numbers[-1]}"
@@ -141,29 +146,44 @@ def decoder_workload(dimensions: DecoderDimensions, sequence_length: int, causal
 
 
 def module_workload(
-    module: nn.Module,
+    module: nn.Module | Callable[[], nn.Module],
     example_inputs: Sequence[Tensor],
     targets_per_sample: int = 1,
-    opened: Sequence[str] = (),
+    *,
+    keywords: Mapping[str, Tensor] | None = None,
+    blocks: Collection[str] | None = None,
+    precision: Precision | None = None,
+    autocast: bool = False,
 ) -> Workload:
-    """Of any module, by one forward on tensors that have no storage, per top-level child.
+    """Of any module, by one forward and backward on tensors that have no storage.
 
-    Lists and dicts of modules count as their children; equal neighbours become one layer with a
-    count. What runs outside all of them is a last layer named like the module's class. FLOPs are as
-    in `decoder_workload`: attention that says it is causal counts half its scores.
+    Its layers are its repeated blocks and the top-level children beside them; lists and dicts of modules
+    count as their members; equal neighbours become one layer with a count. What runs outside all of them
+    is a last layer named like the module's class. FLOPs are as in `decoder_workload`: attention that says
+    it is causal counts half its scores. Dropout is counted as wanma's own, which it becomes.
 
     Args:
-        module: on any device, the meta device too; neither run nor changed.
+        module: on any device, the meta device too; neither run nor changed. Or a function that makes one:
+            then nothing it makes takes memory.
         example_inputs: positional arguments of its forward, dim 0 the samples; only shapes and types count.
         targets_per_sample: of the loss.
-        opened: children that count as theirs, though they have a forward.
+        keywords: keyword arguments likewise.
+        blocks: names of the repeated blocks; None: found by structure (`models.blocks`).
+        precision: that the model computes in; None: its own. Elements are counted in this one.
+        autocast: whether it computes under autocast, as users' modules do.
 
     Raises:
-        WanmaError: the forward fails on such tensors, e.g. because it looks at values.
+        WanmaError: the forward or backward fails on such tensors, e.g. because it looks at values.
     """
-    from wanma.models.measure import measure
+    import torch
 
-    return Workload(measure(module, example_inputs, opened), targets_per_sample)
+    from wanma.models.measure import Reading, measure
+
+    dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = None if precision is None else dtypes[precision]
+    return measure(
+        module, example_inputs, keywords or {}, targets_per_sample, Reading(blocks, dtype, autocast)
+    )
 
 
 def _with_adapters(
@@ -197,7 +217,9 @@ def _with_adapters(
     return replace(plain, layers=tuple(layers))
 
 
-def _measured_huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int) -> Workload:
+def _measured_huggingface(
+    section: ModelSection, vocabulary: int | None, sequence_length: int, precision: Precision
+) -> Workload:
     import torch
 
     from wanma.models.build import model_spec
@@ -208,6 +230,7 @@ def _measured_huggingface(section: ModelSection, vocabulary: int | None, sequenc
     with torch.device("meta"):
         tokens = torch.zeros(1, sequence_length, dtype=torch.int64)
         model = spec.make()
-    blocks = spec.require_layout("model.huggingface").blocks
-    assert blocks is not None
-    return module_workload(model, (tokens,), sequence_length, opened=(blocks.partition(".")[0],))
+    path = spec.require_layout("model.huggingface").blocks
+    assert path is not None
+    names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
+    return module_workload(model, (tokens,), sequence_length, blocks=names, precision=precision)
