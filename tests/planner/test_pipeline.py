@@ -155,3 +155,14 @@ def test_slow_links_never_leave_the_ranks_waiting_for_each_other(schedule: Sched
         played = pipeline_seconds(schedule, [SPLIT] * (2 * pp), pp, micro_batches, send)
         assert played.busy == pytest.approx([6.0 * micro_batches] * pp)
         assert played.seconds >= 6.0 * micro_batches + send
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 8), st.integers(2, 6), st.integers(1, 40))
+def test_interleaved_ranks_never_wait_for_each_other_in_a_circle(
+    pp: int, virtual: int, micro_batches: int
+) -> None:
+    played = pipeline_seconds("interleaved_1f1b", [WHOLE] * (pp * virtual), pp, micro_batches)
+    work = 3 * virtual * micro_batches
+    assert max(played.busy) == pytest.approx(work)
+    assert played.seconds >= work + 3 * (pp - 1)

@@ -150,9 +150,42 @@ def test_a_host_that_is_behind_sets_the_pace_unless_steps_are_replayed() -> None
     assert eager.compute > 10 * replayed.compute
 
 
+def test_gradients_of_micro_batches_are_added_up_in_memory() -> None:
+    # One micro-batch has nothing to add to: its gradients are cast to 32 bits only.
+    one, two = (forecast(global_batch=batch).compute / batch for batch in (1, 2))
+    streamed = 0.8e12
+    assert two - one == pytest.approx(1 / 2 * 12 * PARAMETERS / streamed, rel=0.01)
+    copies = Software(weights="copies")
+    kernel, product = (
+        forecast(software=replace(copies, adds_in_product=fused)).compute for fused in (False, True)
+    )
+    # 10 bytes in a kernel of its own; in the product half of the 6 beyond its own result.
+    assert kernel - product == pytest.approx(31 * (10 - 3) * PARAMETERS / streamed, rel=0.01)
+
+
+def test_master_weights_are_cast_in_every_forward_unless_sharded_ones_are_gathered() -> None:
+    own, copies = (forecast(software=Software(weights=weights)) for weights in ("shards", "copies"))
+    cast, added = 32 * 6 * PARAMETERS, (32 * 6 + 31 * 12 - 31 * 10) * PARAMETERS
+    assert own.compute - copies.compute == pytest.approx((cast + added) / 0.8e12, rel=0.01)
+
+
+def test_ranks_of_several_stages_that_wait_for_sends_wait_in_every_turn() -> None:
+    plan = replace(PLAN, pp=4, schedule="interleaved_1f1b", virtual_stages=2)
+    beside, waiting = (
+        forecast(plan, software=Software(waits_for_sends=waits), machine=machine(32, inner=1e9))
+        for waits in (False, True)
+    )
+    send = 4096 * 4096 * 2 / 1e9
+    # 32 micro-batches pass two stages of each rank, forward and backward; a few more fill the pipeline.
+    assert waiting.bubble - beside.bubble > 0.9 * 2 * 2 * 32 * send
+    assert waiting.compute == beside.compute
+    assert added(waiting) == pytest.approx(waiting.seconds)
+
+
 def test_frozen_matrices_save_a_third_of_the_products() -> None:
     trained, frozen = (
-        forecast(software=Software(fused=True, frozen=frozen), sequence=2048) for frozen in (False, True)
+        forecast(software=Software(fused=True, frozen=frozen, weights="copies"), sequence=2048)
+        for frozen in (False, True)
     )
     assert 0.66 < frozen.compute / trained.compute < 0.78
     assert frozen.optimizer < 1e-3 < trained.optimizer

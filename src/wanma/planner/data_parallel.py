@@ -13,7 +13,7 @@ from wanma.planner.communication import (
     all_reduce_seconds,
     reduce_scatter_seconds,
 )
-from wanma.planner.compute import ELEMENT_BYTES
+from wanma.planner.compute import ELEMENT_BYTES, streaming_seconds
 from wanma.planner.machine import Machine
 from wanma.planner.operators import Software
 
@@ -33,11 +33,13 @@ class DataParallel:
         self.plan, self.machine, self.software = plan, machine, software
         self.shards = Group(plan.shard_ranks, plan.tp)
         self.replicas = Group(plan.replicas, plan.tp * plan.shard_ranks)
-        share = 0.0 if software.frozen else trained_share
-        self.gradient_bytes = software.gradient_bytes * share
+        self.trained_share = 0.0 if software.frozen else trained_share
+        self.gradient_bytes = software.gradient_bytes * self.trained_share
         """Per parameter, as it is reduced."""
         self.weight_bytes = ELEMENT_BYTES[plan.precision]
         """Per parameter, as it is gathered to be computed with."""
+        self.is_beside_compute = plan.device != "cpu"
+        """Collectives of a CPU run on the cores that compute."""
 
     def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
         """What gathering a block's sharded parameters for forward and backward, and reducing its gradients
@@ -50,7 +52,53 @@ class DataParallel:
         whole = parameters / self.plan.tp
         gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
         reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
+        if not self.is_beside_compute:
+            gather, reduce = gather + self._copied(whole), reduce + self._filed(whole)
+            return gather, gather + reduce
         return exposed(gather, forward), exposed(gather + reduce, backward)
+
+    def _copied(self, whole: float) -> float:
+        """FSDP2 puts a unit's weights into one buffer to gather them, and takes them out of another. On a GPU
+        that runs beside computing."""
+        parts = whole / self.shards.size
+        moved = parts * (4.0 + self.weight_bytes) + whole * 2 * self.weight_bytes
+        return streaming_seconds(self.machine.chip, moved, 2)
+
+    def _filed(self, whole: float) -> float:
+        """Likewise gradients into the buffer that is reduced."""
+        moved = whole * self.trained_share * (self.weight_bytes + self.software.gradient_bytes)
+        return streaming_seconds(self.machine.chip, moved, 1 if moved else 0)
+
+    def casting_seconds(self, parameters: float) -> float:
+        """Of each forward: a block's master weights cast to the precision that computes (autocast). Sharded
+        ones are cast before they are gathered, each rank its part."""
+        whole = parameters / self.plan.tp
+        if self.software.weights == "copies" or self.plan.shard != "nothing" or self.weight_bytes >= 4.0:
+            return 0.0
+        return streaming_seconds(self.machine.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
+
+    def adding_seconds(self, parameters: float, micro_batches: int) -> float:
+        """Of each micro-batch: a block's gradients added to those of the micro-batches before.
+
+        By autograd, which casts to the master weights' precision before it adds; by one kernel that does
+        both (Megatron's `main_grad`); or by the products themselves.
+        """
+        software = self.software
+        if not parameters or not self.trained_share:
+            return 0.0
+        fresh, kept = ELEMENT_BYTES[self.plan.precision], float(software.accumulated_bytes)
+        whole = parameters * self.trained_share / self.plan.tp
+        if self.plan.shard == "parameters" and self.plan.pp == 1:
+            whole /= self.shards.size  # each block's are reduced first
+        added = (micro_batches - 1) / micro_batches
+        if software.adds_in_product:
+            # Beyond the result that every product writes; half of it hides behind other tiles' products.
+            moved, kernels = added * 0.5 * (2 * kept - 2.0), 0
+        elif software.weights == "copies":
+            moved, kernels = added * (fresh + 2 * kept), 1
+        else:
+            moved, kernels = (fresh + kept) * (fresh != kept) + added * 3 * kept, 2
+        return streaming_seconds(self.machine.chip, whole * moved, kernels)
 
     def once_a_step(self, parameters: float) -> tuple[float, float]:
         """(reduce, gather) of a rank's parameters: gradients, and what the optimizer's shards give back.
@@ -64,7 +112,10 @@ class DataParallel:
             return reduce, 0.0  # the rest was done block by block
         reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
         changed = 0.0 if self.software.frozen else whole * self.weight_bytes
-        return reduce, all_gather_seconds(self.machine, self.shards, changed)
+        gather = all_gather_seconds(self.machine, self.shards, changed)
+        if not self.is_beside_compute:
+            return reduce + self._filed(whole), gather + self._copied(whole)
+        return reduce, gather
 
 
 def exposed(communication: float, compute: float) -> float:

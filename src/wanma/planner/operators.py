@@ -71,7 +71,7 @@ class Software:
     accumulated_bytes: int = 4
     """Of one element of whole gradients, between micro-batches."""
     adds_in_product: bool = False
-    """A product adds its result to the gradient of the micro-batches before; else a kernel of its own does."""
+    """A product adds its result to the gradient of the micro-batches before; else another kernel does."""
     waits_for_sends: bool = False
     """Of a pipeline whose ranks have several stages: a rank computes nothing while it sends and receives."""
     empty_gradients: bool = False

@@ -6,6 +6,7 @@ special case of equal stages and free links. Pure functions, without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -168,18 +169,20 @@ def _one_forward_one_backward(rank: int, pp: int, _stages: int, micro_batches: i
 
 
 def _interleaved(rank: int, pp: int, stages: int, micro_batches: int) -> list[Operation]:
-    """Narayanan et al. 2021, section 2.2.2: rounds of `pp` micro-batches pass one of a rank's stages each.
+    """Narayanan et al. 2021, section 2.2.2: rounds of micro-batches pass one of a rank's stages each.
 
-    A last round may be shorter, as torch's and Megatron's may be longer.
+    As in torch, there are as many rounds as have at least `pp` each. Where they cannot be equal, which torch
+    refuses, the first ones are longer.
     """
     virtual = stages // pp
+    rounds = max(micro_batches // pp, 1)
     forwards, backwards = [], []
-    for start in range(0, micro_batches, pp):
-        group = range(start, min(start + pp, micro_batches))
+    for number in range(rounds):
+        group = range(-(-number * micro_batches // rounds), -(-(number + 1) * micro_batches // rounds))
         for turn in range(virtual):
             forwards += [Operation("forward", turn * pp + rank, index) for index in group]
             backwards += [Operation("backward", (virtual - 1 - turn) * pp + rank, index) for index in group]
-    warm_up = 2 * (pp - 1 - rank) + (virtual - 1) * pp
+    warm_up = 2 * (pp - 1 - rank) + (virtual - 1) * math.ceil(micro_batches / rounds)
     return _alternating(forwards, backwards, warm_up)
 
 

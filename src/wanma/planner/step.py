@@ -65,6 +65,8 @@ class Anatomy:
     """Whether these two run beside the last backward and the first forward."""
     optimizer_seconds: float
     uncertainty: float
+    waiting_seconds: float = 0.0
+    """Of each cost's forward and backward, in which the rank computes nothing while it sends and receives."""
 
     def exchange_seconds(self, busiest: int) -> tuple[float, float]:
         """What reducing and gathering add to the step, where `busiest` is the pipeline rank that computes
@@ -129,27 +131,43 @@ def anatomy_of_stages(
     if plan.world_size > machine.devices:
         raise ValueError(f"{plan.world_size} ranks on {machine.devices} devices")
     data = DataParallel(plan, machine, software, trained_share)
-    parts = [stage_cost(stage, plan, machine, software, data) for stage in stages]
+    parts = [stage_cost(stage, plan, machine, software, data, micro_batches) for stage in stages]
+    costs = [cost for cost, _, _ in parts]
+    waiting_seconds = 0.0
+    if software.waits_for_sends and plan.virtual_stages > 1:
+        waiting_seconds, boundary_seconds = boundary_seconds, 0.0
+        costs = [
+            StageCost(cost.forward + waiting_seconds, cost.backward + waiting_seconds, cost.weights)
+            for cost in costs
+        ]
     parameters = max(
         sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(plan.pp)
     )
-    updated = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
-    optimizer = streaming_seconds(machine.chip, updated * software.optimizer_bytes, OPTIMIZER_KERNELS)
     reduce, gather = data.once_a_step(parameters)
     return Anatomy(
         plan=plan,
         micro_batches=micro_batches,
-        costs=tuple(cost for cost, _, _ in parts),
+        costs=tuple(costs),
         forward=tuple(forward for _, forward, _ in parts),
         backward=tuple(backward for _, _, backward in parts),
         boundary_seconds=boundary_seconds,
         in_flight=in_flight,
         reduce_seconds=reduce,
         gather_seconds=gather,
-        is_overlapped=software.data_overlap,
-        optimizer_seconds=optimizer * machine.optimizer_factor,
+        is_overlapped=software.data_overlap and data.is_beside_compute,
+        optimizer_seconds=optimizer_seconds(parameters, plan, machine, software, trained_share),
+        waiting_seconds=waiting_seconds,
         uncertainty=_uncertainty(plan, machine.doubt),
     )
+
+
+def optimizer_seconds(
+    parameters: float, plan: Plan, machine: Machine, software: Software, trained_share: float = 1.0
+) -> float:
+    """Of an update of the fullest rank's `parameters`, counted before `tp` and sharding."""
+    updated = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
+    seconds = streaming_seconds(machine.chip, updated * software.optimizer_bytes, OPTIMIZER_KERNELS)
+    return seconds * machine.optimizer_factor
 
 
 def step_of(anatomy: Anatomy) -> StepTime:
@@ -174,7 +192,8 @@ def step_of(anatomy: Anatomy) -> StepTime:
         context=by_kind["context"],
         expert=by_kind["expert"],
         data=by_kind["data"] + exchanged,
-        bubble=played.bubble_seconds,
+        bubble=played.bubble_seconds
+        + 2 * plan.virtual_stages * anatomy.micro_batches * anatomy.waiting_seconds,
         optimizer=anatomy.optimizer_seconds,
         uncertainty=anatomy.uncertainty,
     )
@@ -190,9 +209,9 @@ def _uncertainty(plan: Plan, doubt: float) -> float:
 
 
 def stage_cost(
-    stage: Stage, plan: Plan, machine: Machine, software: Software, data: DataParallel
+    stage: Stage, plan: Plan, machine: Machine, software: Software, data: DataParallel, micro_batches: int = 1
 ) -> tuple[StageCost, dict[str, float], dict[str, float]]:
-    """Seconds of one micro-batch, and those of its forward and of its backward by kind."""
+    """Seconds of one of `micro_batches`, and those of its forward and of its backward by kind."""
     weights = 0.0
     ahead_kinds, back_kinds = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)
     parts = [(part, count, size, stage.again) for part, count, size in stage.blocks]
@@ -211,17 +230,18 @@ def stage_cost(
         gathered_forward, gathered_backward = data.per_micro_batch(
             size, ahead + part.tensor_forward, again + back + part.tensor_backward
         )
-        ahead_kinds["compute"] += count * ahead
+        ahead_kinds["compute"] += count * (ahead + data.casting_seconds(size))
         ahead_kinds["tensor"] += count * part.tensor_forward
         ahead_kinds["context"] += count * part.context_forward
         ahead_kinds["expert"] += count * expert_forward
         ahead_kinds["data"] += count * gathered_forward
-        back_kinds["compute"] += count * (again + back)
+        adding = data.adding_seconds(size, micro_batches)
+        back_kinds["compute"] += count * (again + back + adding)
         back_kinds["tensor"] += count * (part.tensor_backward + tensor_again)
         back_kinds["context"] += count * part.context_backward
         back_kinds["expert"] += count * expert_backward
         back_kinds["data"] += count * gathered_backward
-        weights += count * scale * part.backward_weights
+        weights += count * (scale * part.backward_weights + adding)
     forward, backward = sum(ahead_kinds.values()), sum(back_kinds.values())
     if plan.schedule in SPLIT_BACKWARD:
         return StageCost(forward, backward - weights, weights), ahead_kinds, back_kinds
