@@ -1,6 +1,6 @@
 """One step as it would be seen on a clock: what every pipeline rank does when, as intervals.
 
-    steps = timeline(step_anatomy(...))
+    steps = timeline_of(problem, plan)
     Path("step.json").write_text(json.dumps(chrome_trace(steps)))     # open in ui.perfetto.dev
 
 Ranks that differ only in data, context, tensor or expert coordinates do the same at the same time, so that
@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from wanma.job.plan import Plan
+from wanma.planner.forecast import checkpoint_seconds, software, unknown_rates
 from wanma.planner.pipeline import Interval, pipeline_intervals
+from wanma.planner.problem import Problem
 from wanma.planner.stages import SPLIT_BACKWARD
 from wanma.planner.step import Anatomy
+from wanma.planner.timing import step_anatomy
 
 SpanKind = Literal[
     "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"
@@ -55,6 +58,21 @@ class Timeline:
     seconds: float
     spans: tuple[Span, ...]
     """Of each rank and track in order of time."""
+
+
+def timeline_of(problem: Problem, plan: Plan) -> Timeline | None:
+    """One step of `plan`; None where there is no forecast of its time, or no grid of equal ranks."""
+    if problem.dimensions is None or plan.placement or unknown_rates(problem, plan) is not None:
+        return None
+    anatomy = step_anatomy(
+        problem.dimensions,
+        problem.sequence,
+        plan,
+        problem.global_batch,
+        problem.machine,
+        software(problem, plan),
+    )
+    return timeline(anatomy, checkpoint_seconds(problem, plan))
 
 
 def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
@@ -116,6 +134,9 @@ def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
         apart = weights if anatomy.plan.schedule in SPLIT_BACKWARD else 0.0
         parts = {**anatomy.backward[stage], "compute": anatomy.backward[stage]["compute"] - apart}
     known = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    sent = interval.seconds - sum(known.values())
+    if sent > 1e-9 * interval.seconds:  # where a program waits for what it sends
+        known["send"] = sent
     return Span(
         interval.rank, "compute", kind, interval.start + delay, interval.seconds, stage, micro_batch, known
     )
