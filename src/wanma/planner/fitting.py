@@ -40,16 +40,21 @@ _T = TypeVar("_T")
 
 
 def fitted_machine(
-    name: str, points: Sequence[Point], ranks: int, *, processors: int, known: Chip | None = None
+    name: str,
+    points: Sequence[Point],
+    ranks: int,
+    *,
+    processors: int | None,
+    known: Chip | None = None,
 ) -> Machine:
     """The machine that forecasts `points` best.
 
     Args:
         name: of the device.
         ranks: that measured together.
-        processors: multiprocessors of an accelerator, threads of a rank on a CPU.
-        known: an accelerator's peaks and bandwidth, with curves for what was not measured. None: a CPU, whose
-            peak is the best that was measured.
+        processors: multiprocessors of an accelerator; None: a CPU.
+        known: the device's peaks and bandwidth, with curves for what was not measured. None: its peak is the
+            best that was measured.
 
     Raises:
         WanmaError: there are no products, streams or dispatch among the points.
@@ -59,26 +64,28 @@ def fitted_machine(
             f"the measurements of {name} lack {' and '.join(sorted(missing))}",
             "measure again, with more --seconds",
         )
-    on_cpu = known is None
-    chip = known or Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0), tiles=CPU_TILES)
+    plain = Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0), sustained=1.0)
     # A measurement of seconds does not show what hours of load do to the clock: that stays as it was.
-    sustained = chip.sustained
-    chip = replace(chip, name=name, multiprocessors=1 if on_cpu else processors, sustained=1.0)
+    chip = replace(known or plain, name=name, sustained=1.0)
     dispatch = median(point.seconds / point.shape[0] for point in points if point.operator == "dispatch")
-    if on_cpu:
+    if processors is None:
         # A kernel runs in the thread that issues it: its dispatch comes before it, and beside nothing.
-        chip = replace(chip, launch_seconds=dispatch)
-    chip = _with_attention(_with_products(_with_bandwidth(chip, points, on_cpu), points, on_cpu), points)
+        chip = replace(chip, tiles=CPU_TILES, multiprocessors=1, launch_seconds=dispatch)
+    else:
+        chip = replace(chip, multiprocessors=processors)
+    is_peak_known = known is not None
+    chip = _with_bandwidth(chip, points, is_peak_known)
+    chip = _with_attention(_with_products(chip, points, is_peak_known), points)
     machine = Machine(
-        replace(chip, sustained=sustained),
+        replace(chip, sustained=known.sustained if known is not None else 1.0),
         (Link(ranks, 0.0, 1.0),),
-        dispatch_seconds=0.0 if on_cpu else dispatch,
+        dispatch_seconds=0.0 if processors is None else dispatch,
         start_seconds=0.0,
     )
     return _with_links(machine, points, ranks) if ranks > 1 else machine
 
 
-def _with_bandwidth(chip: Chip, points: Sequence[Point], on_cpu: bool) -> Chip:
+def _with_bandwidth(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
     """The rate of streams that are longer than their launch."""
     streams = [point for point in points if point.operator == "stream"]
     rates = [
@@ -88,17 +95,17 @@ def _with_bandwidth(chip: Chip, points: Sequence[Point], on_cpu: bool) -> Chip:
     ]
     if not rates:
         raise WanmaError(f"{chip.name}: no stream took longer than its launch", "measure it at rest")
-    if on_cpu:
+    if not is_peak_known:
         return replace(chip, bandwidth_bytes_per_second=median(rates), bandwidth_share=1.0)
     # The longest: what is shorter stays in a cache.
     return replace(chip, bandwidth_share=min(rates[-1] / chip.bandwidth_bytes_per_second, 1.0))
 
 
-def _with_products(chip: Chip, points: Sequence[Point], on_cpu: bool) -> Chip:
+def _with_products(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
     """A curve for every precision that was measured; the others keep theirs."""
     for name, own in _by_precision(points, "product"):
         peaks = dict(chip.peak_flops_per_second)
-        if on_cpu:
+        if not is_peak_known:
             peaks[name] = max(2.0 * math.prod(point.shape) / point.seconds for point in own)
         elif name not in peaks:
             continue  # of what nobody says that the device computes in it, no share can be stated

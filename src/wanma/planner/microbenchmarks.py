@@ -25,8 +25,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 40
 """Of each point: as many as it takes until enough were quiet (`rounds`)."""
-EMULATED_SECONDS = 0.01
-"""For a product of 2 · 256³ FLOPs: what takes longer is emulated, and nobody trains with it."""
+EMULATED_FACTOR = 3.0
+"""Time of a small product over that of one in 64 bits, beyond which it is emulated, and nobody trains so."""
 
 # (m, n, k). A step has products with many rows and two sides of a matrix, and for the weights' gradients with
 # many terms; small ones show what starting one costs.
@@ -246,21 +246,23 @@ def _total(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
 
 
 def _native(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that this device computes in rather than emulates."""
+    """Those that this device computes in rather than emulates: a product is no slower than in 64 bits."""
     if device.type != "cpu":
         return precisions
-    slow = _total([float(_is_emulated(DTYPES[name])) for name in precisions], group)
-    return tuple(name for name, count in zip(precisions, slow, strict=True) if count < group.size())
+    plain = _product_seconds(torch.float64)
+    emulated = [float(_product_seconds(DTYPES[name]) > EMULATED_FACTOR * plain) for name in precisions]
+    counts = _total(emulated, group)
+    return tuple(name for name, count in zip(precisions, counts, strict=True) if 2 * count < group.size())
 
 
-def _is_emulated(dtype: torch.dtype) -> bool:
-    """Whether a small product is slow, however often it is tried."""
+def _product_seconds(dtype: torch.dtype) -> float:
+    """Of a small product, at its best of many: others may be busy."""
     x = torch.ones(256, 256, dtype=dtype)
-    torch.mm(x, x)  # the first one builds its kernel
 
     def seconds() -> float:
         start = time.perf_counter()
         torch.mm(x, x)
         return time.perf_counter() - start
 
-    return all(seconds() > EMULATED_SECONDS for _ in range(10))
+    seconds()  # the first one builds its kernel
+    return min(seconds() for _ in range(10))

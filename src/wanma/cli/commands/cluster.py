@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wanma.cli.arguments import complete_with, job_files
+from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,6 +19,7 @@ examples:
   wanma cluster "8x8 H100 SXM, 4x100G" > cluster.toml   a file to edit
   wanma plan JOB.toml --cluster cluster.toml            plan for it
   wanma cluster --devices                             what can be named
+  wanma cluster --calibrate                           measure this machine, a minute; forecasts then use it
 """
 
 
@@ -26,6 +30,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     complete_with(where, job_files)
     parser.add_argument("--devices", action="store_true", help="list the catalogue of devices")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine, and keep the result")
+    calibrating = parser.add_argument_group("calibrating")
+    calibrating.add_argument("--seconds", metavar="N", type=float, help="to spend; default: 60")
+    calibrating.add_argument(
+        "--ranks", metavar="N,N", type=_numbers, help="ranks that work at once; default: 1, 2, 4 ... to all"
+    )
+    calibrating.add_argument(
+        "--output", metavar="FILE", type=Path, help="default: in the user's cache folder"
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,11 +48,46 @@ def run(arguments: argparse.Namespace) -> int:
     from wanma.hardware.cluster_toml import to_toml
     from wanma.hardware.discover import discover
 
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    for option in ("seconds", "ranks", "output"):
+        if getattr(arguments, option) is not None:
+            raise JobError(f"--{option} belongs to --calibrate", "give both of them")
     if arguments.devices:
         show(_catalogue())
     else:
         print(to_toml(discover() if arguments.where is None else read_cluster(arguments.where)), end="")
     return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from wanma.api.calibrate import DEFAULT_SECONDS, calibrate, calibration_table
+    from wanma.cli.show import show
+
+    if arguments.where is not None or arguments.devices:
+        raise JobError("--calibrate measures the machine that it runs on", "run it there, without CLUSTER")
+    measured, disturbed, path = calibrate(
+        ranks=arguments.ranks or (),
+        seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
+        output=arguments.output,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    show(calibration_table(measured))
+    if disturbed:
+        total = sum(len(one.points) for one in measured)
+        print(
+            f"Other programs were busy during {disturbed} of {total} measurements: "
+            "repeat it when the machine is at rest."
+        )
+    print(f"Kept in {path}")
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers, such as 1,2,4") from None
 
 
 def _catalogue() -> Table:

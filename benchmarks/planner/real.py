@@ -1,0 +1,151 @@
+"""Forecasts beside real runs on this machine's processors: 3 models that no calibration has seen.
+
+    python -m benchmarks.planner.real --calibrate         # a minute or two, on a machine at rest
+    python -m benchmarks.planner.real --minutes 5         # runs what is not measured yet; again to carry on
+    python -m benchmarks.planner.real --report
+
+A run's steps count only where other programs left the machine alone. Runs of two other models correct the
+calibration, as `wanma plan --learn` does. State and report are in benchmarks/results/planner-real.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, ROOT, BenchmarkError, commit, machine, run_command
+from benchmarks.planner.quiet import Watch
+from benchmarks.planner.real_cases import MODELS, cases, job_text
+from benchmarks.planner.real_report import report
+from wanma.data.open import prepare
+from wanma.hardware.discover import discover
+from wanma.job.load import load_job
+from wanma.planner.calibration import load_calibration
+
+STATE = RESULTS / "planner-real.json"
+WARM_UP = 2
+"""First steps of a run, which do not count; nor does the last one, which saves."""
+TIMEOUT_SECONDS = 600.0
+
+
+def main() -> None:
+    options = parse()
+    state: dict[str, Any] = json.loads(STATE.read_text()) if STATE.exists() else {"runs": []}
+    try:
+        if options.calibrate:
+            _calibrate(state, options.seconds)
+        elif not options.report:
+            _run(state, options)
+        text = report(state)
+        STATE.with_suffix(".md").write_text(text)
+        print(text)
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
+
+
+def _calibrate(state: dict[str, Any], seconds: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "calibration.json"
+        command = ["-m", "wanma", "cluster", "--calibrate", "--ranks", "1,2,4", "--output", str(kept)]
+        log = Path(folder) / "output.log"
+        run_command(
+            [sys.executable, *command, "--seconds", str(seconds)],
+            os.environ,
+            log,
+            TIMEOUT_SECONDS + 3 * seconds,
+        )
+        print(log.read_text())
+        state["calibration"] = load_calibration(kept).to_json()
+    state["machine"] = machine()
+    _save(state)
+
+
+def _run(state: dict[str, Any], options: argparse.Namespace) -> None:
+    """Every case that lacks quiet steps, until the time is over."""
+    deadline = time.monotonic() + options.minutes * 60
+    for name, layout in cases():
+        if (options.model and name not in options.model) or (options.layout and layout not in options.layout):
+            continue
+        while quiet_steps(state, name, layout) < options.quiet and time.monotonic() < deadline:
+            taken = _train(name, layout, options)
+            state["runs"].append(taken)
+            _save(state)
+            counted = sum(step["others"] <= options.foreign_limit for step in taken["steps"])
+            print(f"{name}, {layout}: {counted} of {len(taken['steps'])} steps were quiet", flush=True)
+
+
+def quiet_steps(state: dict[str, Any], name: str, layout: str) -> int:
+    runs = [run for run in state["runs"] if (run["model"], run["layout"]) == (name, layout)]
+    return sum(step["others"] <= run["foreign_limit"] for run in runs for step in run["steps"])
+
+
+def _train(name: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One run: its plan, its steps, and the memory of its fullest rank."""
+    with tempfile.TemporaryDirectory(prefix="wanma-real-") as folder:
+        job, run = Path(folder) / "job.toml", Path(folder) / "run"
+        job.write_text(job_text(name, layout, options.steps))
+        prepare(load_job(job).data)
+        command = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(run)]
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_"))
+        }
+        with Watch() as watch:
+            run_command(command, environment, Path(folder) / "output.log", TIMEOUT_SECONDS)
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        planned = json.loads((run / "plan.json").read_text())
+    steps = [
+        {
+            "seconds": record["step_seconds"],
+            "phases": record["phases"],
+            "others": round(watch.others(record["time"] - record["step_seconds"], record["time"]), 3),
+        }
+        for record in records[WARM_UP:-1]
+    ]
+    return {
+        "model": name,
+        "layout": layout,
+        "settings": asdict(MODELS[name]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "foreign_limit": options.foreign_limit,
+        "plan": planned["plan"],
+        "cluster": discover().to_json(),
+        "memory_bytes": max(record["memory_bytes"] for record in records),
+        "steps": steps,
+    }
+
+
+def _save(state: dict[str, Any]) -> None:
+    temporary = STATE.with_suffix(".partial")
+    temporary.write_text(json.dumps(state, indent=1) + "\n")
+    temporary.replace(STATE)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--calibrate", action="store_true", help="measure operators and collectives first")
+    add("--seconds", type=float, default=90.0, help="of that measurement (default 90)")
+    add("--report", action="store_true", help="only the report of what was measured")
+    add("--minutes", type=float, default=5.0, help="start no run after this (default 5)")
+    add("--steps", type=int, default=14, help="of a run (default 14)")
+    add("--quiet", type=int, default=8, help="quiet steps that every case wants (default 8)")
+    add("--foreign-limit", type=float, default=0.1, help="CPUs that others may use in one (default 0.1)")
+    add("--model", nargs="+", choices=list(MODELS), help="only these")
+    add("--layout", nargs="+", help="only these")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    main()

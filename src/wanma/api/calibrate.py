@@ -1,0 +1,226 @@
+"""`wanma cluster --calibrate`: operators and collectives of this machine, measured and kept."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import platform
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wanma.elastic.environment import worker_environment
+from wanma.elastic.launch import Launch
+from wanma.engines.local import run as run_local
+from wanma.hardware.discover import discover
+from wanma.hardware.limits import cpu_model
+from wanma.job.cluster import Cluster, Node
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.plan import Plan
+from wanma.job.sections import ClusterSection
+from wanma.job.worker import Worker
+from wanma.planner.calibration import Measured, Point, load_calibration, save_calibration
+from wanma.planner.fitting import fitted_machine
+from wanma.planner.machine import Chip
+from wanma.planner.machines import machine_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ENTRY = "wanma.api.calibrate:measure_worker"
+PRELOAD = ("torch", "wanma.planner.microbenchmarks", "wanma.parallel.mesh")
+RESULT = "measured.json"
+PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
+DEFAULT_SECONDS = 60.0
+LEAST_SECONDS = 2.0
+"""For each number of ranks: with less, no operator runs long enough to be timed."""
+SILENCE_SECONDS = 300.0
+"""Beyond the measuring itself: processes start, kernels are built, collectives connect."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the ranks of one measurement are told."""
+
+    plan: Plan
+    seconds: float
+
+
+def calibrate(
+    *,
+    ranks: Sequence[int] = (),
+    seconds: float = DEFAULT_SECONDS,
+    output: Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Measured], int, Path]:
+    """Measure this machine with each number of ranks, and keep the result.
+
+    Args:
+        ranks: numbers of ranks that work at once; default: powers of two up to its GPUs or cores. More than
+            cores share them, as a run with so many would.
+        seconds: for all of them together.
+        output: the file to keep it in, beside what it holds; default: `calibration_file()`.
+        progress: is told what is measured next.
+
+    Returns:
+        what was measured, how many of its points other programs disturbed, and the file.
+
+    Raises:
+        JobError: a number of ranks that this machine does not have, or too little time.
+        WanmaError: a rank failed, or the result cannot be kept.
+    """
+    (node,) = discover().nodes
+    counts = _counts(node, ranks)
+    each = seconds / len(counts)
+    if each < LEAST_SECONDS:
+        raise JobError(
+            f"--seconds {seconds:g} leaves {each:.1f} s for each of {len(counts)} numbers of ranks",
+            f"give at least {LEAST_SECONDS * len(counts):g}, or fewer --ranks",
+        )
+    kept = load_calibration(output)  # before the work, so that a damaged file is told of at once
+    measured, disturbed = [], 0
+    for count in counts:
+        plan = _plan(node, count)
+        each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
+        progress(f"measuring {count} {'rank' if count == 1 else 'ranks'}{each_has}")
+        found, noisy = _measure(node, plan, each)
+        measured.append(found)
+        disturbed += noisy
+    path = save_calibration(kept.with_measured(*measured), output)
+    return measured, disturbed, path
+
+
+def measure_worker(worker: Worker, payload: bytes) -> None:
+    """Entry of a rank: measures with the others, and rank 0 writes it down.
+
+    Args:
+        payload: a pickled `Request`, from the very command that started this process.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from wanma.parallel.mesh import process_grid
+    from wanma.planner.microbenchmarks import measure
+
+    request: Request = pickle.loads(payload)
+    plan = request.plan
+    torch.set_num_threads(plan.threads_per_rank)
+    worker.control.progress(0, "joining")
+    with process_grid(worker, plan, request.seconds + SILENCE_SECONDS) as grid:
+        worker.control.progress(0, "measuring")
+        found = measure(dist.group.WORLD, grid.device, PRECISIONS[plan.device], request.seconds)
+        processors = None
+        if grid.device.type == "cuda":
+            processors = torch.cuda.get_device_properties(grid.device).multi_processor_count
+        if worker.rank == 0:
+            points = [[point.operator, point.shape, point.seconds, point.precision] for point in found.points]
+            result = {"points": points, "disturbed": found.disturbed, "processors": processors}
+            (worker.run_directory / RESULT).write_text(json.dumps(result))
+
+
+def calibration_table(measured: Iterable[Measured]) -> RenderableType:
+    """What was found, a line for each number of ranks."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("device", "ranks", "threads", "TFLOP/s", "memory GB/s", "operator µs", "link GB/s", "µs"):
+        table.add_column(name, justify="left" if name in ("device", "TFLOP/s") else "right")
+    for one in measured:
+        machine, chip = one.machine, one.machine.chip
+        rates = [
+            f"{name} {chip.peak_flops_per_second[name] * curve.attainable / 1e12:.3g}"
+            for name, curve in chip.products.items()
+            if any(point.precision == name for point in one.points)
+        ]
+        link = machine.links[-1]
+        table.add_row(
+            one.device,
+            str(one.ranks),
+            str(one.threads or "–"),
+            ", ".join(rates),
+            f"{chip.bandwidth_bytes_per_second * chip.bandwidth_share / 1e9:.3g}",
+            f"{max(machine.dispatch_seconds, chip.launch_seconds) * 1e6:.3g}",
+            f"{link.bandwidth_bytes_per_second / 1e9:.3g}" if one.ranks > 1 else "–",
+            f"{link.latency_seconds * 1e6:.3g}" if one.ranks > 1 else "–",
+        )
+    return table
+
+
+def _counts(node: Node, asked: Sequence[int]) -> list[int]:
+    """Numbers of ranks to measure, rising."""
+    most = len(node.devices) or node.cores
+    if asked:
+        if min(asked) < 1:
+            raise JobError(f"--ranks {min(asked)}: a measurement takes at least one rank")
+        if node.devices and max(asked) > most:
+            raise JobError(f"--ranks {max(asked)}: this machine has {most} GPUs", f"give at most {most}")
+        return sorted(set(asked))
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _plan(node: Node, ranks: int) -> Plan:
+    """The plainest plan that has so many ranks here."""
+    device = "cuda" if node.devices else "cpu"
+    threads = max(node.cores // ranks, 1)
+    return Plan(dp_replicate=ranks, device=device, threads_per_rank=threads)
+
+
+def _measure(node: Node, plan: Plan, seconds: float) -> tuple[Measured, int]:
+    ranks = plan.world_size
+    with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:
+        outcome = run_local(
+            Launch(
+                run_directory=Path(folder),
+                entry=ENTRY,
+                payload=pickle.dumps(Request(plan, seconds)),
+                preload=PRELOAD,
+                ranks_per_node=ranks,
+                threads_per_rank=plan.threads_per_rank,
+                environment=worker_environment(ClusterSection(), plan),
+                start_seconds=3 * seconds + SILENCE_SECONDS,
+            ),
+            lambda _event: None,
+        )
+        if outcome.exit_code != 0:
+            what = outcome.message or f"was stopped (exit code {outcome.exit_code})"
+            raise WanmaError(f"measuring {ranks} ranks: {what}", exit_code=outcome.exit_code)
+        result = json.loads((Path(folder) / RESULT).read_text())
+    points = tuple(
+        Point(operator, tuple(shape), taken, precision)
+        for operator, shape, taken, precision in result["points"]
+    )
+    name = node.devices[0].name if node.devices else cpu_model()
+    processors = result["processors"]
+    machine = fitted_machine(name, points, ranks, processors=processors, known=_known(node))
+    return (
+        Measured(
+            device=name,
+            ranks=ranks,
+            threads=0 if node.devices else plan.threads_per_rank,
+            machine=machine,
+            host=_host(node),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            points=points,
+        ),
+        result["disturbed"],
+    )
+
+
+def _known(node: Node) -> Chip | None:
+    """What the catalogue says of this machine's GPUs; None: nothing."""
+    if not node.devices:
+        return None
+    machine = machine_of(Cluster((node,)))
+    return None if machine.unknown else machine.chip
+
+
+def _host(node: Node) -> str:
+    """What was measured, in words."""
+    return (
+        f"{node}, {cpu_model()}, {node.cores} cores, {platform.system()} {platform.release()}, "
+        f"torch {version('torch')}"
+    )

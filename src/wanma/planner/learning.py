@@ -1,0 +1,110 @@
+"""What a run teaches about forecasts: by how much they missed, by kind. Pure functions, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from wanma.job.forecast import Forecast, StepTime
+from wanma.job.phases import measured_phases, phases_of
+from wanma.job.plan import Plan
+from wanma.planner.calibration import FACTOR_BOUNDS, Corrections
+
+LEAST_GAIN = 0.2
+"""Weight of the newest run, however many came before: machines and programs change."""
+LEAST_SHARE = 0.02
+"""Of a step: what is shorter says nothing reliable about its kind."""
+PURE_SHARE = 0.1
+"""Of forward and backward, communication below which these say how fast the machine computes."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run's steps, in medians over those that are like each other."""
+
+    seconds: float
+    """Of a step."""
+    phases: Mapping[str, float]
+    """As the recorder has them."""
+    memory_bytes: int | None = None
+    """Peak of the fullest rank; None when unknown."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One factor, before and after a run."""
+
+    kind: str
+    before: float
+    after: float
+    forecast: float
+    """Seconds (bytes for activations) as they were forecast with `before`."""
+    measured: float
+
+
+def learned(
+    corrections: Corrections, plan: Plan, forecast: Forecast, observed: Observed
+) -> tuple[Corrections, tuple[Lesson, ...]]:
+    """Corrections after one more run.
+
+    Each factor moves towards what this run measured: all the way after the first run, then as a running
+    geometric mean that never forgets how to move.
+
+    Args:
+        forecast: of this very run, made with `corrections`.
+
+    Raises:
+        ValueError: the forecast has no step time.
+    """
+    if forecast.step is None:
+        raise ValueError("a forecast without a step's time cannot be compared with one")
+    gain = max(1 / (corrections.runs + 1), LEAST_GAIN)
+    lessons = []
+    for kind, (expected, measured) in _evidence(plan, forecast.step, observed).items():
+        lessons.append(_lesson(kind, getattr(corrections, kind), expected, measured, gain))
+    if (memory := _activations(forecast, observed)) is not None:
+        lessons.append(_lesson("activations", corrections.activations, *memory, gain))
+    factors = {lesson.kind: lesson.after for lesson in lessons}
+    return replace(corrections, **factors, runs=corrections.runs + 1), tuple(lessons)
+
+
+def _lesson(kind: str, before: float, expected: float, measured: float, gain: float) -> Lesson:
+    low, high = FACTOR_BOUNDS
+    after = before * (measured / expected) ** gain
+    return Lesson(kind, before, min(max(after, low), high), expected, measured)
+
+
+def _evidence(plan: Plan, step: StepTime, observed: Observed) -> dict[str, tuple[float, float]]:
+    """Kind -> (forecast, measured), of kinds that the phases tell apart."""
+    expected = phases_of(step, plan)
+    measured = measured_phases(dict(observed.phases), plan)
+    found: dict[str, tuple[float, float]] = {}
+
+    def compare(kind: str, phase: str) -> None:
+        if expected.get(phase, 0.0) > LEAST_SHARE * step.seconds and measured.get(phase, 0.0) > 0:
+            found[kind] = expected[phase], measured[phase]
+
+    compare("compute", "forward_backward")
+    compare("communication", "communication")
+    compare("optimizer", "optimizer")
+    inside = expected["forward_backward"] - step.compute - step.bubble
+    if "compute" in found and inside > PURE_SHARE * expected["forward_backward"]:
+        # They are measured as one: both are taken to be off by the same.
+        found.setdefault("communication", found["compute"])
+    return found
+
+
+def _activations(forecast: Forecast, observed: Observed) -> tuple[float, float] | None:
+    """(forecast, measured) of what is not counted exactly."""
+    if observed.memory_bytes is None:
+        return None
+    loose = (
+        forecast.activations_bytes
+        + forecast.logits_bytes
+        + forecast.buffers_bytes
+        + forecast.fragmentation_bytes
+    )
+    if loose < LEAST_SHARE * forecast.memory_bytes:
+        return None
+    measured = observed.memory_bytes - (forecast.memory_bytes - loose)
+    return loose, max(measured, FACTOR_BOUNDS[0] * loose)
