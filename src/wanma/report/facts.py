@@ -19,6 +19,8 @@ FORECAST_PARTS = (
     ("activations_bytes", "activations"),
     ("logits_bytes", "logits"),
     ("runtime_bytes", "Python and torch"),
+    ("buffers_bytes", "communication buffers"),
+    ("fragmentation_bytes", "held by the allocator"),
 )
 """Key of a forecast → its name."""
 

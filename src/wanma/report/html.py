@@ -27,6 +27,7 @@ from wanma.report.facts import (
     state_sentence,
 )
 from wanma.report.page import bar, card, document, key, reasons, row, tiles, under_bar
+from wanma.report.promise import MEMORY, kept, peak_memory_bytes, sentence
 from wanma.report.read import Report, read_report
 
 MOST_EVENTS = 200
@@ -104,26 +105,43 @@ def _charts(report: Report) -> str:
 
 
 def _comparison(report: Report) -> str:
-    """Memory as forecast beside memory as measured; time by phase."""
-    parts = [_memory(report), _phases(report)]
+    """Time and memory as forecast beside as measured; time by phase."""
+    parts = [_promise(report), _memory(report), _phases(report)]
     shown = "".join(part for part in parts if part)
     return f'<section class="pair">{shown}</section>' if shown else ""
 
 
+def _promise(report: Report) -> str:
+    """A step by kind, as it was forecast and as it was."""
+    lines = [one for one in kept(report) if one.name != MEMORY]
+    if not lines:
+        return ""
+    rows = "".join(row(escape(one.name.replace("_", " and ")), *one.texts) for one in lines)
+    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
+    return card(
+        "A step: forecast and measured",
+        f"<table><tr>{heads}</tr>{rows}</table><p class=note>{escape(sentence(report))}</p>",
+    )
+
+
 def _memory(report: Report) -> str:
-    forecast, measured = report.forecast, report.highest("memory_bytes")
+    forecast, peak = report.forecast, peak_memory_bytes(report)
     total = forecast.get("memory_bytes")
     if not total:
         return ""
-    full = max(total, measured or 0)
+    full = max(total, peak[0] if peak is not None else 0)
     kinds = [(colour, label, forecast.get(key, 0)) for colour, (key, label) in enumerate(FORECAST_PARTS, 1)]
-    rows = "".join(row(key(label, colour), bytes_text(size)) for colour, label, size in kinds)
+    rows = "".join(row(key(label, colour), bytes_text(size)) for colour, label, size in kinds if size)
     parts = [
         bar((f"c{colour}", size / full) for colour, _, size in kinds),
         under_bar("forecast, fullest rank", bytes_text(total)),
     ]
-    if measured is not None:
-        parts += [bar([("measured", measured / full)]), under_bar("measured, rank 0", bytes_text(measured))]
+    if peak is not None:
+        measured, rank = peak
+        parts += [
+            bar([("measured", measured / full)]),
+            under_bar(f"measured, rank {rank}", bytes_text(measured)),
+        ]
     parts.append(f"<table>{rows}</table>")
     parts.append(reasons(forecast.get("reasons") or ()))
     return card("Memory: forecast and measured", "".join(parts))

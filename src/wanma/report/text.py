@@ -18,6 +18,7 @@ from wanma.report.facts import (
     size_text,
     state_sentence,
 )
+from wanma.report.promise import sentence
 from wanma.report.read import Report, read_report
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ def _phase_lines(report: Report) -> list[str]:
 
 
 def _forecast_lines(report: Report) -> list[str]:
+    """What was promised beside what came, or the forecast alone where nothing can be set beside it."""
+    if told := sentence(report):
+        return [f"  promise: {told}"]
     if not report.forecast.get("memory_bytes"):
         return []
     parts = ", ".join(

@@ -10,6 +10,7 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.observe.forward import ForwardSink
 from wanma.observe.jsonl import JsonLinesSink
+from wanma.observe.memory import peak_memory_bytes
 from wanma.observe.recorder import Recorder, Sink
 from wanma.observe.tensorboard import TensorBoardSink
 
@@ -32,11 +33,16 @@ class StepLog:
         self._every, self._steps = job.observe.log_every_steps, job.train.steps
         self._path: Path = RunDirectory(worker.run_directory).log(worker.rank)
 
-    def step(self, step: int, loss: float, gradient_norm: float, seconds: float) -> None:
-        """Write the line of `step` if it is due."""
+    def step(self, step: int, loss: float, gradient_norm: float, seconds: float, device: str) -> None:
+        """Write the line of `step` if it is due.
+
+        Args:
+            device: of the plan. The report reads off the line how much memory this rank held at most.
+        """
         if step % self._every and step != self._steps:
             return
         numbers = f"loss {loss:.6f}  gradient norm {gradient_norm:.4g}  {seconds:.3f} s"
+        numbers += f"  peak memory {peak_memory_bytes(device)} bytes"
         with contextlib.suppress(OSError):  # a full disk costs this line and not the run
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as log:

@@ -186,7 +186,9 @@ class Trainer:
         self._report_saves(self._checkpointer.poll())
         seconds = now - self._step_started - phases["validation"]
         self._step_started = now
-        self._log.step(self.state.step, agreement.loss, agreement.gradient_norm, seconds)
+        self._log.step(
+            self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
+        )
         if self._recorder is None:
             return
         devices = self.plan.world_size

@@ -1,0 +1,119 @@
+"""What a run promised beside what it did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pytest
+
+from wanma.job.forecast import StepTime
+from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
+from wanma.report.html import page
+from wanma.report.promise import (
+    Kept,
+    kept,
+    peak_memory_bytes,
+    rank_memory_bytes,
+    sentence,
+    usual_step_seconds,
+)
+from wanma.report.read import read_report
+from wanma.report.text import summary
+
+NewRun = Callable[..., RunDirectory]
+
+STEP = StepTime(0.5, 0.36, data=0.08, optimizer=0.03, loading=0.0, checkpoint=0.03, uncertainty=0.1)
+
+
+def promised(run: RunDirectory, step: StepTime | None = STEP, plan: Plan | None = None) -> RunDirectory:
+    """`run` as if its forecast had said so."""
+    planned = json.loads(run.plan.read_text())
+    planned["forecast"]["step"] = asdict(step) if step is not None else None
+    if plan is not None:
+        planned["plan"] = plan.to_json()
+    run.plan.write_text(json.dumps(planned))
+    return run
+
+
+def by_name(run: RunDirectory) -> dict[str, Kept]:
+    return {one.name: one for one in kept(read_report(run))}
+
+
+def test_a_step_is_set_beside_its_forecast_phase_by_phase(new_run: NewRun) -> None:
+    found = by_name(promised(new_run(300)))
+    assert found["step"].forecast == 0.5
+    assert found["step"].measured == pytest.approx(0.72, abs=0.01)
+    assert found["forward_backward"].forecast == 0.36
+    assert found["forward_backward"].measured == pytest.approx(0.62, abs=0.01)
+    assert (found["communication"].forecast, found["communication"].measured) == (0.08, 0.06)
+    assert (found["optimizer"].forecast, found["optimizer"].measured) == (0.03, 0.03)
+
+
+def test_what_a_few_steps_do_counts_as_each_steps_share(new_run: NewRun) -> None:
+    # Three of the 298 steps after warm-up saved, for 0.09 s each.
+    assert by_name(promised(new_run(300)))["checkpoint"].measured == pytest.approx(3 * 0.09 / 298)
+
+
+def test_the_first_slow_steps_do_not_count(new_run: NewRun) -> None:
+    assert usual_step_seconds(read_report(new_run(5))) == pytest.approx(0.72, abs=0.02)
+    assert usual_step_seconds(read_report(new_run(4))) is None
+
+
+def test_communication_of_a_pipeline_is_part_of_forward_and_backward(new_run: NewRun) -> None:
+    found = by_name(promised(new_run(30), replace(STEP, bubble=0.1), Plan(pp=2)))
+    assert "communication" not in found
+    assert found["forward_backward"].forecast == pytest.approx(0.36 + 0.08 + 0.1)
+    assert found["forward_backward"].measured == pytest.approx(0.68, abs=0.01)
+
+
+def test_the_sentence_names_the_kind_that_missed_most(new_run: NewRun) -> None:
+    told = sentence(read_report(promised(new_run(300))))
+    assert told.startswith(
+        "step 0.72 s of 0.50 s forecast (+44 %, sure to ±10 %: forward and backward +0.26 s)"
+    )
+    assert told.endswith("memory 680 MiB of 544 MiB forecast (+25 %)")
+
+
+def test_a_promise_that_was_kept_is_said_to_be(new_run: NewRun) -> None:
+    told = sentence(read_report(promised(new_run(300), replace(STEP, seconds=0.7))))
+    assert "(+3 %, inside its ±10 %)" in told
+
+
+def test_what_was_faster_than_forecast_names_what_took_less(new_run: NewRun) -> None:
+    slow = replace(STEP, seconds=1.0, compute=0.86)
+    told = sentence(read_report(promised(new_run(300), slow)))
+    assert "(-28 %, sure to ±10 %: forward and backward −0.24 s)" in told
+
+
+def test_without_a_promise_of_time_memory_alone_is_set_beside(new_run: NewRun) -> None:
+    run = promised(new_run(30), None)
+    assert list(by_name(run)) == ["memory"]
+    assert sentence(read_report(run)) == "memory 680 MiB of 544 MiB forecast (+25 %)"
+
+
+def test_a_promise_of_another_version_is_left_alone(new_run: NewRun) -> None:
+    run = promised(new_run(30))
+    planned = json.loads(run.plan.read_text())
+    planned["forecast"]["step"]["warp"] = 1.0
+    run.plan.write_text(json.dumps(planned))
+    assert list(by_name(run)) == ["memory"]
+
+
+def test_the_fullest_rank_is_found_in_the_ranks_logs(new_run: NewRun) -> None:
+    run = new_run(30)
+    line = "step {}/30  loss 2.1  gradient norm 0.4  0.720 s  peak memory {} bytes\n"
+    run.log(0).write_text(line.format(10, 400) + line.format(20, 500))
+    run.log(1).write_text(line.format(10, 700) + line.format(20, 900) + "a line of the user's\n")
+    assert rank_memory_bytes(run) == {0: 500, 1: 900}
+    assert peak_memory_bytes(read_report(run)) == (900, 1)
+
+
+def test_terminal_and_page_show_the_promise(new_run: NewRun) -> None:
+    report = read_report(promised(new_run(300)))
+    assert "  promise: step 0.72 s of 0.50 s forecast (+44 %" in summary(report)
+    shown = page(report)
+    assert "A step: forecast and measured" in shown
+    assert "<td>forward and backward</td>" in shown
