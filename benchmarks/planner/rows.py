@@ -248,16 +248,11 @@ def _titan(record: Record, case: Case) -> Case:
 
 
 def _megascale(_: Record, case: Case) -> Case:
-    # Megatron of autumn 2023 in bf16, whose gradients are in 32 bits; with fused attention unless the row says
-    # that scores are computed again: they would not fit into memory.
-    attention = "scores" if case.plan.recompute == "selective" else "fused"
-    software = replace(
-        MEGATRON_2022,
-        attention=attention,
-        attention_efficiency=_FLASH_1["A100"],
-        gradient_bytes=4,
-        accumulated_bytes=4,
-    )
+    # Megatron of autumn 2023 in bf16, whose gradients are in 32 bits; with fused attention unless the row
+    # says that scores are computed again: they would not fit into memory.
+    software = replace(MEGATRON_2022, gradient_bytes=4, accumulated_bytes=4)
+    if case.plan.recompute != "selective":
+        software = replace(software, attention="fused", attention_efficiency=_FLASH_1["A100"])
     return replace(case, software=software)
 
 

@@ -48,6 +48,7 @@ memory_gb = 256
 network = "2x100G"
 cpu = "EPYC 9654"
 power_watts = 3000
+price_per_hour = 24.5
 
 [[nodes.levels]]
 name = "bridge"
@@ -99,6 +100,7 @@ def test_a_file_is_the_machines_it_describes() -> None:
         Device("cuda", "Ours", 40 * 10**9, {"bf16": 1e14, "fp32": 1e13}, 1e12, 250.0)
     }
     assert (ours.device_count, ours.cores, ours.memory_bytes, ours.power_watts) == (64, 32, 256 * 10**9, 3000)
+    assert ours.price_per_hour == 24.5
     assert ours.inside == (Level("bridge", 100e9, 6e-7, 2), Level("PCIe", 16e9, 1e-6))
     assert ours.network == (Level("network", 6.25e9, 2.7e-6),)
     assert ours.cpu is not None
@@ -264,6 +266,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
                 draw(st.integers(1, 10_000)) * 125e6 if cards and network else None,
                 draw(st.sampled_from([None, cpu])),
                 draw(power),
+                draw(st.none() | st.integers(1, 10**6).map(lambda cents: cents / 100)),
             )
         )
     between = Level(*draw(level_values)) if draw(st.booleans()) else None

@@ -216,7 +216,8 @@ def _machines(
         )
     if cpu is not None:
         node = replace(node, cpu=cpu.processors(node.cores, node.memory_bytes))
-    return node if section.power_watts is None else replace(node, power_watts=section.power_watts)
+    power_watts = node.power_watts if section.power_watts is None else section.power_watts
+    return replace(node, power_watts=power_watts, price_per_hour=section.price_per_hour)
 
 
 def _bandwidth(level: LevelSection, usual: Level | None) -> float | None:

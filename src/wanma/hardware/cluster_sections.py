@@ -47,6 +47,9 @@ class NodesSection(Section):
         None, ge=0.001, le=1e6, description="of one node's host, 10⁹ bytes; default: as usual"
     )
     power_watts: float | None = Field(None, gt=0, le=1e6, description="of one whole node at full load")
+    price_per_hour: float | None = Field(
+        None, gt=0, le=1e6, description="of one node, in one currency for the whole file"
+    )
     name: str | None = Field(None, description="in messages; default: the device's")
     levels: list[LevelSection] = Field(default_factory=list, description="how they are connected")
 

@@ -104,6 +104,7 @@ def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
         "cores": node.cores,
         "memory_gb": node.memory_bytes / GIGABYTE,
         "power_watts": node.power_watts,
+        "price_per_hour": node.price_per_hour,
     }
     levels = []
     if node.inside != (inside(kind) if kind else ()):

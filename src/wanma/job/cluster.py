@@ -68,6 +68,8 @@ class Node:
     """The processors of one machine taken together; None when unknown."""
     power_watts: float | None = None
     """Of one whole machine at full load, devices included; None when unknown."""
+    price_per_hour: float | None = None
+    """Of one machine, in whatever currency its file uses; None when unknown."""
 
     def __post_init__(self) -> None:
         for what in ("count", "cores", "memory_bytes"):
