@@ -58,7 +58,7 @@ def machine_of(
         name = node.devices[0].name if node.devices else node.name
         chip = Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0))
         return Machine(chip, (Link(node.count * here, 0.0, 1.0),), unknown=str(unknown))
-    return calibration.correction(_measured_name(known.chip.name, calibration)).applied(known)
+    return calibration.correction(measured_name(known.chip.name, calibration)).applied(known)
 
 
 def is_measured(cluster: Cluster, calibration: Calibration | None) -> bool:
@@ -66,7 +66,7 @@ def is_measured(cluster: Cluster, calibration: Calibration | None) -> bool:
     devices = [node.devices[0] if node.devices else node.cpu for node in cluster.nodes]
     measured = {one.device for one in calibration.measured} if calibration is not None else set()
     return calibration is not None and all(
-        device is not None and _measured_name(device.name, calibration) in measured for device in devices
+        device is not None and measured_name(device.name, calibration) in measured for device in devices
     )
 
 
@@ -92,7 +92,7 @@ def _measured(node: Node, here: int, threads: int | None, calibration: Calibrati
     device = _only_kind(node) if node.devices else node.cpu
     if device is None:
         return None
-    name = _measured_name(device.name, calibration)
+    name = measured_name(device.name, calibration)
     found = calibration.find(name, here, 0 if node.devices else _threads(node, here, threads))
     if found is None:
         return None
@@ -109,7 +109,7 @@ def _measured(node: Node, here: int, threads: int | None, calibration: Calibrati
     return replace(found.machine, chip=chip, links=_joined(links), doubt=doubt, assumed=tuple(assumed))
 
 
-def _measured_name(device: str, calibration: Calibration) -> str:
+def measured_name(device: str, calibration: Calibration) -> str:
     """What a calibration calls `device`: drivers have other names than the catalogue."""
     names = {one.device for one in calibration.measured} | set(calibration.corrections)
     kind = find_named(device)
