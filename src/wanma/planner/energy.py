@@ -25,7 +25,7 @@ PRODUCTS, STREAMING, COMMUNICATING, WAITING = 1.0, 0.7, 0.5, 0.3
 """Power of a device next to its limit. Products of training run into the limit, which is why clocks fall
 under them (`hardware.attained`). While a large model's ranks communicate, power falls to about half, and
 while they wait to 0.2 (Patel et al. 2024, "Characterizing Power Management Opportunities for LLMs in the
-Cloud", recalled), or less far where a kernel polls for its peers. What streams through memory lies between."""
+Cloud", recalled), or less far where a kernel polls for its peers. What streams is taken to lie between."""
 
 HOST = 0.5
 """Power of the rest of a machine, next to what its maker allows for beside the devices (4.6 kW in a DGX

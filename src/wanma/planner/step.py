@@ -200,11 +200,11 @@ def step_of(anatomy: Anatomy) -> StepTime:
 
 
 def _uncertainty(plan: Plan, doubt: float) -> float:
-    """Half a 90 % interval: a rank computes as forecast within 10 %, and each kind of communication adds its
+    """Half a 90 % interval: a rank computes as forecast within 12 %, and each kind of communication adds its
     doubt; experts most, whose load and host are known least. About that share of the published measurements
     lies inside (benchmarks/results/planner.md). `doubt` is the machine's own."""
     axes = (plan.pp, plan.tp, plan.cp, plan.data_ranks)
-    doubts = [0.10, doubt, *[0.06 for size in axes if size > 1], *[0.15 for size in (plan.ep,) if size > 1]]
+    doubts = [0.12, doubt, *[0.06 for size in axes if size > 1], *[0.25 for size in (plan.ep,) if size > 1]]
     return math.sqrt(sum(doubt * doubt for doubt in doubts))
 
 
