@@ -13,9 +13,15 @@ from wanma.job.run_directory import RunDirectory, list_runs
 Completer = Callable[..., Iterable[str]]
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """JOB and its overrides."""
-    job = parser.add_argument("job", metavar="JOB", type=Path, help="job file, .toml or .yaml")
+def add_job(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """JOB and its overrides.
+
+    Args:
+        required: else an option may stand in its place.
+    """
+    job = parser.add_argument(
+        "job", metavar="JOB", type=Path, nargs=None if required else "?", help="job file, .toml or .yaml"
+    )
     overrides = parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="overrides, e.g. train.steps=500"
     )
@@ -64,6 +70,17 @@ def chosen_run(arguments: argparse.Namespace) -> RunDirectory:
         f"runs in {folder}: {known or 'none'}",
         EXIT_USAGE,
     )
+
+
+def run_at(path: Path) -> RunDirectory:
+    """The run in folder `path`.
+
+    Raises:
+        WanmaError: no run is there.
+    """
+    if not (path / "job.toml").is_file():
+        raise WanmaError(f"there is no run in {path}", "`wanma runs` lists those there are", EXIT_USAGE)
+    return RunDirectory(path)
 
 
 def complete_with(action: argparse.Action, completer: Completer) -> None:

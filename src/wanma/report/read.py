@@ -41,6 +41,8 @@ class Report:
     job: dict[str, Any]
     plan: dict[str, Any]
     forecast: dict[str, Any]
+    cluster: dict[str, Any]
+    """The machines that the run was planned for."""
     parameters: int | None
     """Of the whole model; None when the plan does not know."""
     environment: dict[str, Any]
@@ -156,6 +158,7 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         job=job,
         plan=planned.get("plan") or {},
         forecast=planned.get("forecast") or {},
+        cluster=planned.get("cluster") or {},
         parameters=planned.get("parameters"),
         environment=environment,
         steps=steps,
