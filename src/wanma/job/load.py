@@ -56,7 +56,7 @@ def job_from(value: Job | Mapping[str, Any] | str | Path, overrides: Sequence[st
     if isinstance(value, Job):
         if not overrides:
             return value
-        value = value.model_dump()
+        value = value.model_dump(exclude_unset=True)  # what nobody said stays open to the planner
     if not isinstance(value, Mapping):
         raise JobError(
             f"a job cannot be made from {type(value).__name__}",
@@ -168,7 +168,7 @@ def plain(value: Any, path: KeyPath, mistakes: list[Mistake]) -> Any:
         return None
     match value:
         case Section():
-            return plain(value.model_dump(), path, mistakes)
+            return plain(value.model_dump(exclude_unset=True), path, mistakes)
         case Mapping():
             if wrong := [name for name in value if not isinstance(name, str)]:
                 mistakes.append(

@@ -48,6 +48,31 @@ class Planned:
     """What else was looked at, where a search chose the plan."""
 
 
+def plan_for(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None = None,
+    calibration: Calibration | None = None,
+    *,
+    worlds: Sequence[int] | None = None,
+) -> Planned:
+    """The whole plan of a job: the one that it says, completed; or where it leaves that open, the best.
+
+    Args:
+        dimensions: of a decoder, where the model is one.
+        calibration: what was measured of the devices.
+        worlds: numbers of ranks to look at where the layout is open; default: those that a run on the cluster
+            can have.
+
+    Raises:
+        JobError: the job contradicts itself, the model or the machines, or nothing fits; says what would.
+    """
+    if job.parallel.auto and why_not_by_time(job, cluster, workload, dimensions, calibration) is None:
+        return automatic(job, cluster, workload, dimensions, calibration, worlds=worlds)
+    return complete(job, layout(job, cluster), cluster, workload, dimensions, calibration)
+
+
 def automatic(
     job: Job,
     cluster: Cluster,

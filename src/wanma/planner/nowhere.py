@@ -20,6 +20,7 @@ from wanma.planner.candidates import Candidate, Found
 from wanma.planner.problem import Problem, equal_machines, problem_of
 from wanma.planner.rules import check_dimensions, global_batches
 from wanma.planner.smallest import smallest_cluster
+from wanma.planner.space import Space, plans
 
 
 def no_plan(
@@ -43,9 +44,12 @@ def no_plan(
         check_open(job, cluster, dimensions, worlds)
     except JobError as error:
         return error
+    opening = [key for key in said_keys(job) if has_plans(without(job, key), cluster, dimensions, worlds)]
+    keys = " or ".join(f"parallel.{key}" for key in opening)
+    fixed = ", ".join(f"{key} = {getattr(job.parallel, key)}" for key in said_keys(job))
     return JobError(
-        f"what the job fixes leaves no plan on {cluster}: {fixed_text(job)}",
-        "leave some of these keys out",
+        f"what [parallel] fixes leaves no plan on {cluster}: {fixed or 'nothing'}",
+        f"there are plans without {keys}" if keys else "leave several of these keys out",
     )
 
 
@@ -103,7 +107,7 @@ def check_open(
             "lower these sizes, or plan for more machines",
         )
     if dimensions is not None:
-        check_dimensions(Plan(**sizes, context=job.parallel.context), dimensions)
+        check_dimensions(Plan(**sizes, ep=job.parallel.ep, context=job.parallel.context), dimensions)
     if all(world % taken for world in worlds):
         raise JobError(
             f"{keys} makes {count_text(taken, 'rank')}, which no usual number of ranks on {cluster} divides "
@@ -119,10 +123,25 @@ def check_open(
         )
 
 
-def fixed_text(job: Job) -> str:
-    """'tp = 3, schedule = zbv': the keys of [parallel] that the job sets."""
-    said = sorted(job.parallel.model_fields_set - {"auto", "allow"})
-    return ", ".join(f"{key} = {getattr(job.parallel, key)}" for key in said) or "nothing"
+def said_keys(job: Job) -> list[str]:
+    """Keys of [parallel] that narrow what may be chosen."""
+    return sorted(job.parallel.model_fields_set - {"auto", "allow"})
+
+
+def without(job: Job, key: str) -> Job:
+    """The job as if it left `key` of [parallel] open."""
+    section = job.parallel
+    kept = section.model_dump(exclude_unset=True, exclude={key})
+    return job.model_copy(update={"parallel": type(section).model_validate(kept)})
+
+
+def has_plans(
+    job: Job, cluster: Cluster, dimensions: DecoderDimensions | None, worlds: Sequence[int]
+) -> bool:
+    """Whether there is any plan, whatever memory it needs."""
+    machines = equal_machines(job, cluster)
+    space = Space.of_job(job, machines, dimensions, devices=worlds)
+    return next(plans(space, None), None) is not None
 
 
 def largest_kinds(forecast: Forecast) -> str:

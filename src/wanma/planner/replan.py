@@ -1,0 +1,202 @@
+"""Whether a run should change its plan when machines come or go, for whoever supervises it.
+
+    decision = replan(problem, running, cluster_now, steps_left)
+
+Going on under another plan costs a restart and the state's way to the new ranks, and gains time on every step
+that is left. Where the running plan can go on it does, unless a change gains twice what it costs: forecasts
+err by a tenth (`StepTime.uncertainty`), and what a restart takes nobody knows better. Pure functions, without
+torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.forecast import Forecast
+from wanma.job.plan import Plan
+from wanma.job.sections import Job, ParallelSection
+from wanma.observe.units import bytes_text, duration_text
+from wanma.planner.calibration import Calibration
+from wanma.planner.choose import plan_for
+from wanma.planner.forecast import forecast
+from wanma.planner.problem import Problem, device_of, problem_of
+
+RESTART_SECONDS = 10.0
+"""From the last step under one plan to the first under another, but for the state's way. On CPUs the whole
+command takes 1.8 s for 2 ranks and 2.4 s for 8 (benchmarks/results/startup.md); drivers and the connections
+of NCCL add to it. A supervisor that has measured its own says so."""
+
+STATE_BYTES_PER_SECOND = 0.9e9
+"""At which a machine gets its part of the state back from disk, hashes checked: that of writing it, 0.40 GB
+in 0.455 s on two cores (docs/performance.md)."""
+
+DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares"})
+"""Of [parallel], what more or fewer devices change even where the job says it."""
+
+
+@dataclass(frozen=True)
+class ChangeCost:
+    """What it takes to go on under another plan."""
+
+    state_bytes: float
+    """Parameters and optimizer state that the ranks must get, all copies counted."""
+    state_seconds: float
+    """Until the slowest machine has them."""
+    restart_seconds: float
+    lost_seconds: float
+    """Of work that is done again."""
+
+    @property
+    def seconds(self) -> float:
+        return self.state_seconds + self.restart_seconds + self.lost_seconds
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """What to do, and why."""
+
+    changes: bool
+    plan: Plan
+    """To go on with: the running one where nothing changes."""
+    forecast: Forecast
+    cost: ChangeCost | None
+    """None where nothing changes."""
+    gained_seconds: float
+    """Until the end of the job, the cost subtracted; endless where the running plan cannot go on."""
+    reason: str
+
+
+def replan(
+    problem: Problem,
+    running: Plan,
+    cluster_now: Cluster,
+    steps_left: int,
+    *,
+    calibration: Calibration | None = None,
+    lost_seconds: float = 0.0,
+    restart_seconds: float = RESTART_SECONDS,
+    state_bytes_per_second: float = STATE_BYTES_PER_SECOND,
+) -> Replanned:
+    """The plan to go on with on the machines that are there now.
+
+    A job that fixes its layout keeps it but for its data axes, which are what devices come to and go from.
+
+    Args:
+        problem: as the run was planned.
+        running: its plan.
+        cluster_now: all machines that are there, more or fewer than before.
+        steps_left: of the job.
+        lost_seconds: of work since the last snapshot, which a change does again.
+        restart_seconds: of a change, where the supervisor has measured it.
+        state_bytes_per_second: at which one machine gets its part of the state: the disk's, or the network's
+            where the machines that are left hold it in memory.
+
+    Raises:
+        JobError: nothing fits on what is left.
+        ValueError: no step is left.
+    """
+    if steps_left < 1:
+        raise ValueError(f"steps_left = {steps_left}: there is nothing to plan for")
+    job = _opened(problem.job, running, cluster_now.node_count)
+    # What is there for a run that goes on: as many ranks on each machine as now.
+    each = max(math.ceil(running.world_size / problem.cluster.node_count), 1)
+    now = problem_of(job, cluster_now, problem.workload, problem.dimensions, calibration, ranks=each)
+    obstacle = _obstacle(now, running, each)
+    try:
+        planned = plan_for(job, cluster_now, problem.workload, problem.dimensions, calibration)
+    except JobError:
+        if obstacle is not None:
+            raise
+        return _stays(now, running, "no other plan fits")
+    best, expected = planned.plan, planned.forecast
+    assert expected is not None, "the problem has a workload"
+    cost = change_cost(
+        problem,
+        best,
+        cluster_now.node_count,
+        restart_seconds=restart_seconds,
+        lost_seconds=lost_seconds,
+        state_bytes_per_second=state_bytes_per_second,
+    )
+    if obstacle is not None:
+        told = f"change to {best}: {obstacle}; {_cost_text(cost)}"
+        return Replanned(True, best, expected, cost, math.inf, told)
+    before = forecast(now, running)
+    if before.step is None or expected.step is None:
+        return _stays(
+            now, running, "nobody knows how fast the machines are, so nothing says that it would gain"
+        )
+    old, new = before.step.seconds, expected.step.seconds
+    saved = steps_left * (old - new)
+    told = f"{duration_text(old)} a step, under {best} {duration_text(new)}"
+    if saved <= 0:
+        return _stays(now, running, f"no plan is faster ({told})")
+    told = f"{told}: {steps_left:,} steps save {duration_text(saved)}; {_cost_text(cost)}"
+    if saved < 2 * cost.seconds:
+        return _stays(now, running, told)
+    return Replanned(True, best, expected, cost, saved - cost.seconds, f"change: {told}")
+
+
+def change_cost(
+    problem: Problem,
+    plan: Plan,
+    machines: int,
+    *,
+    restart_seconds: float = RESTART_SECONDS,
+    lost_seconds: float = 0.0,
+    state_bytes_per_second: float = STATE_BYTES_PER_SECOND,
+) -> ChangeCost:
+    """Of going on under `plan`: every replica gets a copy of the state, all machines their parts at once."""
+    master = 8 if plan.precision == "fp64" else 4
+    moments = {"adamw": 2, "sgd": 1, "muon": 2, "adafactor": 0}[problem.job.train.optimizer]
+    elements = problem.workload.parameters * (1 + moments * problem.workload.trained_share)
+    state_bytes = master * elements * plan.replicas
+    return ChangeCost(
+        state_bytes, state_bytes / machines / state_bytes_per_second, restart_seconds, lost_seconds
+    )
+
+
+def _opened(job: Job, running: Plan, machines: int) -> Job:
+    """The job as a search may plan it anew on so many machines."""
+    parallel = job.parallel
+    kept = parallel.model_dump(exclude_unset=parallel.auto, exclude=set(DATA_KEYS) | {"auto"})
+    if not parallel.auto:
+        # Where one rank had all of the state, several may share it now, and the other way round.
+        kept["shard"] = parallel.shard if running.shard != "nothing" else None
+        kept["virtual_stages"] = running.virtual_stages
+    section = ParallelSection.model_validate({**kept, "auto": True})
+    where = job.cluster.model_copy(
+        update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
+    )
+    return job.model_copy(update={"parallel": section, "cluster": where})
+
+
+def _obstacle(now: Problem, running: Plan, each: int) -> str | None:
+    """Why the run cannot go on as it is; None where it can."""
+    (node,) = now.cluster.nodes
+    most = node.count * (min(len(node.devices), each) if node.devices else each)
+    if running.device != device_of(now.job, now.cluster):
+        return f"it runs on {running.device}, and these machines compute on {device_of(now.job, now.cluster)}"
+    if running.world_size > most:
+        return f"{running.world_size} ranks run now, and there is room for {most}"
+    needed = forecast(now, running).memory_bytes
+    if needed > now.memory_bytes:
+        return f"a rank needs {bytes_text(needed)} of {bytes_text(now.memory_bytes)} there"
+    return None
+
+
+def _stays(now: Problem, running: Plan, why: str) -> Replanned:
+    return Replanned(False, running, forecast(now, running), None, 0.0, f"stay: {why}")
+
+
+def _cost_text(cost: ChangeCost) -> str:
+    parts = [
+        f"{bytes_text(cost.state_bytes)} of state {duration_text(cost.state_seconds)}",
+        f"restart {duration_text(cost.restart_seconds)}",
+    ]
+    if cost.lost_seconds:
+        parts.append(f"lost work {duration_text(cost.lost_seconds)}")
+    return f"a change costs {duration_text(cost.seconds)} ({', '.join(parts)})"

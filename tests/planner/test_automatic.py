@@ -1,0 +1,225 @@
+"""`parallel = "auto"`: the fastest plan that wanma runs, by forecast, with what the job says kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.errors import JobError
+from wanma.job.load import job_from
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import decoder_workload
+from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
+from wanma.planner.calibration import Calibration, Measured
+from wanma.planner.capabilities import not_runnable
+from wanma.planner.choose import Planned, complete, layout, plan_for
+from wanma.planner.forecast import forecast
+from wanma.planner.machines import machine_of
+from wanma.planner.problem import MEMORY_SHARE, equal_machines, problem_of
+from wanma.planner.search import search
+from wanma.planner.space import Space
+
+H100 = parse_cluster("8 H100")
+SMALL = DecoderDimensions(4, 512, 8, 8, 2048, 8192)
+LARGE = DecoderDimensions(8, 8192, 64, 8, 28672, 32000)
+"""8 billion parameters, whose state of 128 GB no device holds."""
+SEQUENCE = 1024
+FEW = {"schedule": "1f1b", "recompute": "none", "virtual_stages": 1, "cp": 1}
+"""So that a search is a matter of milliseconds."""
+EPYC = "EPYC 7742"
+
+
+def job(parallel: dict[str, Any] | str = "auto", **sections: Any) -> Job:
+    given = {"auto": True, **FEW} if parallel == "auto" else parallel
+    train = {"global_batch": 16, "precision": "bf16", **sections.pop("train", {})}
+    return Job.model_validate(
+        {
+            "model": {"family": "decoder"},
+            "data": {"text": "stdlib", "sequence_length": SEQUENCE},
+            "train": train,
+            "parallel": given,
+            **sections,
+        }
+    )
+
+
+def planned(of: Job, on: Cluster = H100, model: DecoderDimensions = SMALL, **more: Any) -> Planned:
+    return plan_for(of, on, decoder_workload(model, SEQUENCE), model, **more)
+
+
+# ------------------------------------------------------------------ the choice
+
+
+def test_the_plan_is_the_fastest_that_a_search_of_the_job_finds() -> None:
+    asked = job()
+    result = planned(asked)
+    problem = problem_of(asked, H100, decoder_workload(SMALL, SEQUENCE), SMALL)
+    space = Space.of_job(asked, H100, SMALL, devices=run_worlds(asked, H100))
+    best = search(problem, space).best
+    assert best is not None
+    assert replace(result.plan, threads_per_rank=1) == best.plan
+    assert result.forecast is not None
+    assert result.forecast.step == forecast(problem, best.plan).step
+    assert result.found is not None
+    assert result.found.considered > 100
+
+
+def test_it_says_why_and_what_was_next() -> None:
+    forecast = planned(job()).forecast
+    assert forecast is not None
+    told = "\n".join(forecast.reasons)
+    assert "the fastest of " in told
+    assert " plans, by forecast: " in told
+    assert "next: " in told
+    assert "a step: compute " in told
+
+
+def test_state_that_no_device_holds_is_shared() -> None:
+    plan = planned(job(), model=LARGE).plan
+    assert plan.world_size == 8
+    assert plan.tp * plan.pp * plan.shard_ranks > 1
+    assert planned(job({"auto": True, **FEW, "tp": 8}), model=LARGE).plan.tp == 8
+
+
+def test_what_the_job_says_is_kept() -> None:
+    said = {"tp": 2, "shard": "optimizer", "micro_batch": 2, "sequence": False, "recompute": "full"}
+    plan = planned(job({"auto": True, **FEW, **said})).plan
+    for key, value in said.items():
+        assert getattr(plan, key) == value
+
+
+def test_what_a_job_says_survives_overrides() -> None:
+    again = job_from(job({"auto": True, "tp": 2}), ["train.steps=7"])
+    assert again.parallel.model_fields_set == {"auto", "tp"}
+    assert again.train.steps == 7
+
+
+def test_ranks_of_a_machine_share_its_cores() -> None:
+    plan = planned(job()).plan
+    assert plan.threads_per_rank == H100.nodes[0].cores // plan.world_size
+    assert planned(job(cluster={"threads_per_rank": 3})).plan.threads_per_rank == 3
+
+
+def test_a_run_has_as_many_ranks_on_each_of_its_machines() -> None:
+    two = parse_cluster("2x8 H100, 8x400G")
+    here = Cluster((replace(two.nodes[0], count=1),))  # a machine that has discovered itself
+    asked = job(cluster={"nodes": 2, "rendezvous": "a:1"}, train={"global_batch": 64})
+    assert run_worlds(asked, here) == (2, 4, 8, 16)
+    assert planned(asked, here).plan == planned(asked, two).plan
+    assert planned(asked, two).plan.world_size in (2, 4, 8, 16)
+
+
+def test_unlike_machines_are_planned_for_as_the_slowest_and_smallest() -> None:
+    mixed = parse_cluster("1x8 H100 + 1x4 A100 40GB, 4x100G")
+    asked = job(cluster={"nodes": 2, "rendezvous": "a:1"})
+    (node,) = equal_machines(asked, mixed).nodes
+    assert (node.count, len(node.devices), node.devices[0].name) == (2, 4, "A100 SXM 40 GB")
+    assert node.devices[0].memory_bytes == 40 * 10**9
+    problem = problem_of(asked, mixed, decoder_workload(SMALL, SEQUENCE), SMALL)
+    assert problem.memory_bytes == 40 * 10**9 * MEMORY_SHARE
+    assert problem.machine.devices == 8
+
+
+# ------------------------------------------------------------------ what may be chosen
+
+
+def test_fp8_is_chosen_only_where_the_job_allows_it_by_name() -> None:
+    plain, allowed = job(), job({"auto": True, "allow": ["fp8"], **FEW})
+    assert not planned(plain, model=LARGE).plan.fp8
+    plan = planned(allowed, model=LARGE).plan
+    assert plan.fp8
+    assert plan.approximate == ("fp8",)
+    assert not planned(allowed, parse_cluster("8 A100"), LARGE).plan.fp8
+
+
+def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
+    on = parse_cluster("4 TPU v4")
+    found = find_plans(job(), on, decoder_workload(SMALL, SEQUENCE), SMALL)
+    assert found.best is None
+    assert {one.forecast_only for one in found.candidates} == {"wanma does not run on TPU v4"}
+    with pytest.raises(JobError, match=r"wanma runs no plan of this job on .*: wanma does not run on TPU v4"):
+        planned(job(), on)
+
+
+def test_no_plan_of_the_space_is_one_that_torch_cannot_compile() -> None:
+    asked = job({"auto": True, "compile": True, "schedule": "1f1b", "tp": 2})
+    found = find_plans(asked, H100, decoder_workload(SMALL, SEQUENCE), SMALL)
+    assert found.candidates
+    assert all(one.forecast_only is None for one in found.candidates)
+    problem = problem_of(asked, H100, decoder_workload(SMALL, SEQUENCE), SMALL)
+    full = Plan(tp=2, compile=True, recompute="full", device="cuda", precision="bf16")
+    assert not_runnable(asked, full, problem.cluster, (2, 13)) is not None
+
+
+# ------------------------------------------------------------------ where nothing is known
+
+
+def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
+    unknown = Cluster((Node("box", 64, 512 << 30, (Device("cuda", "Mystery", 80 << 30, {}),) * 8),))
+    workload = decoder_workload(SMALL, SEQUENCE)
+    assert "Mystery" in (why_not_by_time(job(), unknown, workload, SMALL) or "")
+    result = planned(job(), unknown)
+    assert (result.plan.dp_shard, result.plan.shard) == (8, "parameters")
+    assert result.forecast is not None
+    assert result.forecast.step is None
+
+
+def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:
+    on = parse_cluster(f"1x8 cores {EPYC}")
+    asked = job(train={"precision": "fp32"})
+    reason = why_not_by_time(asked, on, decoder_workload(SMALL, SEQUENCE), SMALL)
+    assert reason == "this processor was never measured: after `wanma cluster --calibrate` forecasts choose"
+    result = planned(asked, on)
+    assert (result.plan.world_size, result.plan.threads_per_rank) == (1, 8)
+    assert result.forecast is not None
+    assert any("one process" in told for told in result.forecast.reasons)
+
+
+def test_on_measured_processors_each_number_of_ranks_is_looked_at() -> None:
+    on = parse_cluster(f"1x8 cores {EPYC}")
+    name = on.nodes[0].cpu
+    assert name is not None
+    measured = tuple(
+        Measured(name.name, ranks, 8 // ranks, machine_of(on, ranks=ranks)) for ranks in (1, 2, 4, 8)
+    )
+    asked = job(train={"precision": "fp32"})
+    result = planned(asked, on, calibration=Calibration(measured))
+    assert result.found is not None
+    worlds = {one.plan.world_size for one in result.found.candidates}
+    assert worlds == {1, 2, 4, 8}
+    assert all(one.plan.threads_per_rank == 8 // one.plan.world_size for one in result.found.candidates)
+    assert result.found.best is not None
+    assert result.found.best.seconds == min(one.seconds for one in result.found.candidates)
+
+
+# ------------------------------------------------------------------ a layout that the job gives
+
+
+def test_micro_batch_and_recompute_are_those_of_the_fastest_plan_of_the_layout() -> None:
+    asked = job({"dp_shard": 8, "recompute": "auto"}, train={"global_batch": 64})
+    result = complete(asked, layout(asked, H100), H100, decoder_workload(LARGE, SEQUENCE), LARGE)
+    problem = problem_of(asked, H100, decoder_workload(LARGE, SEQUENCE), LARGE)
+    assert result.forecast is not None
+    assert result.forecast.step is not None
+    for micro_batch in (1, 2, 4, 8):
+        for recompute in ("none", "selective", "full"):
+            other = replace(result.plan, micro_batch=micro_batch, recompute=recompute, recompute_share=1.0)
+            expected = forecast(problem, other)
+            assert expected.step is not None
+            fits = expected.memory_bytes <= problem.memory_bytes
+            assert not fits or expected.step.seconds >= result.forecast.step.seconds * (1 - 1e-9)
+
+
+def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> None:
+    for parallel in ({"dp_replicate": 8}, {"tp": 4, "micro_batch": 2}, {"pp": 2, "dp_shard": 2}):
+        forecast = planned(job(parallel)).forecast
+        assert forecast is not None
+        assert forecast.step is not None
+        assert forecast.model_flops_utilisation is not None
+        assert 0 < forecast.model_flops_utilisation < 1

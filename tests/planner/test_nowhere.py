@@ -1,0 +1,154 @@
+"""Jobs without a plan: why there is none, by how much they fail, and what would help."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.sections import Job
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import decoder_workload
+from wanma.planner.automatic import run_worlds
+from wanma.planner.choose import plan_for
+from wanma.planner.forecast import memory
+from wanma.planner.nowhere import check_open
+from wanma.planner.problem import problem_of
+from wanma.planner.smallest import leanest, machine_counts, smallest_cluster
+
+LARGE = DecoderDimensions(80, 8192, 64, 8, 28672, 128256)
+"""70 billion parameters."""
+SMALL = DecoderDimensions(4, 512, 8, 8, 2048, 8192)
+BOX, HALL = parse_cluster("8 H100"), parse_cluster("4x8 H100, 8x400G")
+
+
+def job(nodes: int = 1, *, batch: int = 32, length: int = 2048, **parallel: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": {"family": "decoder"},
+            "data": {"text": "stdlib", "sequence_length": length},
+            "train": {"global_batch": batch, "precision": "bf16"},
+            "parallel": {"auto": True, **parallel},
+            "cluster": {"nodes": nodes, "rendezvous": "a:1"},
+        }
+    )
+
+
+def refused(asked: Job, on: Cluster, model: DecoderDimensions = SMALL) -> JobError:
+    with pytest.raises(JobError) as refusal:
+        plan_for(asked, on, decoder_workload(model, asked.data.sequence_length), model)
+    assert refusal.value.exit_code == 2
+    return refusal.value
+
+
+# ------------------------------------------------------------------ what fits nowhere
+
+
+def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_do() -> None:
+    error = refused(job(schedule="1f1b", recompute="full", cp=1, micro_batch=1), BOX, LARGE)
+    told = re.search(
+        r"the model fits nowhere on 1 node of 8 × H100 SXM.*: even under .*, the leanest plan, a rank needs "
+        r"([\d.]+) GiB of ([\d.]+) GiB, ([\d.]+) GiB too much: ([a-z ]+) [\d.]+ GiB, ",
+        error.message,
+    )
+    assert told is not None, error.message
+    needed, there, missing = (float(told[number]) for number in (1, 2, 3))
+    assert there == pytest.approx(80e9 * 0.85 / 2**30, abs=0.05)
+    assert missing == pytest.approx(needed - there, abs=0.6)
+    assert told[4] in ("parameters", "gradients", "optimizer state")
+    assert "× H100 SXM" in error.hint
+
+
+def test_the_smallest_cluster_is_the_first_on_which_the_leanest_plan_fits() -> None:
+    asked, workload = job(), decoder_workload(LARGE, 2048)
+    enough = smallest_cluster(asked, BOX, workload, LARGE)
+    assert enough is not None
+    (node,) = enough.nodes
+    assert len(node.devices) == 8
+    problem = problem_of(asked, BOX, workload, LARGE)
+    plan = leanest(problem, enough)
+    assert plan is not None
+    assert plan.world_size == 8 * node.count
+    assert memory(problem, plan).memory_bytes <= problem.memory_bytes
+    fewer = [count for count in machine_counts(1, node.count) if count < node.count]
+    for count in fewer:
+        assert leanest(problem, parse_cluster(f"{count}x8 H100, 8x400G")) is None
+    plan_for(job(node.count, recompute="full", schedule="1f1b", micro_batch=1), enough, workload, LARGE)
+
+
+def test_no_number_of_machines_is_enough_for_a_rank_that_cannot_be_cut() -> None:
+    one_block = DecoderDimensions(1, 65536, 1, 1, 262144, 64)
+    asked = job(batch=1, length=64, tp=1, shard="nothing")
+    assert smallest_cluster(asked, BOX, decoder_workload(one_block, 64), one_block) is None
+    assert "devices with more memory" in refused(asked, BOX, one_block).hint
+
+
+def test_counts_of_machines_are_those_that_many_sizes_divide() -> None:
+    assert machine_counts(3, 20) == [3, 4, 5, 6, 8, 10, 12, 16, 20]
+
+
+def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
+    own = job().model_copy(update={"parallel": type(job().parallel)(dp_shard=8, micro_batch=4)})
+    medium = DecoderDimensions(32, 4096, 32, 8, 14336, 128256)
+    error = refused(own, BOX, medium)
+    assert re.search(r"the plan does not fit: a rank needs about [\d.]+ GiB of 63\.3 GiB: ", error.message)
+    assert error.hint.startswith("would fit: parallel.")
+    change = error.hint.removeprefix("would fit: ").split("; or ")[0]
+    changed = {
+        key.removeprefix("parallel."): value for key, value in (one.split("=") for one in change.split())
+    }
+    section = type(job().parallel).model_validate({"dp_shard": 8, "micro_batch": 4, **changed})
+    plan_for(own.model_copy(update={"parallel": section}), BOX, decoder_workload(medium, 2048), medium)
+
+
+# ------------------------------------------------------------------ what contradicts itself
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], Cluster, str]] = {
+    "heads that tp does not divide": ({"tp": 3}, BOX, r"parallel\.tp = 3 does not divide model\.heads = 8"),
+    "more ranks than devices": (
+        {"pp": 4, "tp": 4},
+        BOX,
+        r"parallel\.pp = 4 × parallel\.tp = 4 makes 16 ranks, and 1 node .* has room for 8",
+    ),
+    "sizes that devices are no multiple of": (
+        {"pp": 3},
+        BOX,
+        r"parallel\.pp = 3 makes 3 ranks, .* divides into: 8, 4, 2, 1|parallel\.pp = 3 makes 3 ranks",
+    ),
+    "more stages than blocks": ({"pp": 8, "tp": 1}, BOX, r"what \[parallel\] fixes leaves no plan .*pp = 8"),
+    "more data ranks than samples": (
+        {"dp_shard": 8, "dp_replicate": 4},
+        HALL,
+        r"train\.global_batch = 16 gives 32 data ranks",
+    ),
+    "shards without ranks to share": (
+        {"tp": 8, "shard": "parameters", "cp": 1},
+        BOX,
+        r"what \[parallel\] fixes leaves no plan on .*: cp = 1, shard = parameters, tp = 8",
+    ),
+    "experts that are not there": ({"ep": 2}, BOX, r"parallel\.ep = 2, but the model has no experts"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_sizes_that_contradict_each_other_are_refused_with_the_keys(name: str) -> None:
+    parallel, on, message = CONTRADICTIONS[name]
+    error = refused(job(on.node_count, batch=16, **parallel), on)
+    assert re.search(message, error.message), error.message
+    assert error.hint
+
+
+def test_the_keys_without_which_there_are_plans_are_named() -> None:
+    error = refused(job(tp=8, shard="parameters", cp=1), BOX)
+    assert error.hint == "there are plans without parallel.shard or parallel.tp"
+
+
+def test_what_is_open_is_no_contradiction() -> None:
+    for parallel in ({}, {"tp": 8}, {"pp": 2, "dp_shard": 4}):
+        asked = job(**parallel)
+        check_open(asked, BOX, SMALL, run_worlds(asked, BOX))

@@ -1,0 +1,151 @@
+"""Whether a run changes its plan when machines come or go: what it gains, what it costs, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.errors import JobError
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import decoder_workload
+from wanma.planner.choose import plan_for
+from wanma.planner.forecast import forecast
+from wanma.planner.problem import Problem, problem_of
+from wanma.planner.replan import ChangeCost, Replanned, change_cost, replan
+
+MODEL = DecoderDimensions(4, 2048, 16, 16, 8192, 32000)
+WORKLOAD = decoder_workload(MODEL, 1024)
+FOUR, TWO = parse_cluster("4x8 H100, 8x400G"), parse_cluster("2x8 H100, 8x400G")
+DATA_PARALLEL = {"pp": 1, "tp": 1, "cp": 1, "recompute": "none", "shard": "optimizer"}
+FULL = Plan(dp_shard=32, shard="optimizer", micro_batch=4, precision="bf16", device="cuda")
+
+
+def job(parallel: dict[str, Any] | None = None, nodes: int = 4) -> Job:
+    return Job.model_validate(
+        {
+            "model": {"family": "decoder"},
+            "data": {"text": "stdlib", "sequence_length": 1024},
+            "train": {"global_batch": 128, "precision": "bf16"},
+            "parallel": parallel if parallel is not None else {"auto": True, **DATA_PARALLEL},
+            "cluster": {"nodes": nodes, "rendezvous": "a:1"},
+        }
+    )
+
+
+def posed(on: Cluster = FOUR, **parallel: Any) -> Problem:
+    of = job({"auto": True, **DATA_PARALLEL, **parallel}, on.node_count)
+    return problem_of(of, on, WORKLOAD, MODEL)
+
+
+def test_on_fewer_devices_than_ranks_it_must_change() -> None:
+    decision = replan(posed(), FULL, TWO, 1000)
+    assert decision.changes
+    assert decision.plan.world_size == 16
+    assert decision.gained_seconds == math.inf
+    assert "32 ranks run now, and there is room for 16" in decision.reason
+    best = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL)
+    assert decision.plan == best.plan
+    assert decision.forecast.step == (best.forecast.step if best.forecast else None)
+
+
+def test_on_the_machines_that_it_has_the_best_plan_stays() -> None:
+    best = plan_for(job(), FOUR, WORKLOAD, MODEL).plan
+    decision = replan(posed(), best, FOUR, 1_000_000)
+    assert not decision.changes
+    assert decision.plan == best
+    assert decision.cost is None
+    assert decision.reason.startswith("stay: no plan is faster")
+
+
+def test_more_machines_are_taken_where_what_is_left_gains_twice_what_it_costs() -> None:
+    running = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    many, few = (replan(posed(TWO), running, FOUR, steps) for steps in (100_000, 10))
+    assert many.changes
+    assert many.plan.world_size == 32
+    assert not few.changes
+    assert few.plan == running
+    now = problem_of(job(), FOUR, WORKLOAD, MODEL)
+    old, new = forecast(now, running).step, many.forecast.step
+    assert old is not None
+    assert new is not None
+    assert many.cost is not None
+    saved = 100_000 * (old.seconds - new.seconds)
+    assert many.gained_seconds == pytest.approx(saved - many.cost.seconds)
+    assert "100,000 steps save " in many.reason
+    assert "10 steps save " in few.reason
+
+
+def test_what_is_lost_and_what_a_restart_takes_counts() -> None:
+    running = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    steps = 100_000
+    plain = replan(posed(TWO), running, FOUR, steps)
+    assert plain.changes
+    assert not replan(posed(TWO), running, FOUR, steps, restart_seconds=1e6).changes
+    assert not replan(posed(TWO), running, FOUR, steps, lost_seconds=1e6).changes
+    assert not replan(posed(TWO), running, FOUR, steps, state_bytes_per_second=1.0).changes
+
+
+def test_the_cost_is_every_copy_of_the_state_over_the_machines_and_a_restart() -> None:
+    plan = Plan(dp_replicate=2, dp_shard=16, shard="parameters", precision="bf16", device="cuda")
+    cost = change_cost(posed(), plan, 4, restart_seconds=3.0, lost_seconds=5.0, state_bytes_per_second=1e9)
+    state = 2 * 4 * 3 * WORKLOAD.parameters  # of AdamW: a weight and two moments in fp32, and two replicas
+    assert cost == ChangeCost(state, state / 4e9, 3.0, 5.0)
+    assert cost.seconds == pytest.approx(state / 4e9 + 8.0)
+
+
+def test_a_job_that_fixes_its_layout_keeps_all_but_its_data_axes() -> None:
+    fixed = job({"tp": 2, "dp_shard": 16, "shard": "optimizer", "micro_batch": 8})
+    running = Plan(
+        tp=2, dp_shard=16, shard="optimizer", sequence=True, micro_batch=8, precision="bf16", device="cuda"
+    )
+    decision = replan(problem_of(fixed, FOUR, WORKLOAD, MODEL), running, TWO, 1000)
+    plan = decision.plan
+    assert decision.changes
+    assert (plan.world_size, plan.tp, plan.pp, plan.cp, plan.shard) == (16, 2, 1, 1, "optimizer")
+    assert plan.dp_replicate * plan.dp_shard == 8
+
+
+def test_what_fits_nowhere_on_what_is_left_is_refused() -> None:
+    large = DecoderDimensions(8, 8192, 64, 8, 28672, 32000)
+    of = job({"auto": True, "pp": 1, "tp": 1, "cp": 1})
+    problem = problem_of(of, FOUR, decoder_workload(large, 1024), large)
+    with pytest.raises(JobError, match="the model fits nowhere on 1 node of 1 × H100 SXM"):
+        replan(problem, FULL, parse_cluster("1x1 H100"), 100)
+
+
+def test_without_rates_it_stays_where_it_can_and_changes_where_it_must() -> None:
+    def mystery(count: int) -> Cluster:
+        device = Device("cuda", "Mystery", 80 << 30, {})
+        return Cluster((Node("box", 64, 512 << 30, (device,) * 8, count=count),))
+
+    problem = problem_of(job(), mystery(4), WORKLOAD, MODEL)
+    assert replan(problem, FULL, mystery(5), 10**6).reason.startswith("stay: nobody knows how fast")
+    fewer = replan(problem, FULL, mystery(2), 10)
+    assert fewer.changes
+    assert fewer.plan.world_size == 16
+
+
+def test_no_step_left_is_no_question() -> None:
+    with pytest.raises(ValueError, match="steps_left = 0"):
+        replan(posed(), FULL, FOUR, 0)
+
+
+@settings(max_examples=12, deadline=None)
+@given(steps=st.integers(1, 10**6), restart=st.floats(0, 1e4))
+def test_it_never_changes_for_less_than_twice_the_cost(steps: int, restart: float) -> None:
+    slow = replace(FULL, dp_shard=16, micro_batch=8)
+    decision: Replanned = replan(posed(), slow, FOUR, steps, restart_seconds=restart)
+    if decision.changes:
+        assert decision.cost is not None
+        assert decision.gained_seconds >= decision.cost.seconds
+    else:
+        assert decision.plan == slow
