@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.problems import SMALL, cluster, job
 from wanma.job.plan import Plan
 from wanma.models.workload import decoder_workload
-from wanma.planner.admits import even_micro_batches
+from wanma.planner.admits import micro_batch_sizes
 from wanma.planner.rules import (
     check_axes,
     check_dimensions,
@@ -71,12 +71,14 @@ def test_experts_are_spread_over_every_size_that_divides_them_and_the_ranks() ->
 
 
 @given(st.integers(1, 500))
-def test_of_each_number_of_micro_batches_the_smallest_size_is_tried(rows: int) -> None:
-    sizes = even_micro_batches(rows)
+def test_micro_batches_cut_a_ranks_samples_evenly_and_come_near_every_power_of_two(rows: int) -> None:
+    sizes = micro_batch_sizes(rows)
+    assert {size for size in range(1, rows + 1) if rows % size == 0} <= set(sizes)
     counts = [-(-rows // size) for size in sizes]
     assert len(set(counts)) == len(counts)
-    assert set(counts) == {-(-rows // size) for size in range(1, rows + 1)}
     assert all(size == 1 or -(-rows // (size - 1)) > count for size, count in zip(sizes, counts, strict=True))
+    for power in range(rows.bit_length()):
+        assert any(2**power / 2 < size < 2**power * 2 for size in sizes)
 
 
 @pytest.mark.parametrize(

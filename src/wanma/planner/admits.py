@@ -83,9 +83,14 @@ def groups_are_whole(plan: Plan, batches: Sequence[int], group: int) -> bool:
     )
 
 
-def even_micro_batches(rows: int) -> list[int]:
-    """Sizes of micro-batch that cut `rows` samples into different counts, the smallest for each count.
+def micro_batch_sizes(rows: int) -> list[int]:
+    """Sizes of micro-batch that cut `rows` samples evenly; and where no such size is near a power of two, the
+    one that cuts them into as many micro-batches as that, as evenly as can be.
 
-    A larger one for the same count holds no more samples, and needs the memory of more.
+    A larger one for the same number of micro-batches holds no more samples, and needs the memory of more.
     """
-    return sorted({math.ceil(rows / count) for count in range(1, rows + 1)})
+    sizes = {size for size in range(1, rows + 1) if rows % size == 0}
+    for power in range(rows.bit_length()):
+        if not any(2**power <= size < 2 ** (power + 1) for size in sizes):
+            sizes.add(math.ceil(rows / math.ceil(rows / 2**power)))
+    return sorted(sizes)

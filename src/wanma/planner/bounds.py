@@ -23,8 +23,10 @@ def busy_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: int) 
         costs: of one micro-batch in every stage, (variants, stages).
     """
     if schedule in ("zbv", "dualpipev"):
-        return micro_batches * (costs[:, :pp] + costs[:, : -pp - 1 : -1])
-    return micro_batches * costs.reshape(len(costs), -1, pp).sum(axis=1)
+        busy: Array = costs[:, :pp] + costs[:, : -pp - 1 : -1]
+    else:
+        busy = costs.reshape(len(costs), -1, pp).sum(axis=1)
+    return micro_batches * busy
 
 
 def least_seconds(
@@ -43,21 +45,23 @@ def least_seconds(
             latter where the schedule computes the weights' gradients on their own.
     """
     both = forward + backward
-    busy = busy_seconds(schedule, both if weights is None else both + weights, pp, micro_batches)
+    busy: Array = busy_seconds(schedule, both if weights is None else both + weights, pp, micro_batches)
     if pp == 1:
-        return busy[:, 0]
+        alone: Array = busy[:, 0]
+        return alone
     if weights is not None:
         return _split(schedule, forward, backward, busy, pp, micro_batches, send_seconds)
     if schedule == "gpipe":
         # All forwards pass the slowest stage one by one, then all backwards do.
         slowest = forward.max(axis=1) + backward.max(axis=1)
         way = both.sum(axis=1) + 2 * (both.shape[1] - 1) * send_seconds
-        return way + (micro_batches - 1) * slowest
+        played: Array = way + (micro_batches - 1) * slowest
+        return played
     # Before rank r begins, one forward has passed the r stages before its first one; and after its last
     # backward, which is of that stage, one backward passes them.
     around = np.zeros_like(busy)
     np.cumsum(both[:, : pp - 1] + 2 * send_seconds, axis=1, out=around[:, 1:])
-    least = (around + busy).max(axis=1)
+    least: Array = (around + busy).max(axis=1)
     if schedule == "1f1b":
         # The first rank begins forward j + pp after backward j, which has been through all stages.
         rounds = (micro_batches - 1) // pp
@@ -99,4 +103,5 @@ def _split(
         dearest = forward.reshape(len(forward), -1, pp).max(axis=1)
     kept = min(usual_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
     waiting = down + back - kept * dearest
-    return (busy + np.maximum(begins, waiting)).max(axis=1)
+    least: Array = (busy + np.maximum(begins, waiting)).max(axis=1)
+    return least

@@ -11,19 +11,19 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from wanma.job.cluster import Cluster
-from wanma.job.forecast import Workload
+from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import ContextKind, Job, Offload, Recompute, Schedule, Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.admits import (
-    even_micro_batches,
     experts_fit,
     groups_are_whole,
     heads_fit,
+    micro_batch_sizes,
     micro_batches_fit,
     sequence_fits,
     shard_fits,
@@ -230,37 +230,51 @@ def states(space: Space, grid: Grid) -> list[dict[str, Any]]:
 
 def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]:
     """All that sets the pace of a micro-batch, but for recompute; the data ranks are taken as replicas."""
+    for pace in paces(space, grid):
+        yield from staged(space, pace, workload)
+
+
+def paces(space: Space, grid: Grid) -> Iterator[Plan]:
+    """How samples and matrices are cut, as one stage; the data ranks are taken as replicas."""
     plain = replace(
-        space.start, pp=grid.pp, cp=grid.cp, tp=grid.tp, dp_replicate=grid.data_ranks, recompute="none"
+        space.start,
+        pp=grid.pp,
+        cp=grid.cp,
+        tp=grid.tp,
+        dp_replicate=grid.data_ranks,
+        virtual_stages=1,
+        recompute="none" if len(space.recompute) > 1 else space.recompute[0][0],
     )
     rows = math.ceil(max(space.batches) / grid.data_ranks)
-    sizes = even_micro_batches(rows) if space.micro_batch is None else space.micro_batch
+    sizes = micro_batch_sizes(rows) if space.micro_batch is None else space.micro_batch
     contexts = space.context if grid.cp > 1 else space.context[:1]
     sequences = space.sequence if grid.tp > 1 else (False,)
-    schedules = space.schedules if grid.pp > 1 else ((plain.schedule, 1),)
     for sequence, context in itertools.product(sequences, contexts):
         split = replace(plain, sequence=sequence, context=context)
         if space.length is not None and not sequence_fits(split, space.length):
             continue
         if space.dimensions is not None and not heads_fit(space.dimensions, split):
             continue
-        for (schedule, virtual), compiled in itertools.product(schedules, space.compile):
-            staged = replace(split, schedule=schedule, virtual_stages=virtual, compile=compiled)
-            if takes_backward_apart(staged) is not None:
-                continue
-            if grid.pp > 1:
-                if staged.stages > space.layers + 2:
-                    continue
-                cuts = space.stage_cuts or _cuts(workload, staged, space.layers)
-                if len(cuts) != staged.stages - 1:
-                    continue
-                staged = replace(staged, stage_cuts=cuts)
-            for size in sizes:
-                plan = replace(staged, micro_batch=size, ep=1)
-                if micro_batches_fit(plan, space.batches) and groups_are_whole(
-                    plan, space.batches, space.group
-                ):
-                    yield replace(plan, ep=grid.ep)
+        for compiled, size in itertools.product(space.compile, sizes):
+            pace = replace(split, compile=compiled, micro_batch=size)
+            if groups_are_whole(pace, space.batches, space.group):
+                yield pace if grid.ep == 1 else replace(pace, ep=grid.ep)
+
+
+def staged(space: Space, pace: Plan, workload: Workload | None) -> Iterator[Plan]:
+    """Schedules of a pipeline, with their stages, that can run the micro-batches of `pace`."""
+    if pace.pp == 1:
+        yield pace
+        return
+    for schedule, virtual in space.schedules:
+        if pace.pp * virtual > space.layers + 2:
+            continue
+        plan = replace(pace, schedule=schedule, virtual_stages=virtual)
+        if takes_backward_apart(plan) is not None or not micro_batches_fit(plan, space.batches):
+            continue
+        cuts = space.stage_cuts or stage_cuts(workload, plan, space.layers)
+        if len(cuts) == plan.stages - 1:
+            yield replace(plan, stage_cuts=cuts)
 
 
 def recomputes(space: Space, plan: Plan) -> list[tuple[Recompute, float]]:
@@ -349,5 +363,22 @@ def divisors(number: int) -> tuple[int, ...]:
     return (*small, *(number // size for size in reversed(small) if size * size != number))
 
 
-def _cuts(workload: Workload | None, plan: Plan, layers: int) -> tuple[int, ...]:
+def stage_cuts(workload: Workload | None, plan: Plan, layers: int) -> tuple[int, ...]:
+    """As `stages.planned_cuts`, computed once for all plans with as many stages."""
+    again = plan.recompute_share if plan.recompute == "full" else 0.0
+    costs = None
+    if workload is not None:
+        costs = tuple((layer.count, layer.flops_per_sample) for layer in workload.layers)
+    return _cuts(costs, plan.stages, again, layers)
+
+
+@lru_cache(maxsize=4096)
+def _cuts(
+    costs: tuple[tuple[int, float], ...] | None, stages: int, again: float, layers: int
+) -> tuple[int, ...]:
+    workload = None
+    if costs is not None:
+        workload = Workload(tuple(Layer("", count, 0, flops, 0.0) for count, flops in costs), 1)
+    recompute: Recompute = "full" if again else "none"
+    plan = Plan(pp=stages, recompute=recompute, recompute_share=again or 1.0)
     return planned_cuts(workload, plan, layers)

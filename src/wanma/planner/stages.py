@@ -5,9 +5,12 @@ Pure functions, without torch. Which schedule puts which stage on which rank is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
@@ -74,44 +77,42 @@ def balanced_cuts(
     blocks = len(costs)
     if stages > blocks + (first_cost is not None) + (last_cost is not None) or stages < 1:
         raise ValueError(f"{blocks} blocks cannot be cut into {stages} stages")
-    totals = [0.0, *accumulate(costs)]
+    totals = np.array([0.0, *accumulate(costs)])
     ends: list[float | None] = [None] * stages
-    for stage, end in ((0, first_cost), (stages - 1, last_cost)):
-        if end is not None:
-            ends[stage] = (ends[stage] or 0.0) + end
+    for stage, extra in ((0, first_cost), (stages - 1, last_cost)):
+        if extra is not None:
+            ends[stage] = (ends[stage] or 0.0) + extra
+    held = totals[None, :] - totals[:, None]  # (start, stop): of the blocks between
+    is_run = np.arange(blocks + 1)[:, None] <= np.arange(blocks + 1)
+    is_empty = np.eye(blocks + 1, dtype=bool)
 
-    def cost(stage: int, start: int, stop: int) -> float:
-        """Infinite for a stage that would hold nothing."""
-        end = ends[stage]
-        if end is None:
-            return totals[stop] - totals[start] if start < stop else math.inf
-        return totals[stop] - totals[start] + end
+    @cache
+    def cost(end: float | None) -> npt.NDArray[np.float64]:
+        """Of a stage, by its first block and the next stage's; endless where it would hold nothing."""
+        seconds: npt.NDArray[np.float64] = np.where(is_run, held + (end or 0.0), np.inf)
+        return np.where(is_empty, np.inf, seconds) if end is None else seconds
 
     # limits[start]: of the stages from `stage` on, which hold the blocks from `start` on, the dearest's cost.
-    limits = [cost(stages - 1, start, blocks) for start in range(blocks + 1)]
+    limits = cost(ends[-1])[:, blocks]
     for stage in range(stages - 2, -1, -1):
-        limits = [
-            min(max(cost(stage, start, stop), limits[stop]) for stop in range(start, blocks + 1))
-            for start in range(blocks + 1)
-        ]
+        limits = np.maximum(cost(ends[stage]), limits).min(axis=1)
     limit = limits[0]
 
-    def unevenness(stage: int, start: int, stop: int) -> float:
-        here = cost(stage, start, stop)
-        return round(here / (limit or 1.0) * _EVENNESS) ** 2 if here <= limit else math.inf
+    @cache
+    def unevenness(end: float | None) -> npt.NDArray[np.float64]:
+        here = cost(end)
+        squares: npt.NDArray[np.float64] = np.round(here / (limit or 1.0) * _EVENNESS) ** 2
+        return np.where(here <= limit, squares, np.inf)
 
-    rest = [unevenness(stages - 1, start, blocks) for start in range(blocks + 1)]
-    choices: list[list[int]] = []
+    rest = unevenness(ends[-1])[:, blocks]
+    choices: list[npt.NDArray[np.int64]] = []
     for stage in range(stages - 2, -1, -1):
-        sums = [
-            [unevenness(stage, start, stop) + rest[stop] for stop in range(start, blocks + 1)]
-            for start in range(blocks + 1)
-        ]
-        rest = [min(of_start) for of_start in sums]
-        choices.append([start + of_start.index(min(of_start)) for start, of_start in enumerate(sums)])
+        sums = unevenness(ends[stage]) + rest
+        choices.append(sums.argmin(axis=1))
+        rest = sums.min(axis=1)
     cuts: list[int] = []
     for choice in reversed(choices):
-        cuts.append(choice[cuts[-1] if cuts else 0])
+        cuts.append(int(choice[cuts[-1] if cuts else 0]))
     return tuple(cuts)
 
 
