@@ -5,13 +5,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from support.flops import attention_on_cpu
 from wanma.job.errors import WanmaError
 from wanma.job.sections import ModelSection
 from wanma.models.build import ModelSpec, build_model
 from wanma.models.decoder import Decoder, decoder_layout
 from wanma.models.described import vision_dimensions
 from wanma.models.dimensions import DecoderDimensions
-from support.flops import attention_on_cpu
 from wanma.models.presets import GPT_MOE_PRESETS
 from wanma.models.statistics import noting_modules
 from wanma.models.vision import build_vision

@@ -8,7 +8,6 @@ and exchanges their outputs, `cp` shares the samples' tokens, `pp` the blocks. P
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from wanma.job.forecast import Layer, StepTime, Workload
 from wanma.job.operator import Attention, Operator, Product
@@ -28,7 +27,8 @@ from wanma.planner.compute import (
 )
 from wanma.planner.machine import Chip, Machine
 from wanma.planner.operators import PartTime, Software, product_precision
-from wanma.planner.step import Anatomy, Stage, anatomy_of_stages, step_of
+from wanma.planner.pieces import Blocks, End, Pieces, stages_of
+from wanma.planner.step import Anatomy, anatomy_of_stages, step_of
 
 SECTOR_BYTES = 64.0
 """What memory moves at least, however little is asked for: two sectors of 32 bytes (NVIDIA, "CUDA C++ Best
@@ -69,16 +69,32 @@ def module_anatomy(
     if not knows_operators(workload):
         raise ValueError("the operators of the model's layers are not known one by one")
     software = software or Software(fused=plan.compile)
-    stages = _stages(workload, plan, machine, software)
     return anatomy_of_stages(
-        stages,
+        stages_of(module_pieces(workload, plan, machine, software), plan),
         plan,
         plan.accumulation(global_batch),
         machine,
         software,
-        boundary_seconds=_boundary_seconds(workload, plan, machine),
+        boundary_seconds=module_boundary_seconds(workload, plan, machine),
         trained_share=workload.trained_share,
     )
+
+
+def module_pieces(workload: Workload, plan: Plan, machine: Machine, software: Software) -> Pieces:
+    """What a module is made of; of the plan, what `pieces_key` names counts."""
+    parts = [part_time(layer, plan, machine, software) for layer in workload.layers]
+    first = next((number for number, layer in enumerate(workload.layers) if layer.is_block), 0)
+    before: list[End] = []
+    after: list[End] = []
+    blocks: list[Blocks] = []
+    for number, (layer, part) in enumerate(zip(workload.layers, parts, strict=True)):
+        if layer.is_block:
+            blocks.append(Blocks(part, layer.count, float(layer.parameters)))
+        else:
+            end = End(_times(part, layer.count), float(layer.count * layer.parameters))
+            (before if number < first else after).append(end)
+    after.append(End(_loss_time(workload, plan, machine, software), 0.0))
+    return Pieces(tuple(before), tuple(blocks), tuple(after))
 
 
 def knows_operators(workload: Workload) -> bool:
@@ -248,56 +264,10 @@ def _context_seconds(attention: Attention, plan: Plan, machine: Machine) -> floa
     return (plan.cp - 1) * send_seconds(machine, plan.tp, keys_and_values)
 
 
-def _stages(workload: Workload, plan: Plan, machine: Machine, software: Software) -> list[Stage]:
-    """Blocks by the plan's cuts, else evenly; what comes before them is the first stage's, all else the last
-    one's."""
-    layers = [(layer, part_time(layer, plan, machine, software)) for layer in workload.layers]
-    blocks = [(layer, part) for layer, part in layers if layer.is_block]
-    singles = [
-        (_times(part, layer.count), float(layer.count * layer.parameters))
-        for layer, part in layers
-        if not layer.is_block
-    ]
-    before = next((number for number, (layer, _) in enumerate(layers) if layer.is_block), 0)
-    loss = _loss_time(workload, plan, machine, software)
-    found = []
-    for stage, counts in enumerate(_counts([layer.count for layer, _ in blocks], plan)):
-        held = [
-            (part, count, float(layer.parameters))
-            for (layer, part), count in zip(blocks, counts, strict=True)
-            if count
-        ]
-        ends = singles[:before] if stage == 0 else []
-        if stage == plan.stages - 1:
-            ends = [*ends, *singles[before:], (loss, 0.0)]
-        in_stage = sum(counts)
-        again = len(plan.recomputed(in_stage)) / in_stage if in_stage else 0.0
-        parameters = sum(count * size for _, count, size in held) + sum(size for _, size in ends)
-        found.append(Stage(tuple(held), again, tuple(ends), parameters))
-    return found
-
-
 def _times(part: PartTime, count: int) -> PartTime:
     if count == 1:
         return part
     return PartTime(**{name: count * value for name, value in vars(part).items()})
-
-
-def _counts(sizes: list[int], plan: Plan) -> list[list[int]]:
-    """Of each stage, how many it holds of each layer of `sizes` equal blocks."""
-    total = sum(sizes)
-    if plan.stage_cuts:
-        bounds = [0, *plan.stage_cuts, total]
-    else:
-        bounds = [round(total * stage / plan.stages) for stage in range(plan.stages + 1)]
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return [
-        [
-            max(0, min(stop, begin + size) - max(start, begin))
-            for begin, size in zip(starts, sizes, strict=True)
-        ]
-        for start, stop in pairwise(bounds)
-    ]
 
 
 def _loss_time(workload: Workload, plan: Plan, machine: Machine, software: Software) -> PartTime:
@@ -307,8 +277,8 @@ def _loss_time(workload: Workload, plan: Plan, machine: Machine, software: Softw
     return PartTime(half, half, kernels_forward=_LOSS_KERNELS, kernels_backward=_LOSS_KERNELS)
 
 
-def _boundary_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
-    """A stage's output to the next rank, as of `timing`: what a block is given."""
+def module_boundary_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
+    """A stage's output to the next rank, which is what a block is given; as `timing.boundary_seconds`."""
     if plan.pp == 1:
         return 0.0
     widest = max(
