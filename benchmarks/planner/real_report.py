@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -113,11 +114,14 @@ def teach(calibration: Calibration, rows: Sequence[Row]) -> Calibration:
     """The calibration after what these runs taught, in turn."""
     (device,) = {one.device for one in calibration.measured}
     for row in rows:
-        corrections, _ = learned(
-            calibration.correction(device), row.plan, forecast_of(row, calibration), row.observed
-        )
+        corrected = partial(_corrected, row, calibration, device)
+        corrections, _ = learned(calibration.correction(device), row.plan, corrected, row.observed)
         calibration = calibration.with_corrections(device, corrections)
     return calibration
+
+
+def _corrected(row: Row, calibration: Calibration, device: str, corrections: Corrections) -> Forecast:
+    return forecast_of(row, calibration.with_corrections(device, corrections))
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:

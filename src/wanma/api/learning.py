@@ -1,4 +1,4 @@
-"""`wanma plan --learn RUN`: a run beside a forecast of it, and the calibration corrected by what it missed."""
+"""`wanma plan --learn RUN`: a run beside a forecast of it, and forecasts corrected by what it missed."""
 
 from __future__ import annotations
 
@@ -63,15 +63,18 @@ def learn(run: RunDirectory, path: Path | None = None) -> Learned:
         )
     calibration = load_calibration(path)
     plan, cluster = _planned(report)
-    before = _forecast(run, plan, cluster, calibration)
     device = _device(cluster, plan, calibration)
     peak = peak_memory_bytes(report)
     observed = Observed(seconds, phase_medians(report), peak[0] if peak is not None else None)
-    corrections, lessons = learned(calibration.correction(device), plan, before, observed)
-    calibration = calibration.with_corrections(device, corrections)
-    after = _forecast(run, plan, cluster, calibration)
-    kept = save_calibration(calibration, path)
-    return Learned(run, device, corrections, lessons, seconds, _seconds(before), _seconds(after), kept)
+
+    def corrected(corrections: Corrections) -> Forecast:
+        return _forecast(run, plan, cluster, calibration.with_corrections(device, corrections))
+
+    before = calibration.correction(device)
+    after, lessons = learned(before, plan, corrected, observed)
+    kept = save_calibration(calibration.with_corrections(device, after), path)
+    expected = [_seconds(corrected(one)) for one in (before, after)]
+    return Learned(run, device, after, lessons, seconds, *expected, kept)
 
 
 def learned_table(found: Learned) -> RenderableType:

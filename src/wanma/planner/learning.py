@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from wanma.job.forecast import Forecast, StepTime
+from wanma.job.forecast import Forecast
 from wanma.job.phases import measured_phases, phases_of
 from wanma.job.plan import Plan
 from wanma.planner.calibration import FACTOR_BOUNDS, Corrections
@@ -14,6 +14,8 @@ LEAST_GAIN = 0.2
 """Weight of the newest run, however many came before: machines and programs change."""
 LEAST_SHARE = 0.02
 """Of a step: what is shorter says nothing reliable about its kind."""
+ROUNDS = 8
+"""Of looking for the factors that are right for a run: what is hidden behind computing depends on both."""
 PURE_SHARE = 0.1
 """Of forward and backward, communication below which these say how fast the machine computes."""
 
@@ -43,39 +45,49 @@ class Lesson:
 
 
 def learned(
-    corrections: Corrections, plan: Plan, forecast: Forecast, observed: Observed
+    corrections: Corrections, plan: Plan, forecast: Callable[[Corrections], Forecast], observed: Observed
 ) -> tuple[Corrections, tuple[Lesson, ...]]:
     """Corrections after one more run.
 
-    Each factor moves towards what this run measured: all the way after the first run, then as a running
-    geometric mean that never forgets how to move.
+    Each factor moves towards the one with which this run would have been forecast as it was: all the way
+    after the first run, then as a running geometric mean that never forgets how to move.
 
     Args:
-        forecast: of this very run, made with `corrections`.
+        forecast: of this very run, with corrections.
 
     Raises:
-        ValueError: the forecast has no step time.
+        ValueError: a forecast has no step time.
     """
-    if forecast.step is None:
-        raise ValueError("a forecast without a step's time cannot be compared with one")
+    first = _evidence(plan, forecast(corrections), observed)
+    right = corrections
+    for _ in range(ROUNDS):
+        evidence = _evidence(plan, forecast(right), observed)
+        misses = {
+            kind: measured / expected for kind, (expected, measured) in evidence.items() if kind in first
+        }
+        right = replace(
+            right, **{kind: _bounded(getattr(right, kind) * miss) for kind, miss in misses.items()}
+        )
     gain = max(1 / (corrections.runs + 1), LEAST_GAIN)
     lessons = []
-    for kind, (expected, measured) in _evidence(plan, forecast.step, observed).items():
-        lessons.append(_lesson(kind, getattr(corrections, kind), expected, measured, gain))
-    if (memory := _activations(forecast, observed)) is not None:
-        lessons.append(_lesson("activations", corrections.activations, *memory, gain))
+    for kind, (expected, measured) in first.items():
+        before = getattr(corrections, kind)
+        after = _bounded(before * (getattr(right, kind) / before) ** gain)
+        lessons.append(Lesson(kind, before, after, expected, measured))
     factors = {lesson.kind: lesson.after for lesson in lessons}
     return replace(corrections, **factors, runs=corrections.runs + 1), tuple(lessons)
 
 
-def _lesson(kind: str, before: float, expected: float, measured: float, gain: float) -> Lesson:
+def _bounded(factor: float) -> float:
     low, high = FACTOR_BOUNDS
-    after = before * (measured / expected) ** gain
-    return Lesson(kind, before, min(max(after, low), high), expected, measured)
+    return min(max(factor, low), high)
 
 
-def _evidence(plan: Plan, step: StepTime, observed: Observed) -> dict[str, tuple[float, float]]:
+def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, tuple[float, float]]:
     """Kind -> (forecast, measured), of kinds that the phases tell apart."""
+    step = forecast.step
+    if step is None:
+        raise ValueError("a forecast without a step's time cannot be compared with one")
     expected = phases_of(step, plan)
     measured = measured_phases(dict(observed.phases), plan)
     found: dict[str, tuple[float, float]] = {}
@@ -91,6 +103,8 @@ def _evidence(plan: Plan, step: StepTime, observed: Observed) -> dict[str, tuple
     if "compute" in found and inside > PURE_SHARE * expected["forward_backward"]:
         # They are measured as one: both are taken to be off by the same.
         found.setdefault("communication", found["compute"])
+    if (memory := _activations(forecast, observed)) is not None:
+        found["activations"] = memory
     return found
 
 
