@@ -99,6 +99,7 @@ def forecast_of(row: Row, calibration: Calibration) -> Forecast:
     workload = section_workload(
         job.model, vocabulary=vocabulary, sequence_length=length, image_shape=None, classes=None
     )
+    assert workload is not None  # a decoder's is known
     dimensions = section_dimensions(job.model, vocabulary)
     problem = problem_of(job, row.cluster, workload, dimensions, calibration, ranks=row.plan.world_size)
     return forecast(problem, row.plan)

@@ -112,7 +112,9 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
     worker.control.progress(0, "joining")
     with process_grid(worker, plan, request.seconds + SILENCE_SECONDS) as grid:
         worker.control.progress(0, "measuring")
-        found = measure(dist.group.WORLD, grid.device, PRECISIONS[plan.device], request.seconds)
+        everyone = dist.group.WORLD
+        assert everyone is not None  # the grid has joined it
+        found = measure(everyone, grid.device, PRECISIONS[plan.device], request.seconds)
         processors = None
         if grid.device.type == "cuda":
             processors = torch.cuda.get_device_properties(grid.device).multi_processor_count

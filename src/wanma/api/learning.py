@@ -73,8 +73,8 @@ def learn(run: RunDirectory, path: Path | None = None) -> Learned:
     before = calibration.correction(device)
     after, lessons = learned(before, plan, corrected, observed)
     kept = save_calibration(calibration.with_corrections(device, after), path)
-    expected = [_seconds(corrected(one)) for one in (before, after)]
-    return Learned(run, device, after, lessons, seconds, *expected, kept)
+    until_now, from_now = (_seconds(corrected(one)) for one in (before, after))
+    return Learned(run, device, after, lessons, seconds, until_now, from_now, kept)
 
 
 def learned_table(found: Learned) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from wanma.job.forecast import Forecast
 from wanma.job.phases import measured_phases, phases_of
@@ -65,9 +66,7 @@ def learned(
         misses = {
             kind: measured / expected for kind, (expected, measured) in evidence.items() if kind in first
         }
-        right = replace(
-            right, **{kind: _bounded(getattr(right, kind) * miss) for kind, miss in misses.items()}
-        )
+        right = _with(right, {kind: _bounded(getattr(right, kind) * miss) for kind, miss in misses.items()})
     gain = max(1 / (corrections.runs + 1), LEAST_GAIN)
     lessons = []
     for kind, (expected, measured) in first.items():
@@ -75,7 +74,11 @@ def learned(
         after = _bounded(before * (getattr(right, kind) / before) ** gain)
         lessons.append(Lesson(kind, before, after, expected, measured))
     factors = {lesson.kind: lesson.after for lesson in lessons}
-    return replace(corrections, **factors, runs=corrections.runs + 1), tuple(lessons)
+    return replace(_with(corrections, factors), runs=corrections.runs + 1), tuple(lessons)
+
+
+def _with(corrections: Corrections, factors: dict[str, Any]) -> Corrections:
+    return replace(corrections, **factors)
 
 
 def _bounded(factor: float) -> float:
