@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from wanma.api.machines import here
+from wanma.api.read_model import ModelRead, read_model
 from wanma.data.open import prepare
 from wanma.data.tokenizer import load_tokenizer
 from wanma.hardware.compiler import NO_COMPILER, cpp_compiler
@@ -19,7 +20,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import section_dimensions, section_workload
+from wanma.models.workload import section_dimensions
 from wanma.planner.automatic import why_not_by_time
 from wanma.planner.calibration import load_calibration
 from wanma.planner.capabilities import check_runnable
@@ -33,9 +34,11 @@ class Prepared:
     cluster: Cluster
     planned: Planned
     workload: Workload | None
-    """None for a module of one's own, whose inputs only its data knows."""
+    """None for a module of one's own that was not, or cannot be, read."""
     peak_flops_per_second: float | None
     """Of one rank's device; None when nobody has measured or published it."""
+    unknown: str | None = None
+    """Why there is no workload, where somebody tried."""
 
     @property
     def plan(self) -> Plan:
@@ -124,12 +127,15 @@ def prepare_job(
     *,
     objects: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    read_own: bool = False,
 ) -> Prepared:
     """Build the data's token files where they are missing, and finish the plan.
 
     Args:
         objects: what the user passed in Python (`model`, `data`).
         progress: of building token files.
+        read_own: read a module of one's own also where no choice depends on its forecast: that imports it
+            and opens its dataset here, where a run has no need of them.
 
     Raises:
         JobError, WanmaError: the data or model cannot be had, nothing fits, or wanma does not run the plan.
@@ -141,9 +147,12 @@ def prepare_job(
         except WanmaError as error:
             error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
             raise
-    workload = None if "model" in objects else job_workload(job, objects)
-    planned = finish(job, start, workload)
-    return Prepared(start.cluster, planned, workload, peak_flops_per_second(planned.plan, start.cluster))
+    is_own = "model" in objects or model_kind(job.model) == "custom"
+    decides = job.parallel.auto or job.parallel.recompute == "auto"
+    read = read_model(job, objects) if read_own or decides or not is_own else ModelRead(None, None)
+    planned = finish(job, start, read.workload)
+    peak = peak_flops_per_second(planned.plan, start.cluster)
+    return Prepared(start.cluster, planned, read.workload, peak, read.reason)
 
 
 def finish(job: Job, start: Start, workload: Workload | None) -> Planned:
@@ -170,31 +179,12 @@ def job_dimensions(job: Job) -> DecoderDimensions | None:
 
 
 def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | None:
-    """What a job's model is to the planner; None for a module of one's own.
+    """What a job's model is to the planner; None for a module of one's own that cannot be read.
 
     Args:
         objects: what the user passed in Python.
     """
-    objects = objects or {}
-    kind = model_kind(job.model)
-    length = job.data.sequence_length
-    if kind == "tokens" and "data" not in objects:
-        vocabulary = load_tokenizer(job.data.tokenizer).vocabulary
-        return section_workload(
-            job.model, vocabulary=vocabulary, sequence_length=length, image_shape=None, classes=None
-        )
-    if kind == "custom":
-        return None
-    from wanma.data.open import open_data
-
-    data = open_data(job.data, job.train, dataset=objects.get("data"))
-    return section_workload(
-        job.model,
-        vocabulary=data.vocabulary,
-        sequence_length=length,
-        image_shape=data.image_shape,
-        classes=data.classes,
-    )
+    return read_model(job, objects).workload
 
 
 def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:

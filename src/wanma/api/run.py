@@ -111,7 +111,7 @@ def dry_run(job: Job) -> RenderableType:
 
     start = first_layout(job)
     with show_preparing(quiet=False) as progress:
-        prepared = prepare_job(job, start, progress=progress)
+        prepared = prepare_job(job, start, progress=progress, read_own=True)
     return describe(job, prepared)
 
 

@@ -32,7 +32,8 @@ def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
     forecast, workload = prepared.planned.forecast, prepared.workload
     if workload is None or forecast is None:
         parts += [Text(f"· {note}", style="dim") for note in notes(job, prepared.planned)]
-        parts.append(Text("The sizes of a module of one's own are known only once it runs.", style="dim"))
+        own = "The sizes of a module of one's own are known only once it runs."
+        parts.append(Text(f"· {prepared.unknown}" if prepared.unknown else own, style="dim"))
         return Group(*parts)
     parts += [_head("Memory of a rank, forecast"), _memory_table(forecast)]
     parts += [_head("Model"), _size_table(workload)]

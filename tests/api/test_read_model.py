@@ -1,0 +1,169 @@
+"""A job's model as the planner sees it, also where it is the user's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from wanma.api.planning import first_layout, prepare_job
+from wanma.api.read_model import read_model
+from wanma.job.errors import JobError
+from wanma.job.load import job_from
+
+OWN = '''
+import torch
+from torch import nn
+
+class Tiny(nn.Module):
+    """(rows, sequence) tokens to (rows, sequence, 100)."""
+
+    def __init__(self, layers=3):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        self.head = nn.Linear(16, 100)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+class Huge(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(2_000_000_000, 16)
+
+class Looks(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
+
+def dataset():
+    from torch.utils.data import TensorDataset
+    return TensorDataset(torch.zeros(20, 4), torch.zeros(20, 1))
+
+def classifier():
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3 * 32 * 32), nn.Linear(3 * 32 * 32, 10))
+
+def regression():
+    return nn.Linear(4, 1)
+'''
+
+
+@pytest.fixture(autouse=True)
+def _importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_models.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
+
+
+def test_a_factory_of_a_text_model_is_read_with_sequences_of_the_data() -> None:
+    job = job_from({"model": {"factory": "own_models:Tiny"}, "data": {"sequence_length": 32}})
+    workload, reason = read_model(job)
+    assert reason is None
+    assert workload is not None
+    assert workload.tokens_per_sample == 32
+    assert workload.output_elements_per_sample == 32 * 100
+    assert [(layer.name, layer.count, layer.is_block) for layer in workload.layers][:3] == [
+        ("embedding", 1, False),
+        ("blocks", 3, True),
+        ("head", 1, False),
+    ]
+    assert sum(layer.count * layer.flops_per_sample for layer in workload.layers) == 32 * 2 * 16 * (
+        3 * 16 + 100
+    )
+
+
+def test_arguments_of_the_factory_and_the_precision_of_the_job_count() -> None:
+    model = {"factory": "own_models:Tiny", "arguments": {"layers": 5}}
+    plain, low = (
+        read_model(
+            job_from({"model": model, "data": {"sequence_length": 32}, "train": {"precision": precision}})
+        ).workload
+        for precision in ("fp32", "bf16")
+    )
+    assert plain is not None
+    assert low is not None
+    assert plain.layers[1].count == low.layers[1].count == 5
+    # Tokens, of eight bytes, are twice as many elements of half the size.
+    assert low.layers[0].activation_elements_per_sample == 2 * plain.layers[0].activation_elements_per_sample
+
+
+def test_a_model_that_no_memory_holds_is_read() -> None:
+    job = job_from({"model": {"factory": "own_models:Huge"}, "data": {"sequence_length": 32}})
+    workload, _ = read_model(job)
+    assert workload is not None
+    assert workload.parameters > 32e9
+
+
+def test_a_factory_that_looks_at_values_has_no_forecast_and_says_why() -> None:
+    job = job_from({"model": {"factory": "own_models:Looks"}, "data": {"sequence_length": 32}})
+    workload, reason = read_model(job)
+    assert workload is None
+    assert reason is not None
+    assert "the model has no forecast: model.factory = 'own_models:Looks' failed" in reason
+
+
+def test_a_factory_that_is_not_there_is_an_error() -> None:
+    job = job_from({"model": {"factory": "own_models:Missing"}, "data": {"sequence_length": 32}})
+    with pytest.raises(JobError, match=r"model\.factory"):
+        read_model(job)
+
+
+def test_a_dataset_of_ones_own_gives_the_inputs() -> None:
+    job = job_from({"model": {"factory": "own_models:regression"}, "data": {"factory": "own_models:dataset"}})
+    workload, reason = read_model(job)
+    assert reason is None
+    assert workload is not None
+    assert (workload.parameters, workload.tokens_per_sample) == (5, 1)
+
+
+def test_a_module_that_was_passed_is_read_with_its_data_and_not_changed() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 2))
+    job = job_from({"model": {"factory": "somewhere:else"}})
+    workload, reason = read_model(job, {"model": model, "data": data})
+    assert reason is None
+    assert workload is not None
+    assert workload.parameters == 6 * 8 + 8 + 2 * 8 + 8 * 2 + 2
+    assert isinstance(model[1], nn.BatchNorm1d)
+    assert model[0].weight.grad is None
+
+
+def test_a_module_that_cannot_be_read_says_so() -> None:
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    job = job_from({"model": {"factory": "somewhere:else"}})
+    data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 2))
+    workload, reason = read_model(job, {"model": Looks(), "data": data})
+    assert workload is None
+    assert reason is not None
+    assert "cannot measure Looks without running it" in reason
+
+
+def test_a_run_reads_a_module_only_where_its_forecast_decides_something() -> None:
+    given = {
+        "model": {"factory": "own_models:Tiny"},
+        "data": {"sequence_length": 32, "text": ["stdlib"]},
+        "train": {"global_batch": 8},
+        "cluster": {"device": "cpu"},
+    }
+    job = job_from(given)
+    objects = {"model": nn.Linear(4, 1), "data": TensorDataset(torch.zeros(40, 4), torch.zeros(40, 1))}
+    start = first_layout(job, own_model=True)
+    assert prepare_job(job, start, objects=objects).workload is None
+    asked = prepare_job(job, start, objects=objects, read_own=True)
+    assert asked.workload is not None
+    assert asked.planned.forecast is not None
+    assert asked.planned.forecast.parameters_bytes > 0
+    deciding = job_from({**given, "parallel": {"recompute": "auto"}})
+    decided = prepare_job(deciding, start, objects=objects)
+    assert decided.workload is not None
