@@ -89,7 +89,7 @@ def test_only_one_of_device_and_cluster_is_taken() -> None:
 def test_a_plan_says_for_which_machines_it_is() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     wide = job(parallel={"dp_shard": 8}, cluster={"file": "2x4 TPU v4"})
-    console.print(plan_job(wide))
+    console.print(plan_job(wide)[1])
     text = console.export_text()
     assert "2 nodes of 4 × TPU v4, 1 × 100G" in text
     assert "a forecast only: wanma does not run on TPU v4" in text

@@ -60,11 +60,16 @@ def imagined(job: Job, *, device: str | None = None, cluster: str | None = None)
         described = _enough(job, named(device))
     else:
         raise ValueError("neither device nor cluster is given")
-    accelerated = all(node.devices for node in described.nodes)
-    nodes = described.node_count
+    return run_on(job, described), described
+
+
+def run_on(job: Job, cluster: Cluster) -> Job:
+    """The job as it would run on a cluster that need not be here."""
+    accelerated = all(node.devices for node in cluster.nodes)
+    nodes = cluster.node_count
     if accelerated and not job.parallel.auto:
         # A layout that fills a part of the cluster runs on that part.
-        most = max(len(node.devices) for node in described.nodes)
+        most = max(len(node.devices) for node in cluster.nodes)
         nodes = min(nodes, math.ceil(_ranks(job) / most))
     section = job.cluster.model_copy(
         update={
@@ -74,7 +79,7 @@ def imagined(job: Job, *, device: str | None = None, cluster: str | None = None)
             "node_rank": None,
         }
     )
-    return job.model_copy(update={"cluster": section}), described
+    return job.model_copy(update={"cluster": section})
 
 
 def _enough(job: Job, kind: DeviceKind) -> Cluster:

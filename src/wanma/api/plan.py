@@ -9,24 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from wanma.api.explain import explain, ranks_text
-from wanma.api.machines import imagined
-from wanma.api.planning import Prepared, by_time, job_dimensions, job_workload
-from wanma.api.show import describe_plan
+from wanma.api.plan_text import answers_text
+from wanma.api.study import Answers, Questions, answer
 from wanma.data.tokenizer import load_tokenizer
-from wanma.hardware.discover import discover
-from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.build import model_spec
 from wanma.models.described import model_kind
 from wanma.observe.units import bytes_text
-from wanma.planner.calibration import load_calibration
-from wanma.planner.capabilities import not_runnable
-from wanma.planner.choose import complete, layout
 from wanma.planner.explain import group_of
-from wanma.planner.problem import equal_machines
-from wanma.planner.space import usable_devices
 
 if TYPE_CHECKING:
     from wanma.parallel.recording import Collective
@@ -39,8 +31,9 @@ def plan_job(
     cluster: str | None = None,
     explained: bool = False,
     rank: int | None = None,
-) -> RenderableType:
-    """A job's plan and its memory, without reading its data.
+    questions: Questions | None = None,
+) -> tuple[Answers, RenderableType]:
+    """A job's plan and what it costs, without reading its data: as data, and for the terminal.
 
     Args:
         device: plan for as many of this device of the catalogue as the job has ranks, or for a cluster in
@@ -49,43 +42,25 @@ def plan_job(
             else this machine.
         explained: show which rank holds what.
         rank: build this one with tensors that hold nothing, and show what it keeps and communicates.
+        questions: what else to find out.
 
     Raises:
-        JobError: the job or the cluster is wrong, no such device or rank, or the plan fits nowhere.
+        JobError: the job, the cluster or a question is wrong, no such device or rank, or the plan fits
+            nowhere.
     """
-    job, machines, is_here = _machines(job, device, cluster)
-    workload, dimensions = job_workload(job), job_dimensions(job)
-    planned = None
-    if job.parallel.auto:
-        # A run takes part with all its machines; what is imagined may leave some of them out.
-        worlds = None if is_here else usable_devices(equal_machines(job, machines))
-        planned = by_time(job, machines, workload, dimensions, worlds)
-    if planned is None:
-        start = layout(job, machines)
-        planned = complete(job, start, machines, workload, dimensions, load_calibration())
-    plan = planned.plan
+    answers = answer(job, device=device, cluster=cluster, questions=questions or Questions())
+    study = answers.study
+    plan = study.planned.plan
     if rank is not None and not 0 <= rank < plan.world_size:
         raise JobError(
             f"--rank {rank}: the plan has {plan.world_size} ranks", f"name one of 0 to {plan.world_size - 1}"
         )
-    parts: list[RenderableType] = [Text(f"\n{machines}", style="bold")]
-    if (reason := not_runnable(job, plan, machines)) is not None:
-        parts.append(Text(f"· a forecast only: {reason}", style="dim"))
-    parts.append(describe_plan(job, Prepared(machines, planned, workload, None)))
+    parts: list[RenderableType] = [answers_text(answers)]
     if explained:
-        parts += [Text(), explain(plan, dimensions, rank, job.data.sequence_length)]
+        parts += [Text(), explain(plan, study.dimensions, rank, job.data.sequence_length)]
     if rank is not None:
-        parts += [Text(), _built(job, plan, rank)]
-    return Group(*parts)
-
-
-def _machines(job: Job, device: str | None, cluster: str | None) -> tuple[Job, Cluster, bool]:
-    """The job as it would run, the machines, and whether they are here."""
-    if device is None and cluster is None:
-        cluster = job.cluster.file
-    if device is None and cluster is None:
-        return job, discover(), True
-    return *imagined(job, device=device, cluster=cluster), False
+        parts += [Text(), _built(study.job, plan, rank)]
+    return answers, Group(*parts)
 
 
 def _built(job: Job, plan: Plan, rank: int) -> RenderableType:

@@ -8,13 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from wanma.api.planning import Prepared, notes
+from wanma.api.step_table import step_table
+from wanma.api.words import memory_parts
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.job.write import to_toml
 from wanma.observe.units import bytes_text
-
-_MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "runtime")
 
 
 def describe(job: Job, prepared: Prepared) -> RenderableType:
@@ -35,6 +35,8 @@ def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
         own = "The sizes of a module of one's own are known only once it runs."
         parts.append(Text(f"· {prepared.unknown}" if prepared.unknown else own, style="dim"))
         return Group(*parts)
+    if forecast.step is not None:
+        parts += [_head("A step, forecast"), step_table(forecast, workload)]
     parts += [_head("Memory of a rank, forecast"), _memory_table(forecast)]
     parts += [_head("Model"), _size_table(workload)]
     told = dict.fromkeys([*forecast.reasons, *notes(job, prepared.planned)])
@@ -92,9 +94,8 @@ def _memory_table(forecast: Forecast) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
-    for kind in _MEMORY:
-        if size := getattr(forecast, f"{kind}_bytes"):
-            table.add_row(kind, bytes_text(size))
+    for _, name, size in memory_parts(forecast):
+        table.add_row(name, bytes_text(size))
     table.add_row(Text("in all", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
     for place in ("host", "disk"):
         if size := getattr(forecast, f"{place}_bytes"):

@@ -1,12 +1,17 @@
-"""`wanma plan JOB`: how a job would run, who would hold what, and what one rank would do."""
+"""`wanma plan JOB`: how a job would run, what that costs, why so, and what else there is."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wanma.cli.arguments import add_job, complete_with, job_files
 from wanma.job.errors import JobError
+
+if TYPE_CHECKING:
+    from wanma.api.study import Answers
 
 _EXAMPLES = """\
 examples:
@@ -14,11 +19,15 @@ examples:
   wanma plan examples/gpt.toml --explain parallel.tp=2 parallel.pp=2
   wanma plan --learn runs/gpt                            what this run took corrects the next forecasts
   wanma plan examples/gpt.toml --cluster "8x8 H100 SXM, 4x100G" parallel=auto
+  wanma plan JOB.toml --cluster cluster.toml parallel=auto --why tp=16,pp=2
+  wanma plan JOB.toml --cluster cluster.toml parallel=auto --what-if gpus=512 --what-if device=H200
+  wanma plan JOB.toml --cluster cluster.toml parallel=auto --scale 64..4096 --html plan.html
   wanma plan examples/gpt.toml --device "H100 SXM" --rank 700 model.preset=llama-3-405b \\
       parallel.pp=16 parallel.dp_shard=8 parallel.tp=8 train.precision=bf16 train.global_batch=512
 
---device and --cluster plan for machines that are not here. --rank builds one rank of any layout on this
-machine: its tensors have shapes but no memory, and nothing is sent.
+--what-if changes gpus, nodes, device, memory (40GB), link.intra_node (450GB) or link.inter_node (8x400G),
+several at once with commas between them. --device and --cluster plan for machines that are not here. --rank
+builds one rank of any layout on this machine: its tensors have shapes but no memory, and nothing is sent.
 """
 
 
@@ -37,6 +46,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--learn", metavar="RUN", type=Path, help="instead of a job: correct forecasts by what this run took"
     )
+    asking = parser.add_argument_group("asking")
+    asking.add_argument(
+        "--why", metavar="SIZES", action="append", default=[], help="why another plan lost: tp=16,pp=2"
+    )
+    asking.add_argument(
+        "--what-if", metavar="CHANGES", action="append", default=[], help="on other machines: gpus=2048"
+    )
+    asking.add_argument("--scale", metavar="A..B", help="the best plan over numbers of GPUs: 64..4096")
+    told = parser.add_argument_group("telling")
+    told.add_argument("--json", action="store_true", help="print everything for programs instead")
+    told.add_argument("--html", metavar="FILE", type=Path, help="write everything as one page")
+    told.add_argument("--trace", metavar="FILE", type=Path, help="write one step for ui.perfetto.dev")
     parser.set_defaults(run=run)
 
 
@@ -49,18 +70,48 @@ def run(arguments: argparse.Namespace) -> int:
 
     job = load_job(arguments.job, arguments.overrides)
     from wanma.api.plan import plan_job
-    from wanma.cli.show import show
+    from wanma.api.study import Questions
 
-    show(
-        plan_job(
-            job,
-            device=arguments.device,
-            cluster=arguments.cluster,
-            explained=arguments.explain,
-            rank=arguments.rank,
-        )
+    questions = Questions(
+        arguments.why,
+        arguments.what_if,
+        arguments.scale,
+        timeline=arguments.html is not None or arguments.trace is not None,
     )
+    answers, shown = plan_job(
+        job,
+        device=arguments.device,
+        cluster=arguments.cluster,
+        explained=arguments.explain,
+        rank=arguments.rank,
+        questions=questions,
+    )
+    if arguments.json:
+        import json
+
+        from wanma.api.plan_json import answers_json
+
+        print(json.dumps(answers_json(answers), indent=2, allow_nan=False))
+    else:
+        from wanma.cli.show import show
+
+        show(shown)
+    _write(arguments, answers)
     return 0
+
+
+def _write(arguments: argparse.Namespace, answers: Answers) -> None:
+    """The files asked for; where each is, is said beside what was printed for programs."""
+    if arguments.trace is None and arguments.html is None:
+        return
+    from wanma.api.plan_files import write_page, write_trace
+
+    if arguments.trace is not None:
+        write_trace(answers, arguments.trace)
+        print(f"One step: {arguments.trace}, to be opened in ui.perfetto.dev", file=sys.stderr)
+    if arguments.html is not None:
+        write_page(answers, arguments.html, title=f"Plan of {arguments.job.stem}")
+        print(f"Page: {arguments.html}", file=sys.stderr)
 
 
 def _learn(arguments: argparse.Namespace) -> int:

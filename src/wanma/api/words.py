@@ -1,0 +1,152 @@
+"""What terminal, page and JSON call the kinds of time and memory, and a plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from wanma.job.forecast import Forecast, StepTime, Workload
+from wanma.job.plan import AXES, Plan
+from wanma.observe.units import bytes_text, duration_text, number_text
+from wanma.planner.compare import MEMORY_KINDS
+
+
+class TimeKind(NamedTuple):
+    """One kind of a step's time."""
+
+    field: str
+    """Of `StepTime`."""
+    name: str
+    axis: str
+    """That causes it; empty for what every layout has."""
+    colour: int
+    """1 to 8, as in page.css."""
+    style: str
+    """In the terminal."""
+    glyph: str
+    """Told apart also without colours."""
+
+
+TIME_KINDS = (
+    TimeKind("compute", "computing", "", 1, "blue", "█"),
+    TimeKind("tensor", "exposed tensor exchange", "tp", 2, "yellow", "▓"),
+    TimeKind("context", "exposed context exchange", "cp", 8, "cyan", "c"),
+    TimeKind("expert", "exposed token exchange", "ep", 4, "magenta", "e"),
+    TimeKind("data", "exposed gradients and weights", "dp", 3, "green", "▒"),
+    TimeKind("bubble", "waiting in the pipeline", "pp", 7, "bright_black", "░"),
+    TimeKind("optimizer", "optimizer", "", 5, "red", "o"),
+    TimeKind("loading", "waiting for data", "", 6, "bright_red", "l"),
+    TimeKind("checkpoint", "saving", "", 6, "bright_red", "s"),
+)
+
+MEMORY_COLOURS = dict(zip(MEMORY_KINDS, (1, 3, 5, 2, 4, 8, 7, 6), strict=True))
+"""Field of a forecast → colour, as in page.css."""
+
+
+def time_shares(step: StepTime) -> list[tuple[TimeKind, float, float]]:
+    """(kind, seconds, share of the step) of the kinds that take time, in a fixed order."""
+    return [
+        (kind, seconds, seconds / step.seconds)
+        for kind in TIME_KINDS
+        if (seconds := getattr(step, kind.field)) > 0
+    ]
+
+
+def memory_parts(forecast: Forecast) -> list[tuple[str, str, int]]:
+    """(field, name, bytes) of the kinds that take memory."""
+    return [(field, name, size) for field, name in MEMORY_KINDS.items() if (size := getattr(forecast, field))]
+
+
+def axes_words(plan: Plan) -> str:
+    """'pp 4 × dp_shard 16 × tp 8'."""
+    sizes = [f"{axis} {getattr(plan, axis)}" for axis in (*AXES, "ep") if getattr(plan, axis) > 1]
+    return " × ".join(sizes) or "one rank"
+
+
+def settings_words(plan: Plan) -> str:
+    """'parameters sharded, micro-batch 2, interleaved_1f1b × 4, selective recompute of 50%'."""
+    return ", ".join(_settings(plan))
+
+
+def _settings(plan: Plan) -> Iterable[str]:
+    if plan.shard != "nothing":
+        yield f"{plan.shard} sharded"
+    yield f"micro-batch {plan.micro_batch}"
+    if plan.pp > 1:
+        yield plan.schedule + (f" × {plan.virtual_stages}" if plan.virtual_stages > 1 else "")
+    if plan.recompute != "none":
+        share = f" of {plan.recompute_share:.0%}" if plan.recompute_share < 1 else ""
+        yield f"{plan.recompute} recompute{share}"
+    if plan.tp > 1 and not plan.sequence:
+        yield "whole sequences"
+    if plan.cp > 1:
+        yield plan.context
+    if plan.compile:
+        yield "compiled"
+    if plan.fp8:
+        yield "fp8"
+    for kind in ("parameters", "optimizer", "activations"):
+        if (place := getattr(plan, f"offload_{kind}")) != "nothing":
+            yield f"{kind} on {place}"
+    if plan.batch_shares or plan.placement:
+        yield "uneven shares of the batch"
+
+
+def step_words(step: StepTime | None) -> str:
+    """'1.01 s ± 12%'."""
+    if step is None:
+        return "–"
+    doubt = f" ± {step.uncertainty:.0%}" if step.uncertainty else ""
+    return f"{duration_text(step.seconds)}{doubt}"
+
+
+def rate(forecast: Forecast, workload: Workload | None) -> float | None:
+    """Tokens per second, or samples where a sample has one target."""
+    if forecast.samples_per_second is None:
+        return None
+    return forecast.samples_per_second * (workload.tokens_per_sample if workload else 1)
+
+
+def rate_unit(workload: Workload | None) -> str:
+    return "tokens/s" if workload is not None and workload.tokens_per_sample > 1 else "samples/s"
+
+
+def rate_words(value: float | None) -> str:
+    """'1.23 M'; three digits are all that a forecast is worth."""
+    if value is None:
+        return "–"
+    for unit, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return number_text(value)
+
+
+def energy_words(joules: float | None) -> str:
+    """'415 kWh'."""
+    if joules is None:
+        return "–"
+    kilowatt_hours = joules / 3.6e6
+    return f"{kilowatt_hours / 1000:.3g} MWh" if kilowatt_hours >= 1000 else f"{kilowatt_hours:.3g} kWh"
+
+
+def run_words(forecast: Forecast) -> str:
+    """'3 d 04 h, 415 kWh at the wall, 1,200': the whole run; empty where it is not forecast."""
+    run = forecast.run
+    if run is None:
+        return ""
+    parts = [duration_text(run.seconds)]
+    if run.energy_joules is not None:
+        parts.append(f"{energy_words(run.energy_joules)} at the wall")
+    if run.price is not None:
+        parts.append(f"price {number_text(run.price)}")
+    return ", ".join(parts)
+
+
+def memory_words(forecast: Forecast) -> str:
+    return bytes_text(forecast.memory_bytes)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` places, evenly spread, with both ends."""
+    shown = min(count, most)
+    return [round(place * (count - 1) / max(shown - 1, 1)) for place in range(shown)]

@@ -1,0 +1,310 @@
+"""What `wanma plan` found out, told to people and programs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from support.studies import FP8, PLANS, answers, study
+from wanma.api.plan_files import write_page, write_trace
+from wanma.api.plan_json import answers_json
+from wanma.api.plan_page import answers_page
+from wanma.api.plan_text import answers_text
+from wanma.api.side_by_side import side_by_side
+from wanma.api.step_table import BAR_WIDTH, time_bar
+from wanma.api.study import Answers
+from wanma.api.words import (
+    TIME_KINDS,
+    axes_words,
+    energy_words,
+    rate_words,
+    settings_words,
+    spread,
+    step_words,
+    time_shares,
+)
+from wanma.job.errors import WanmaError
+from wanma.job.forecast import StepTime
+from wanma.job.plan import Plan
+
+
+def shown(content: RenderableType, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(content)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_every_kind_of_a_step_has_a_name() -> None:
+    kinds = set(StepTime.__dataclass_fields__) - {"seconds", "uncertainty"}
+    assert {kind.field for kind in TIME_KINDS} == kinds
+    assert len({kind.glyph for kind in TIME_KINDS}) == len(TIME_KINDS)
+
+
+def test_a_plan_in_words_names_sizes_above_one_and_what_is_unusual() -> None:
+    plan = Plan(
+        pp=4,
+        dp_shard=8,
+        tp=2,
+        sequence=True,
+        shard="optimizer",
+        micro_batch=2,
+        schedule="interleaved_1f1b",
+        virtual_stages=3,
+        recompute="selective",
+        recompute_share=0.5,
+        compile=True,
+    )
+    assert axes_words(plan) == "pp 4 × dp_shard 8 × tp 2"
+    assert settings_words(plan) == (
+        "optimizer sharded, micro-batch 2, interleaved_1f1b × 3, selective recompute of 50%, compiled"
+    )
+    assert axes_words(Plan()) == "one rank"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (1234567.0, "1.23 M"), (12345.0, "12.3 k"), (3.2e9, "3.2 G"), (987.0, "987.0")],
+)
+def test_rates_have_three_digits(value: float | None, text: str) -> None:
+    assert rate_words(value) == text
+
+
+def test_energy_is_told_in_kilowatt_hours() -> None:
+    assert energy_words(415 * 3.6e6) == "415 kWh"
+    assert energy_words(1287 * 3.6e9) == "1.29e+03 MWh"
+    assert energy_words(None) == "–"
+
+
+def test_a_step_is_told_with_its_doubt() -> None:
+    assert step_words(StepTime(2.5, 2.5, uncertainty=0.117)) == "2.50 s ± 12%"
+    assert step_words(None) == "–"
+
+
+@given(st.integers(1, 500), st.integers(1, 40))
+def test_spread_places_are_few_rising_and_hold_both_ends(count: int, most: int) -> None:
+    places = spread(count, most)
+    assert len(places) == min(count, most)
+    assert places == sorted(set(places))
+    assert places[0] == 0
+    assert most == 1 or places[-1] == count - 1
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=len(TIME_KINDS), max_size=len(TIME_KINDS)).filter(
+        lambda kinds: sum(kinds) > 0.01
+    )
+)
+def test_a_bar_is_as_wide_as_all_bars_and_its_kinds_as_their_shares(kinds: list[float]) -> None:
+    fields = {kind.field: seconds for kind, seconds in zip(TIME_KINDS, kinds, strict=True)}
+    step = StepTime(seconds=sum(kinds), **fields)
+    bar = time_bar(step).plain
+    assert len(bar) == BAR_WIDTH
+    for kind, _, share in time_shares(step):
+        assert abs(bar.count(kind.glyph) - BAR_WIDTH * share) <= 1
+
+
+# ---------------------------------------------------------------- terminal
+
+
+def test_the_terminal_shows_the_best_plans_with_where_their_time_goes() -> None:
+    text = shown(answers_text(answers()))
+    best = study().best
+    assert best is not None
+    assert "Best plans, of 1,234 plans in 0.25 s" in text
+    assert f"→{1 + [one.plan for one in study().found.candidates].index(best.plan)}" in text  # type: ignore[union-attr]  # there is one
+    assert step_words(best.forecast.step) in text
+    assert "a forecast only: fp8 is <not> allowed" in text
+    assert "█ computing" in text
+    assert "Memory against time" in text
+
+
+def test_the_jobs_own_plan_is_told_beside_the_best() -> None:
+    one = answers(3)
+    text = shown(answers_text(one))
+    assert one.study.beside_best is not None
+    assert one.study.beside_best.verdict == "slower"
+    assert "The job's own plan: slower" in text
+    assert "recompute full instead of none" in " ".join(text.split())
+
+
+def test_answers_follow_their_questions() -> None:
+    text = shown(answers_text(answers()))
+    assert "Why not tp=2?" in text
+    assert "Why not tp=3?\nparallel.tp = 3 does not divide model.heads = 8" in text
+    assert "does not fit: a rank needs" in text
+    assert "What if" in text
+    assert "the model fits nowhere" in text
+    assert "Over numbers of devices" in text
+    assert "gpus=20: machines have 8 devices each" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_no_line_is_wider_than_the_window(width: int) -> None:
+    text = shown(answers_text(answers(3)), width)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_narrow_window_keeps_plan_and_step() -> None:
+    best = study().best
+    assert best is not None
+    narrow = shown(answers_text(Answers(study())), 50)
+    assert step_words(best.forecast.step) in narrow
+    assert axes_words(best.plan) in narrow
+    after = narrow[narrow.index("Best plans") :]
+    assert "MFU" not in after
+    assert "where a step's time goes" not in after
+
+
+def test_what_if_is_told_side_by_side_with_the_change_of_the_step() -> None:
+    one = answers()
+    heads, *rows = side_by_side(one.study, one.what_ifs)
+    assert heads == ["", "now", "gpus=16", "memory=1GB"]
+    table = {row[0]: row[1:] for row in rows}
+    before, after = one.study.planned.forecast, one.what_ifs[0].study
+    assert before is not None
+    assert before.step is not None
+    assert after is not None
+    assert after.planned.forecast is not None
+    assert after.planned.forecast.step is not None
+    change = after.planned.forecast.step.seconds / before.step.seconds - 1
+    assert table["step"][1].endswith(f"({change:+.0%})")
+    assert table["plan"][2] == "the model fits nowhere"
+    assert table["step"][2] == "–"
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def test_json_holds_what_was_found_and_is_json() -> None:
+    one = answers(3)
+    told = json.loads(json.dumps(answers_json(one), allow_nan=False))
+    assert Plan.from_json(told["plan"]) == PLANS[3]
+    assert told["forecast"]["step"]["seconds"] == pytest.approx(one.study.planned.forecast.step.seconds)  # type: ignore[union-attr]  # there is one
+    assert told["search"]["considered"] == 1234
+    assert [Plan.from_json(each["plan"]) for each in told["search"]["candidates"]] == [
+        each.plan
+        for each in one.study.found.candidates  # type: ignore[union-attr]  # there is one
+    ]
+    assert {each["forecast_only"] for each in told["search"]["candidates"]} == {None, "fp8 is <not> allowed"}
+    assert told["beside_best"]["verdict"] == "slower"
+    assert [each["asked"] for each in told["why"]] == ["tp=2", "dp_replicate=8", "tp=3"]
+    assert told["why"][1]["answer"]["ways"][0]["saved_bytes"] > 0
+    assert told["what_if"][1] == {
+        "changes": "memory=1GB",
+        "outcome": None,
+        "reason": "the model fits nowhere",
+    }
+    assert [each["devices"] for each in told["scale"]] == [8, 16, 20]
+
+
+# ---------------------------------------------------------------- page
+
+
+class Balanced(HTMLParser):
+    """Every element that is opened is closed, in order."""
+
+    VOID = frozenset({"meta", "br", "rect", "path", "circle", "polyline", "polygon"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.VOID:  # a rectangle with a title inside
+            return
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_asks_the_network_for_nothing() -> None:
+    page = answers_page(answers(3), "Plan of <gpt>")
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert parser.seen.count("figure") == 4  # a step, memory against time, throughput, efficiency
+    assert not re.search(r"(src|href)=|url\(|@import|https?://", page)
+    assert "Plan of &lt;gpt&gt;" in page
+    assert "fp8 is &lt;not&gt; allowed" in page
+
+
+def test_the_page_shows_every_plan_answer_and_point() -> None:
+    one = answers(3)
+    page = answers_page(one, "gpt")
+    assert one.study.found is not None
+    for candidate in one.study.found.candidates:
+        assert step_words(candidate.forecast.step) in page
+    assert page.count('<td class="share">') == len(PLANS) + 1
+    assert "Why not tp=2?" in page
+    assert "the model fits nowhere" in page
+    assert "gpus=20: machines have 8 devices each" in page
+    assert '<tr class="ours">' in page
+
+
+def test_the_picture_of_a_step_has_a_row_for_each_pipeline_rank() -> None:
+    page = answers_page(answers(3), "gpt")
+    picture = page[page.index("One step") :]
+    picture = picture[: picture.index("</figure>")]
+    assert ">stage 0</text>" in picture
+    assert ">stage 1</text>" in picture
+    assert "forward 0 of stage 0" in picture
+    assert "optimizer" in picture
+
+
+def test_a_job_without_a_forecast_of_time_has_a_page_that_says_why(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    one = study()
+    assert one.planned.forecast is not None
+    untimed = replace(
+        one,
+        found=None,
+        untimed="nobody measured <this>",
+        planned=replace(one.planned, forecast=replace(one.planned.forecast, step=None)),
+    )
+    page = answers_page(Answers(untimed), "gpt")
+    assert "nobody measured &lt;this&gt;" in page
+    assert "nobody measured <this>" in shown(answers_text(Answers(untimed)))
+    with pytest.raises(WanmaError, match="no forecast of this plan's step: nobody measured"):
+        write_trace(Answers(untimed), tmp_path / "step.json")
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_page_and_trace_are_files(tmp_path: Path) -> None:
+    one = answers()
+    write_page(one, tmp_path / "plan.html", "gpt")
+    write_trace(one, tmp_path / "step.json")
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    trace = json.loads((tmp_path / "step.json").read_text())
+    assert one.timeline is not None
+    assert trace["otherData"]["step_seconds"] == one.timeline.seconds
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WanmaError, match=r"cannot write .*nowhere"):
+        write_page(Answers(study()), tmp_path / "nowhere" / "plan.html", "gpt")
+
+
+def test_fp8_is_told_in_the_plans_words() -> None:
+    assert settings_words(FP8).endswith("fp8")

@@ -1,0 +1,97 @@
+"""What `wanma plan` could have found out, made by hand from real forecasts of a small decoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from support.problems import job, problem
+from wanma.api.study import Answers, Study, WhatIf, Why
+from wanma.job.plan import Plan
+from wanma.planner.candidates import Candidate, Found, pareto_front
+from wanma.planner.choose import Planned
+from wanma.planner.compare import compare
+from wanma.planner.forecast import forecast
+from wanma.planner.problem import Problem
+from wanma.planner.scaling import ScalePoint
+from wanma.planner.timeline import timeline_of
+
+PLANS = (
+    Plan(dp_replicate=8, precision="bf16", device="cuda", micro_batch=2),
+    Plan(dp_shard=8, shard="parameters", precision="bf16", device="cuda", micro_batch=2),
+    Plan(dp_replicate=4, tp=2, sequence=True, precision="bf16", device="cuda", micro_batch=4),
+    Plan(pp=2, stage_cuts=(2,), dp_replicate=4, precision="bf16", device="cuda", recompute="full"),
+)
+FP8 = replace(PLANS[0], fp8=True, approximate=("fp8",))
+
+
+def found(given: Problem) -> Found:
+    candidates = [Candidate(plan, forecast(given, plan)) for plan in PLANS]
+    candidates.append(Candidate(FP8, forecast(given, FP8), "fp8 is <not> allowed"))
+    ordered = tuple(sorted(candidates, key=lambda one: one.seconds))
+    return Found(ordered, pareto_front(ordered), None, 1234, {"memory": 7}, 0.25)
+
+
+def study(chosen: int | None = None, devices: int = 8) -> Study:
+    """Args:
+    chosen: which of `PLANS` the job fixes; None: it leaves the layout open.
+    """
+    given = problem(job({"auto": True}, global_batch=64), devices=devices)
+    looked_at = found(given)
+    best = looked_at.best
+    assert best is not None
+    if chosen is None:
+        return Study(
+            given.job,
+            given.cluster,
+            Planned(best.plan, best.forecast, looked_at),
+            given.workload,
+            given.dimensions,
+            given,
+            None,
+            looked_at,
+        )
+    plan = PLANS[chosen]
+    beside = compare(given, plan, best)
+    planned = Planned(plan, forecast(given, plan))
+    return Study(
+        given.job,
+        given.cluster,
+        planned,
+        given.workload,
+        given.dimensions,
+        given,
+        None,
+        looked_at,
+        None,
+        beside,
+    )
+
+
+def answers(chosen: int | None = None) -> Answers:
+    """With an answer of every kind."""
+    one = study(chosen)
+    assert one.problem is not None
+    assert one.found is not None
+    told = compare(one.problem, PLANS[2], one.best)
+    tight = replace(one.problem, memory_bytes=0.8 * forecast(one.problem, PLANS[0]).memory_bytes)
+    large = compare(tight, PLANS[0], one.best)
+    bigger = study(devices=16)
+    points = (
+        ScalePoint(8, one.best, "", 1.0),
+        ScalePoint(16, bigger.best, "", 0.875),
+        ScalePoint(20, None, "gpus=20: machines have 8 devices each"),
+    )
+    return Answers(
+        one,
+        (
+            Why("tp=2", told, told.sentence),
+            Why("dp_replicate=8", large, large.sentence),
+            Why("tp=3", None, "parallel.tp = 3 does not divide model.heads = 8"),
+        ),
+        (
+            WhatIf("gpus=16", bigger.cluster, bigger),
+            WhatIf("memory=1GB", one.cluster, None, "the model fits nowhere"),
+        ),
+        points,
+        timeline_of(one.problem, one.planned.plan),
+    )
