@@ -1,24 +1,27 @@
 """The parity matrix: one job on one process and on every composition of the axes, in fp64.
 
 Losses and gradient norms of every step, and the change of every parameter tensor, equal one process's. By
-default each composition is run on one kind of model; `--full` runs it on all of them.
+default each composition is run on one kind of model; `--full` runs it on all of them. A few compositions run
+in fp32 as well, with what that precision leaves of losses and norms.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.compare import same_training
-from support.matrix import GLOBAL_BATCH, LENGTH, MODELS, Case, cases, table
+from support.matrix import FP32, GLOBAL_BATCH, LENGTH, MODELS, VARIANTS, Case, cases, table
 from support.ranks import Outcome, run_job
 from wanma.job.plan import Plan
 
 STEPS = 5
+ONE = Plan(micro_batch=GLOBAL_BATCH, precision="fp64")
 
 HUGGING_FACE = {
     "llama": {
@@ -50,7 +53,7 @@ HUGGING_FACE = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
+    if metafunc.function is test_every_composition_follows_one_process:
         found = cases(metafunc.config.getoption("--full"))
         metafunc.parametrize("case", found, ids=[case.name for case in found])
 
@@ -67,16 +70,32 @@ def reference(folder: Path) -> Any:
 
     def run(model: str) -> tuple[Outcome, Outcome]:
         if model not in made:
-            plan = Plan(micro_batch=GLOBAL_BATCH, precision="fp64")
             start = job(model, folder, steps=1, learning_rate=1e-30, weight_decay=0.0)
-            slug = model.replace(" ", "-").replace(",", "")
             made[model] = (
-                run_job(folder / f"{slug}-start", start, plan),
-                run_job(folder / f"{slug}-one", job(model, folder), plan),
+                run_job(folder / f"{slug(model)}-start", start, ONE),
+                run_job(folder / f"{slug(model)}-one", job(model, folder), ONE),
             )
         return made[model]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def reference_in_fp32(folder: Path) -> Any:
+    """A run in one process, made once per model."""
+    made: dict[str, Outcome] = {}
+
+    def run(model: str) -> Outcome:
+        if model not in made:
+            low = replace(ONE, precision="fp32")
+            made[model] = run_job(folder / f"{slug(model)}-fp32", job(model, folder, precision="fp32"), low)
+        return made[model]
+
+    return run
+
+
+def slug(model: str) -> str:
+    return model.replace(" ", "-").replace(",", "")
 
 
 @pytest.mark.slow
@@ -87,6 +106,22 @@ def test_every_composition_follows_one_process(
     other = run_job(tmp_path / "run", job(case.model, folder), case.plan)
     assert len(one.losses) == STEPS
     same_training(one, other, curve=1e-9, weights=1e-9, start=start)
+
+
+@pytest.mark.parametrize("case", [Case(*one, "fp32") for one in FP32], ids=lambda case: case.name)
+def test_in_fp32_every_axis_follows_one_process(
+    case: Case, folder: Path, tmp_path: Path, reference_in_fp32: Any
+) -> None:
+    one = reference_in_fp32(case.model)
+    other = run_job(tmp_path / "run", job(case.model, folder, precision="fp32"), case.plan)
+    assert len(one.losses) == STEPS
+    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert other.norms == pytest.approx(one.norms, rel=1e-5)
+
+
+def test_the_set_in_fp32_has_every_axis() -> None:
+    axes = {VARIANTS[variant][0] for variants, _ in FP32 for variant in variants}
+    assert axes == {axis for axis, _ in VARIANTS.values()}
 
 
 def job(model: str, folder: Path, **train: Any) -> dict[str, Any]:

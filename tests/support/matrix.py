@@ -13,7 +13,7 @@ from typing import Any
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
-from wanma.job.sections import Job, ParallelSection
+from wanma.job.sections import Job, ParallelSection, Precision
 from wanma.planner.rules import check_axes, check_micro_batches
 
 GLOBAL_BATCH, LENGTH = 7, 32
@@ -100,12 +100,27 @@ TRIPLES = (
 """Of eight ranks."""
 
 
+FP32 = (
+    (("replicate", "tensor"), "dense"),
+    (("ZeRO 3", "tensor + sequence"), "tied"),
+    (("ZeRO 2", "ring"), "dense"),
+    (("replicate", "all-to-all"), "tied"),
+    (("ZeRO 1", "1f1b"), "tied"),
+    (("tensor + sequence", "interleaved"), "dense"),
+    (("ring", "ZBV"), "dense"),
+    (("ZeRO 3", "recompute"), "experts, balanced by loss"),
+    (("ZeRO 1", "experts"), "experts, balanced by bias"),
+)
+"""Every axis, in the precision that most jobs are written for."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One run of the matrix."""
 
     variants: tuple[str, ...]
     model: str
+    precision: Precision = "fp64"
 
     @property
     def name(self) -> str:
@@ -123,7 +138,7 @@ class Case:
         cuts = tuple(range(4 // stages, 4, 4 // stages)) if stages > 1 else ()
         # A data rank has 7 samples, or 4 and 3: in four micro-batches, which every schedule admits.
         micro_batch = 1 if plan.data_ranks > 1 else 2
-        return replace(plan, stage_cuts=cuts, micro_batch=micro_batch, precision="fp64")
+        return replace(plan, stage_cuts=cuts, micro_batch=micro_batch, precision=self.precision)
 
 
 def pairs() -> list[tuple[str, str]]:
