@@ -48,7 +48,7 @@ def study(chosen: int | None = None, devices: int = 8) -> Study:
             given.dimensions,
             given,
             None,
-            looked_at,
+            found=looked_at,
         )
     plan = PLANS[chosen]
     beside = compare(given, plan, best)
@@ -61,9 +61,8 @@ def study(chosen: int | None = None, devices: int = 8) -> Study:
         given.dimensions,
         given,
         None,
-        looked_at,
-        None,
-        beside,
+        found=looked_at,
+        beside_best=beside,
     )
 
 

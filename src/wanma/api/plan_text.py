@@ -41,7 +41,8 @@ def answers_text(answers: Answers) -> RenderableType:
     parts: list[RenderableType] = [Text(f"\n{study.cluster}", style="bold")]
     if study.forecast_only is not None:
         parts.append(Text(f"· a forecast only: {study.forecast_only}", style="dim"))
-    parts.append(describe_plan(study.job, Prepared(study.cluster, study.planned, study.workload, None)))
+    prepared = Prepared(study.cluster, study.planned, study.workload, None, study.unread)
+    parts.append(describe_plan(study.job, prepared))
     if study.untimed is not None:
         parts.append(Text(f"· {study.untimed}", style="dim"))
     if study.found is not None:

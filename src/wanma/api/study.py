@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanma.api.machines import imagined, run_on
-from wanma.api.planning import by_time, job_dimensions, job_workload
+from wanma.api.planning import by_time, job_dimensions
+from wanma.api.read_model import ModelRead, read_model
 from wanma.hardware.discover import discover
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
@@ -51,6 +52,8 @@ class Study:
     """Of the chosen plan; None without a workload."""
     forecast_only: str | None
     """Why wanma does not run the plan."""
+    unread: str | None = None
+    """Why there is no workload."""
     found: Found | None = None
     """The best plans, were the layout left open; None where there are no forecasts of time."""
     untimed: str | None = None
@@ -134,7 +137,7 @@ def answer(
         cluster = job.cluster.file
     is_here = device is None and cluster is None
     mine, machines = (job, discover()) if is_here else imagined(job, device=device, cluster=cluster)
-    asker = _Asker(job, job_workload(job), job_dimensions(job), load_calibration())
+    asker = _Asker(job, read_model(job), job_dimensions(job), load_calibration())
     study = asker.study(mine, machines, is_here=is_here)
     return Answers(
         study,
@@ -150,9 +153,13 @@ class _Asker:
     """What stays the same while machines and layouts vary."""
 
     job: Job
-    workload: Workload | None
+    read: ModelRead
     dimensions: DecoderDimensions | None
     calibration: Calibration
+
+    @property
+    def workload(self) -> Workload | None:
+        return self.read.workload
 
     def study(self, job: Job, machines: Cluster, *, is_here: bool = False) -> Study:
         """The job's plan on these machines, beside the best one there is.
@@ -171,7 +178,7 @@ class _Asker:
         plan = planned.plan
         reason = not_runnable(job, plan, machines)
         if self.workload is None:
-            return Study(job, machines, planned, None, self.dimensions, None, reason)
+            return Study(job, machines, planned, None, self.dimensions, None, reason, self.read.reason)
         problem = self._problem(job, machines, plan.world_size)
         untimed = why_not_by_time(job, machines, self.workload, self.dimensions, self.calibration)
         found, beside = planned.found, None
@@ -187,9 +194,9 @@ class _Asker:
             self.dimensions,
             problem,
             reason,
-            found,
-            untimed,
-            beside,
+            found=found,
+            untimed=untimed,
+            beside_best=beside,
         )
 
     def why(self, study: Study, asked: str) -> Why:
@@ -199,7 +206,7 @@ class _Asker:
             JobError: no such key, or a value that it does not take.
         """
         if study.workload is None or study.found is None:
-            return Why(asked, None, f"cannot be said: {study.untimed or 'nothing is known of the model'}")
+            return Why(asked, None, f"cannot be said: {study.untimed or study.unread}")
         pinned = _pinned(study.job, asked)
         worlds = usable_devices(equal_machines(pinned, study.cluster))
         try:
@@ -234,7 +241,7 @@ class _Asker:
         """
         job = run_on(_free(self.job) if not self.job.parallel.auto else self.job, machines)
         if self.workload is None:
-            raise JobError("nothing is known of the model", "name a preset, a family or a Hugging Face model")
+            raise JobError(self.read.reason or "nothing is known of the model")
         untimed = why_not_by_time(job, machines, self.workload, self.dimensions, self.calibration)
         if untimed is not None:
             raise JobError(untimed)
