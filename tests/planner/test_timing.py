@@ -251,3 +251,19 @@ def test_a_ring_of_keys_hides_behind_attention_and_an_exchange_of_heads_does_not
     step = 32768 / 4 * 8 * 128 * 2 * 2 / 1e6  # keys and values of 8 heads
     assert found.context == pytest.approx(3 * 16 * 32 * 3 * step, rel=0.01)
     assert forecast(replace(ring, context="all_to_all"), sequence=32768).context > 0.0
+
+
+def test_ranks_that_wait_leave_their_cores_to_the_others() -> None:
+    """Four stages on half as many cores: as fast as the work of all of them on these, not as the schedule
+    with as many cores as ranks."""
+    plan = replace(PLAN, pp=4, micro_batch=1)
+    alone, shared = (forecast(plan, machine=replace(machine(32), shared=shared)) for shared in (1.0, 2.0))
+    assert alone.bubble > 0.05 * alone.seconds
+    assert shared.bubble == pytest.approx(0.0, abs=1e-9)
+    assert shared.seconds < alone.seconds
+    assert added(shared) == pytest.approx(shared.seconds)
+    # Of one micro-batch, stages follow each other: each has a core to itself.
+    one = {"plan": plan, "global_batch": 1}
+    alone, shared = (forecast(**one, machine=replace(machine(32), shared=shared)) for shared in (1.0, 2.0))
+    outside = alone.data + alone.optimizer
+    assert shared.seconds - outside == pytest.approx((alone.seconds - outside) / 2)

@@ -196,8 +196,14 @@ def _measure(node: Node, plan: Plan, seconds: float) -> tuple[Measured, int]:
         for operator, shape, taken, precision in result["points"]
     )
     name = node.devices[0].name if node.devices else cpu_model()
-    processors = result["processors"]
-    machine = fitted_machine(name, points, ranks, processors=processors, known=_known(node))
+    machine = fitted_machine(
+        name,
+        points,
+        ranks,
+        processors=result["processors"],
+        known=_known(node),
+        shared=1.0 if node.devices else max(ranks * plan.threads_per_rank / node.cores, 1.0),
+    )
     return (
         Measured(
             device=name,

@@ -46,6 +46,7 @@ def fitted_machine(
     *,
     processors: int | None,
     known: Chip | None = None,
+    shared: float = 1.0,
 ) -> Machine:
     """The machine that forecasts `points` best.
 
@@ -55,6 +56,7 @@ def fitted_machine(
         processors: multiprocessors of an accelerator; None: a CPU.
         known: the device's peaks and bandwidth, with curves for what was not measured. None: its peak is the
             best that was measured.
+        shared: as of `Machine.shared`.
 
     Raises:
         WanmaError: there are no products, streams or dispatch among the points.
@@ -81,6 +83,7 @@ def fitted_machine(
         (Link(ranks, 0.0, 1.0),),
         dispatch_seconds=0.0 if processors is None else dispatch,
         start_seconds=0.0,
+        shared=shared,
     )
     return _with_links(machine, points, ranks) if ranks > 1 else machine
 

@@ -197,24 +197,36 @@ def _dispatch(device: torch.device) -> Callable[[], object]:
 def _timed(device: torch.device, make: Callable[[], Callable[[], object]]) -> Callable[[float], float]:
     """What measures what `make` prepares."""
 
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def repeat(run: Callable[[], object], times: int) -> float:
-        finish()
-        start = time.perf_counter()
-        for _ in range(times):
-            run()
-        finish()
-        return (time.perf_counter() - start) / times
-
     def measure_for(seconds: float) -> float:
         run = make()
         run()  # the first one also builds its kernel
-        return repeat(run, max(1, int(seconds / max(repeat(run, 1), 1e-9))))
+        return (_for_so_long if device.type == "cpu" else _so_often)(run, seconds)
 
     return measure_for
+
+
+def _for_so_long(run: Callable[[], object], seconds: float) -> float:
+    """Seconds of one of the runs that fill `seconds`: all ranks are busy for as long, so that where they are
+    more than cores each gets its share of these."""
+    count, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds or not count:
+        run()
+        count += 1
+    return passed / count
+
+
+def _so_often(run: Callable[[], object], seconds: float) -> float:
+    """Likewise on a device that works behind the host's back."""
+
+    def repeat(times: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / times
+
+    return repeat(max(1, int(seconds / max(repeat(1), 1e-9))))
 
 
 def _round(case: _Case, seconds: float, group: dist.ProcessGroup) -> list[float]:

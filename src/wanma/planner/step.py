@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from wanma.job.forecast import StepTime
 from wanma.job.plan import Plan
@@ -67,6 +68,8 @@ class Anatomy:
     uncertainty: float
     waiting_seconds: float = 0.0
     """Of each cost's forward and backward, in which the rank computes nothing while it sends and receives."""
+    shared: float = 1.0
+    """As of `Machine.shared`."""
 
     def exchange_seconds(self, busiest: int) -> tuple[float, float]:
         """What reducing and gathering add to the step, where `busiest` is the pipeline rank that computes
@@ -158,6 +161,7 @@ def anatomy_of_stages(
         optimizer_seconds=optimizer_seconds(parameters, plan, machine, software, trained_share),
         waiting_seconds=waiting_seconds,
         uncertainty=_uncertainty(plan, machine.doubt),
+        shared=machine.shared,
     )
 
 
@@ -185,15 +189,23 @@ def step_of(anatomy: Anatomy) -> StepTime:
     mine = [part[stage] for stage in plan.stages_of(busiest) for part in (anatomy.forward, anatomy.backward)]
     by_kind = {name: anatomy.micro_batches * sum(kind[name] for kind in mine) for name in _KINDS}
     exchanged = sum(anatomy.exchange_seconds(busiest))
+    waiting = 2 * plan.virtual_stages * anatomy.micro_batches * anatomy.waiting_seconds
+    seconds, bubble = played.seconds, played.bubble_seconds + waiting
+    if anatomy.shared > 1:
+        # Ranks that wait leave their cores to the others: no step is faster than all the work on all cores,
+        # nor than its longest way with cores to itself.
+        seconds = max(played.seconds / anatomy.shared, fmean(played.busy))
+        mine_seconds = sum(by_kind.values())
+        by_kind = {name: min(1.0, seconds / mine_seconds) * one for name, one in by_kind.items()}
+        bubble = seconds - sum(by_kind.values())
     return StepTime(
-        seconds=played.seconds + exchanged + anatomy.optimizer_seconds,
+        seconds=seconds + exchanged + anatomy.optimizer_seconds,
         compute=by_kind["compute"],
         tensor=by_kind["tensor"],
         context=by_kind["context"],
         expert=by_kind["expert"],
         data=by_kind["data"] + exchanged,
-        bubble=played.bubble_seconds
-        + 2 * plan.virtual_stages * anatomy.micro_batches * anatomy.waiting_seconds,
+        bubble=bubble,
         optimizer=anatomy.optimizer_seconds,
         uncertainty=anatomy.uncertainty,
     )
