@@ -9,6 +9,7 @@ import pytest
 from support.problems import SMALL, job, problem
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
+from wanma.planner.energy import run_cost
 from wanma.planner.forecast import SNAPSHOT_BYTES_PER_SECOND, forecast, where_time_goes
 from wanma.planner.timing import step_time
 
@@ -24,6 +25,7 @@ def test_it_is_the_time_of_the_step_with_its_share_of_saving() -> None:
     assert found.step.checkpoint == pytest.approx(saving)
     assert found.step.seconds == pytest.approx(alone.seconds + saving)
     assert found.samples_per_second == pytest.approx(64 / found.step.seconds)
+    assert found.run == run_cost(given, PLAN, found.step)
     flops = given.workload.flops_per_sample * 64
     assert found.model_flops_utilisation == pytest.approx(flops / found.step.seconds / (8 * 100e12))
 

@@ -118,6 +118,12 @@ class DataParallel:
         return reduce, gather
 
 
+def block_key(plan: Plan) -> tuple[object, ...]:
+    """Plans with the same key exchange, cast and add a block's parameters alike, in every micro-batch."""
+    by_block = plan.shard == "parameters" and plan.pp == 1
+    return plan.shard == "nothing", plan.shard_ranks if by_block else 0
+
+
 def exposed(communication: float, compute: float) -> float:
     """What communication beside `compute` adds to it."""
     return max(0.0, communication - compute) + INTERFERENCE * min(communication, compute)

@@ -11,11 +11,17 @@ from dataclasses import replace
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, StepTime
 from wanma.job.plan import Plan
+from wanma.planner.energy import run_cost
+from wanma.planner.memory import _Step as Setting
 from wanma.planner.memory import forecast_memory
+from wanma.planner.module_timing import knows_operators, module_boundary_seconds, module_pieces
 from wanma.planner.operators import Software, product_precision
+from wanma.planner.pieces import Pieces, stages_of
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
-from wanma.planner.timing import step_time
+from wanma.planner.step import Anatomy, anatomy_of_stages, step_of
+from wanma.planner.timing import boundary_seconds as decoder_boundary_seconds
+from wanma.planner.timing import decoder_pieces
 
 SNAPSHOT_BYTES_PER_SECOND = 6.5e9
 """At which a rank copies its part of the state aside while training waits: 0.2 GB in 0.030 s, measured
@@ -38,13 +44,27 @@ def forecast(problem: Problem, plan: Plan) -> Forecast:
 
 def memory(problem: Problem, plan: Plan) -> Forecast:
     """Of `plan`, its memory alone."""
-    train = problem.job.train
+    setting = memory_setting(problem, plan)
     return forecast_memory(
         problem.workload,
         plan,
+        setting.optimizer,
+        micro_batches=setting.micro_batches,
+        weight_average=setting.weight_average,
+        dimensions=problem.dimensions,
+        software=setting.software,
+    )
+
+
+def memory_setting(problem: Problem, plan: Plan) -> Setting:
+    """What a forecast of memory needs beside model and plan."""
+    train = problem.job.train
+    return Setting(
         train.optimizer,
-        micro_batches=plan.accumulation(max(global_batches(problem.job))),
-        weight_average=train.weight_average > 0,
+        plan.accumulation(max(global_batches(problem.job))),
+        train.weight_average > 0,
+        software(problem, plan),
+        None,
     )
 
 
@@ -55,7 +75,7 @@ def software(problem: Problem, plan: Plan) -> Software:
 
 def unknown_rates(problem: Problem, plan: Plan) -> str | None:
     """Why there is no forecast of time; None where there is one."""
-    if problem.dimensions is None:
+    if problem.dimensions is None and not knows_operators(problem.workload):
         return "step time unknown: the model's operators are not known one by one"
     chip, habits = problem.machine.chip, software(problem, plan)
     for precision in (product_precision(plan, habits), plan.precision):
@@ -67,18 +87,48 @@ def unknown_rates(problem: Problem, plan: Plan) -> str | None:
 
 def time(problem: Problem, plan: Plan) -> StepTime | None:
     """Of one step, with its share of what saving costs; None where rates are unknown."""
-    if problem.dimensions is None or unknown_rates(problem, plan) is not None:
+    if unknown_rates(problem, plan) is not None:
         return None
-    step = step_time(
-        problem.dimensions,
-        problem.sequence,
-        plan,
-        problem.global_batch,
-        problem.machine,
-        software(problem, plan),
-    )
+    step = step_of(anatomy(problem, plan))
     saving = checkpoint_seconds(problem, plan)
     return replace(step, seconds=step.seconds + saving, checkpoint=saving)
+
+
+def anatomy(problem: Problem, plan: Plan) -> Anatomy:
+    """What the time of a step is put together from.
+
+    Raises:
+        ValueError: the machine's rates, or the model's operators, are not known (`unknown_rates`).
+    """
+    return anatomy_of_stages(
+        stages_of(pieces_of(problem, plan), plan),
+        plan,
+        plan.accumulation(problem.global_batch),
+        problem.machine,
+        software(problem, plan),
+        boundary_seconds=boundary_seconds(problem, plan),
+        trained_share=trained_share(problem),
+    )
+
+
+def pieces_of(problem: Problem, plan: Plan) -> Pieces:
+    """What the problem's model costs, piece by piece."""
+    machine, habits = problem.machine, software(problem, plan)
+    if problem.dimensions is None:
+        return module_pieces(problem.workload, plan, machine, habits)
+    return decoder_pieces(problem.dimensions, problem.sequence, plan, machine, habits)
+
+
+def boundary_seconds(problem: Problem, plan: Plan) -> float:
+    """What a stage's output takes to the next rank."""
+    if problem.dimensions is None:
+        return module_boundary_seconds(problem.workload, plan, problem.machine)
+    return decoder_boundary_seconds(problem.dimensions, problem.sequence, plan, problem.machine)
+
+
+def trained_share(problem: Problem) -> float:
+    """Of the parameters, those that are reduced and updated."""
+    return 1.0 if problem.dimensions is not None else problem.workload.trained_share
 
 
 def checkpoint_seconds(problem: Problem, plan: Plan) -> float:
@@ -101,6 +151,7 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         step=step,
         samples_per_second=problem.global_batch / step.seconds,
         model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
+        run=run_cost(problem, plan, step),
         reasons=(*needed.reasons, where_time_goes(step)),
     )
 

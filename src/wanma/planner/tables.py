@@ -1,0 +1,158 @@
+"""Costs that many plans share, each computed once: what a search is fast by.
+
+All numbers are those of `step`, `timing` and `memory`, which remain the only places that know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Recompute
+from wanma.planner.data_parallel import DataParallel, block_key
+from wanma.planner.forecast import boundary_seconds as seconds_between
+from wanma.planner.forecast import pieces_of, software, trained_share
+from wanma.planner.memory_table import MemoryTable, table_key, tabulate
+from wanma.planner.operators import PartTime
+from wanma.planner.pieces import Pieces, pieces_key
+from wanma.planner.problem import Problem
+from wanma.planner.step import Stage, optimizer_seconds, stage_cost
+
+Made = TypeVar("Made")
+
+
+class Line(NamedTuple):
+    at_none: float
+    slope: float
+
+
+class UnitCost(NamedTuple):
+    """Of one block or end and micro-batch, on one rank."""
+
+    forward: float
+    weights: float
+    """Of backward, the weights' gradients where a schedule computes them on their own."""
+    backward: tuple[Line, Line]
+    """By the share that runs again: the larger of two lines. Backward hides what is exchanged beside it up to
+    the point from which there is nothing left to hide."""
+    parameters: float
+    """That are gathered and reduced."""
+
+    @property
+    def backward_alone(self) -> float:
+        """Where nothing runs again."""
+        return max(line.at_none for line in self.backward)
+
+
+class Exchange(NamedTuple):
+    """Once a step, of the fullest rank's parameters."""
+
+    reduce: float
+    gather: float
+    optimizer: float
+
+
+_STEP = 1e-3
+"""Share by which a line's slope is told; no stage recomputes less of its blocks, but for nothing."""
+
+
+class Tables:
+    """Costs of a problem's plans, which are told apart only by what a cost depends on."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._made: dict[Hashable, object] = {}
+
+    def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[return-value]  # what this key's maker made
+
+    def pieces(self, plan: Plan) -> Pieces:
+        return self._once(("pieces", pieces_key(plan)), lambda: pieces_of(self.problem, plan))
+
+    def blocks(self, plan: Plan, recompute: Recompute, micro_batches: int) -> tuple[UnitCost, ...]:
+        """One block of each kind."""
+        changed = replace(plan, recompute=recompute)
+        key = ("blocks", pieces_key(changed), block_key(plan), micro_batches)
+
+        def make() -> tuple[UnitCost, ...]:
+            return tuple(
+                self._unit(kind.part, kind.parameters, changed, micro_batches)
+                for kind in self.pieces(changed).blocks
+            )
+
+        return self._once(key, make)
+
+    def block_numbers(self, plan: Plan) -> tuple[int, ...]:
+        """Blocks of each kind in the model."""
+        return tuple(kind.number for kind in self.pieces(plan).blocks)
+
+    def ends(self, plan: Plan, micro_batches: int) -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
+        """What is before the blocks, and what is after them."""
+        plain = replace(plan, recompute="none")
+        key = ("ends", pieces_key(plain), block_key(plan), micro_batches)
+
+        def make() -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
+            pieces = self.pieces(plain)
+            before, after = (
+                tuple(self._unit(end.part, end.parameters, plain, micro_batches) for end in ends)
+                for ends in (pieces.before, pieces.after)
+            )
+            return before, after
+
+        return self._once(key, make)
+
+    def _unit(self, part: PartTime, parameters: float, plan: Plan, micro_batches: int) -> UnitCost:
+        machine, habits = self.problem.machine, software(self.problem, plan)
+        data = DataParallel(plan, machine, habits, trained_share(self.problem))
+        apart = replace(plan, schedule="zbv")
+
+        def cost(share: float) -> tuple[float, float, float]:
+            alone = Stage(((part, 1, parameters),), share, (), parameters)
+            found = stage_cost(alone, apart, machine, habits, data, micro_batches)[0]
+            return found.forward, found.backward + found.weights, found.weights
+
+        forward, backward, weights = cost(0.0)
+        if plan.recompute == "none":
+            flat = Line(backward, 0.0)
+            return UnitCost(forward, weights, (flat, flat), parameters)
+        whole = cost(1.0)[1]
+        rising = Line(backward, (cost(_STEP)[1] - backward) / _STEP)
+        slope = (whole - cost(1 - _STEP)[1]) / _STEP
+        return UnitCost(forward, weights, (rising, Line(whole - slope, slope)), parameters)
+
+    def exchange(self, plan: Plan, parameters: float) -> Exchange:
+        """Of a rank that holds so many `parameters`, counted before `tp` and sharding."""
+        split = (plan.pp > 1, plan.tp, plan.shard_ranks, plan.replicas, plan.shard)
+        key = ("exchange", *split, plan.precision, plan.compile, parameters)
+        return self._once(key, lambda: self._exchange(plan, parameters))
+
+    def _exchange(self, plan: Plan, parameters: float) -> Exchange:
+        machine, habits, trained = (
+            self.problem.machine,
+            software(self.problem, plan),
+            trained_share(self.problem),
+        )
+        reduce, gather = DataParallel(plan, machine, habits, trained).once_a_step(parameters)
+        return Exchange(reduce, gather, optimizer_seconds(parameters, plan, machine, habits, trained))
+
+    def is_overlapped(self, plan: Plan) -> bool:
+        """Whether reducing and gathering run beside the last backward and the first forward."""
+        habits = software(self.problem, plan)
+        return habits.data_overlap and DataParallel(plan, self.problem.machine, habits).is_beside_compute
+
+    def boundary(self, plan: Plan) -> float:
+        """What a stage's output takes to the next rank."""
+        split = (plan.tp, plan.cp, plan.sequence, plan.world_size // plan.pp, plan.micro_batch)
+        return self._once(("boundary", *split, plan.precision), lambda: seconds_between(self.problem, plan))
+
+    def memory(self, plan: Plan) -> MemoryTable:
+        """As `forecast_memory` takes it."""
+        problem = self.problem
+        return self._once(
+            ("memory", table_key(plan)),
+            lambda: tabulate(problem.workload, plan, problem.dimensions, software(problem, plan)),
+        )
