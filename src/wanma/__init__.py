@@ -8,18 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wanma.api.best_plans import plan
     from wanma.api.session import session
     from wanma.api.train import Result, train
     from wanma.data.batch import Batch
     from wanma.job.errors import JobError, WanmaError
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "JobError", "Result", "WanmaError", "session", "train"]
+__all__ = ["Batch", "JobError", "Result", "WanmaError", "plan", "session", "train"]
 
 _HOMES = {
     "train": "wanma.api.train",
     "Result": "wanma.api.train",
     "session": "wanma.api.session",
+    "plan": "wanma.api.best_plans",
     "Batch": "wanma.data.batch",
     "WanmaError": "wanma.job.errors",
     "JobError": "wanma.job.errors",

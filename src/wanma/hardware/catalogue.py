@@ -48,10 +48,15 @@ def named(name: str) -> DeviceKind:
     if kind is None:
         names = [kind.name for kind in CATALOGUE]
         raise JobError(
-            f"'{name}' is not in the catalogue of devices.{did_you_mean(name, names)}",
+            f"'{name}' is not in the catalogue of devices.{did_you_mean(name, spellings())}",
             f"known: {', '.join(names)}; a cluster file may describe others under [[devices]]",
         )
     return kind
+
+
+def spellings() -> list[str]:
+    """Every name that `find_named` takes, the drivers' apart: for suggestions."""
+    return [name for kind in CATALOGUE for name in (kind.name, *kind.aliases)]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from wanma.hardware.catalogue import CATALOGUE, find_named
+from wanma.hardware.catalogue import CATALOGUE, find_named, spellings
 from wanma.hardware.cluster_sections import NO_NETWORK, ClusterFile, DeviceSection, LevelSection, NodesSection
 from wanma.hardware.cluster_text import is_text, parse_cluster
 from wanma.hardware.kinds import GIGABYTE, NETWORK_SECONDS, NVLINK_SECONDS, TERA, DeviceKind, Link
@@ -168,7 +168,8 @@ class _Builder:
         kind = self.own.get(name) or find_named(name)
         if kind is None:
             names = [*self.own, *(kind.name for kind in CATALOGUE)]
-            text = f"= '{name}': there is no such device.{did_you_mean(name, names)}"
+            meant = did_you_mean(name, [*self.own, *spellings()])
+            text = f"= '{name}': there is no such device.{meant}"
             self._wrong(at, text, f"devices: {', '.join(names)}; describe others under [[devices]]")
         return kind
 

@@ -1,0 +1,128 @@
+"""`wanma.plan`: the best plans of a model on machines that need not be here, from Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanma.api.machines import here, run_on
+from wanma.api.planning import job_dimensions, job_workload
+from wanma.hardware.cluster_file import read_cluster
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.forecast import Forecast, Workload
+from wanma.job.load import job_from
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
+from wanma.planner.calibration import Calibration, load_calibration
+from wanma.planner.choose import plan_for
+from wanma.planner.nowhere import no_plan
+from wanma.planner.problem import equal_machines
+from wanma.planner.space import usable_devices
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def plan(
+    model_or_job: Job | Mapping[str, Any] | str | Path | nn.Module,
+    cluster: Cluster | str | Path | None = None,
+    *,
+    example: Sequence[Tensor] | None = None,
+    targets_per_sample: int = 1,
+    overrides: Sequence[str] = (),
+    calibration: Calibration | None = None,
+    keep: int = 20,
+) -> list[tuple[Plan, Forecast]]:
+    """The best plans of a model on a cluster, the fastest first, each of another layout.
+
+    What the job's `[parallel]` says is kept and all else searched, as with `parallel = "auto"`. Nothing is
+    started, and nothing depends on this machine but where `cluster` is left out. Plans and forecasts pickle.
+
+    Args:
+        model_or_job: a job, its sections as nested mappings, the path of a job file; or a module, with the
+            rest of the job in `overrides`.
+        cluster: machines that need not be here: a `Cluster`, one line ('8x8 H100 SXM, 8x400G'), or a cluster
+            file; default: this machine, with its stored calibration.
+        example: of a module, the positional arguments of one forward, dim 0 the samples; only shapes and
+            types count, so that tensors on the meta device will do.
+        targets_per_sample: of a module's loss: the sequence's length for text.
+        overrides: 'train.global_batch=512', 'train.precision=bf16' and so on.
+        calibration: what was measured of the cluster's devices.
+        keep: most plans.
+
+    Returns:
+        (plan, forecast) pairs. Where nobody knows the machine's rates there is one, by the rule that jobs
+        then follow, without a time. A forecast's `reasons` say so where wanma does not run a plan.
+
+    Raises:
+        JobError: the job, the module's example or the cluster is wrong, or the model fits nowhere; says by
+            how much, and what would do.
+    """
+    module = _module(model_or_job)
+    job = _job(model_or_job, module, overrides)
+    if cluster is None:
+        machines, calibration = here(job), calibration or load_calibration()
+        worlds = run_worlds(job, machines)
+    else:
+        machines = cluster if isinstance(cluster, Cluster) else read_cluster(str(cluster))
+        job = run_on(job, machines)
+        worlds = usable_devices(equal_machines(job, machines))
+    workload = _workload(job, module, example, targets_per_sample)
+    dimensions = None if module is not None else job_dimensions(job)
+    if why_not_by_time(job, machines, workload, dimensions, calibration) is not None:
+        planned = plan_for(job, machines, workload, dimensions, calibration)
+        assert planned.forecast is not None, "there is a workload"
+        return [(planned.plan, planned.forecast)]
+    found = find_plans(job, machines, workload, dimensions, calibration, worlds=worlds, keep=keep)
+    if not found.candidates:
+        raise no_plan(job, machines, workload, dimensions, found, worlds)
+    return [(one.plan, _told(one.forecast, one.forecast_only)) for one in found.candidates]
+
+
+def _module(given: Any) -> nn.Module | None:
+    """`given`, where it is one; whoever has a module has imported torch."""
+    torch = sys.modules.get("torch")
+    return given if torch is not None and isinstance(given, torch.nn.Module) else None
+
+
+def _job(given: Any, module: nn.Module | None, overrides: Sequence[str]) -> Job:
+    """The job with its layout left open, but for what it says."""
+    if module is not None:
+        kind = type(module)
+        given = {"model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}
+    return job_from(given, [*overrides, "parallel=auto"])
+
+
+def _workload(
+    job: Job, module: nn.Module | None, example: Sequence[Tensor] | None, targets_per_sample: int
+) -> Workload:
+    if module is not None:
+        if example is None:
+            raise JobError(
+                f"wanma.plan of a {type(module).__name__} needs to know what goes into its forward",
+                "give example=(tensor, ...), dim 0 the samples; only shapes and types count: "
+                "torch.empty(1, 3, 224, 224, device='meta')",
+            )
+        from wanma.models.workload import module_workload
+
+        return module_workload(module, tuple(example), targets_per_sample)
+    if example is not None:
+        raise JobError("example= describes the inputs of a module, and a job was given", "leave example= out")
+    workload = job_workload(job)
+    if workload is None:
+        raise JobError(
+            f"model.factory = '{job.model.factory}': what goes into its forward is known only once it runs",
+            "give the module itself: wanma.plan(module, cluster, example=(tensor, ...))",
+        )
+    return workload
+
+
+def _told(forecast: Forecast, forecast_only: str | None) -> Forecast:
+    if forecast_only is None:
+        return forecast
+    return replace(forecast, reasons=(*forecast.reasons, f"a forecast only: {forecast_only}"))
