@@ -27,7 +27,7 @@ from wanma.observe.units import NONE, bytes_text, count_text, duration_text, num
 from wanma.planner.candidates import Candidate, Found
 from wanma.planner.scaling import ScalePoint
 from wanma.report.chart import figure
-from wanma.report.page import Tile, bar, card, document, key, reasons, row, tiles, under_bar
+from wanma.report.page import Tile, bar, card, document, heads, key, reasons, row, tiles, under_bar
 
 SHOWN_PLANS = 20
 
@@ -136,19 +136,18 @@ def _found(study: Study, found: Found) -> Iterator[str]:
     body = "".join(
         _plan_row(number, one, study) for number, one in enumerate(found.candidates[:SHOWN_PLANS], 1)
     )
-    heads = ("", "plan", "step", rate_unit(study.workload), "MFU", "memory", "where a step's time goes")
+    numbers = ("step", rate_unit(study.workload), "MFU", "memory")
+    head = heads(("", "plan", *numbers, "where a step's time goes"), numbers)
     seen = [one.forecast.step for one in found.candidates[:SHOWN_PLANS] if one.forecast.step is not None]
     legend = "".join(
         key(kind.name, kind.colour) for kind in TIME_KINDS if any(getattr(step, kind.field) for step in seen)
     )
     note = f"{count_text(found.considered, 'plan')}, in {duration_text(found.seconds)}."
     beside = study.beside_best
-    told = f'<p class="problem">The job\'s own plan: {escape(beside.sentence)}</p>' if beside else ""
+    told = f"<p class=told><b>The job's own plan: {escape(beside.sentence)}</b></p>" if beside else ""
     yield (
         f'<section class="card plans"><h2>Best plans</h2>{told}<p class="note">{note} '
-        f'<span class="legend">{legend}</span></p><table><tr>'
-        + "".join(f"<th>{escape(head)}</th>" for head in heads)
-        + f"</tr>{body}</table></section>"
+        f'<span class="legend">{legend}</span></p><table>{head}{body}</table></section>'
     )
     if len(found.pareto) > 1:
         limit = study.problem.memory_bytes if study.problem is not None else None
@@ -195,7 +194,7 @@ def _why(why: Why) -> str:
             row(escape(str(way)), memory_words(way.forecast), _slowdown(way.slowdown)) for way in answer.ways
         )
         body += f"<table>{rows}</table>" if rows else ""
-    return f"<section>{card(f'Why not {why.asked}?', body)}</section>"
+    return f'<section class="plans">{card(f"Why not {why.asked}?", body)}</section>'
 
 
 def _signed(seconds: float) -> str:
@@ -207,10 +206,9 @@ def _slowdown(share: float | None) -> str:
 
 
 def _side_by_side(study: Study, what_ifs: Sequence[WhatIf]) -> str:
-    heads, *rows = side_by_side(study, what_ifs)
+    names, *rows = side_by_side(study, what_ifs)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    return f'<section class="card"><h2>What if</h2><table><tr>{head}</tr>{body}</table></section>'
+    return f'<section class="card plans"><h2>What if</h2><table>{heads(names)}{body}</table></section>'
 
 
 def _scale(points: Sequence[ScalePoint], workload: Workload | None) -> Iterator[str]:
@@ -220,10 +218,9 @@ def _scale(points: Sequence[ScalePoint], workload: Workload | None) -> Iterator[
     if charts:
         yield f'<section class="charts">{"".join(figure(chart) for chart in charts)}</section>'
     rows = "".join(_scale_row(point, workload) for point in points)
-    heads = ("devices", rate_unit(workload), "efficiency", "plan")
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    table = f"<table><tr>{head}</tr>{rows}</table>"
-    yield f'<section class="card"><h2>Over numbers of devices</h2>{table}</section>'
+    head = heads(("devices", rate_unit(workload), "efficiency", "plan"), ("devices",))
+    table = f"<table>{head}{rows}</table>"
+    yield f'<section class="card plans"><h2>Over numbers of devices</h2>{table}</section>'
 
 
 def _scale_row(point: ScalePoint, workload: Workload | None) -> str:

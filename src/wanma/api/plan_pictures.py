@@ -14,6 +14,7 @@ from wanma.planner.scaling import ScalePoint
 from wanma.planner.timeline import Span, SpanKind, Timeline
 from wanma.report.chart import Chart, Line
 from wanma.report.rows import Interval, Row, rows_figure
+from wanma.report.scale import Scale
 
 SHOWN_RANKS = 16
 """Pipeline ranks in the picture of a step; of more, evenly spread ones with both ends."""
@@ -88,48 +89,45 @@ def _name(span: Span) -> str:
 
 
 def front_chart(found: Found, limit: float | None) -> Chart:
-    """The front of memory and time, and what lies behind it.
+    """The front of memory and time, and other layouts behind it as far as the front reaches twice.
 
     Args:
         limit: bytes that a plan may fill.
     """
-
-    def line(name: str, colour: int, plans: Sequence[Candidate], *, joined: bool) -> Line:
-        ordered = sorted(plans, key=lambda one: one.seconds)
-        return Line(
-            name,
-            colour,
-            [one.seconds for one in ordered],
-            [float(one.memory_bytes) for one in ordered],
-            dots=True,
-            is_joined=joined,
-        )
-
-    lines = [line("front", 1, found.pareto, joined=True)]
-    if others := [one for one in found.candidates if one not in found.pareto]:
-        lines.append(line("other layouts", 7, others, joined=False))
+    front = sorted(found.pareto, key=lambda one: one.seconds)
+    farthest = 2 * front[-1].seconds
+    others = [one for one in found.candidates if one not in found.pareto and one.seconds <= farthest]
+    lines = [_points("front", 1, front, is_joined=True)]
+    if others:
+        lines.append(_points("other layouts", 7, others, is_joined=False))
+    xs = [x for line in lines for x in line.xs]
+    largest = max(y for line in lines for y in line.ys)
+    is_near = limit is not None and largest > limit / 3
     return Chart(
         "Memory against time",
         lines,
-        "of the fullest rank, over seconds of a step",
+        "of the fullest rank, over the time of a step",
         bytes_text,
         bytes_text,
         axis_unit=float(2**30),
         wide=True,
-        limits=[("a plan may fill", limit)] if limit is not None else [],
-        across_ticks=_few([one.seconds for one in found.pareto]),
-        across_text=duration_text,
+        limits=[("a plan may fill", limit)] if limit is not None and is_near else [],
+        across_ticks=Scale(min(xs), max(*xs, 1.001 * min(xs)), 0.0, 1.0).ticks(),
+        across_text=_tick_text,
         point_text=lambda bucket: f"{duration_text(bucket.middle)} a step",
         note="No plan is both faster and smaller than one of the front.",
     )
 
 
-def _few(values: Sequence[float], most: int = 6) -> list[float]:
-    """Round places between the lowest and the highest."""
-    low, high = min(values), max(values)
-    if high <= low:
-        return [low]
-    return [low + (high - low) * index / (most - 1) for index in range(most)]
+def _tick_text(seconds: float) -> str:
+    """With as many digits as neighbours on an axis need."""
+    return f"{1000 * seconds:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
+def _points(name: str, colour: int, plans: Iterable[Candidate], *, is_joined: bool) -> Line:
+    ordered = sorted(plans, key=lambda one: one.seconds)
+    xs, ys = [one.seconds for one in ordered], [float(one.memory_bytes) for one in ordered]
+    return Line(name, colour, xs, ys, dots=True, is_joined=is_joined)
 
 
 def scale_charts(points: Sequence[ScalePoint], workload: Workload | None) -> list[Chart]:

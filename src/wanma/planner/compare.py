@@ -40,7 +40,7 @@ MEMORY_KINDS = {
     "logits_bytes": "logits",
     "buffers_bytes": "communication buffers",
     "fragmentation_bytes": "fragmentation",
-    "runtime_bytes": "Python and torch",
+    "runtime_bytes": "torch and its libraries",
 }
 """Fields of a forecast, and what people call them."""
 

@@ -5,7 +5,7 @@ Text is escaped where it enters; what is called HTML is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -73,6 +73,12 @@ def row(first: str, *numbers: str) -> str:
     """Of a table. `first` is HTML."""
     cells = "".join(f'<td class="n">{escape(number)}</td>' for number in numbers)
     return f"<tr><td>{first}</td>{cells}</tr>"
+
+
+def heads(names: Iterable[str], numbers: Collection[str] = ()) -> str:
+    """The first row of a table; those of `numbers` stand right."""
+    cells = (f"<th{' class=n' if name in numbers else ''}>{escape(name)}</th>" for name in names)
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def reasons(texts: Iterable[str]) -> str:

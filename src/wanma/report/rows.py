@@ -90,7 +90,7 @@ def _rectangle(piece: _Drawn, y: float, tall: float, named: bool) -> str:
     interval = piece.interval
     top, height = (y + tall * 0.6, tall * 0.4) if interval.is_part else (y, tall)
     place = f'x="{piece.left:.2f}" y="{top:.1f}" width="{piece.right - piece.left:.2f}" height="{height:.1f}"'
-    css = f"piece c{interval.colour}"
+    css = f"piece{' part' if interval.is_part else ''} c{interval.colour}"
     if not named:
         return f'<rect class="{css}" {place}/>'
     return f'<rect class="{css}" {place}><title>{escape(interval.text)}</title></rect>'
