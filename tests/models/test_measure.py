@@ -188,6 +188,23 @@ def test_tables_with_sparse_gradients_are_not_updated_as_a_whole() -> None:
     assert all(one.elements_fixed == 0 for one in operators(workload, "lookup", "weights"))
 
 
+def test_a_sparse_embedding_sorts_and_changes_the_rows_that_were_asked_for() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(1000, 16, sparse=True)
+
+        def forward(self, indices: Tensor) -> Tensor:
+            return self.rows(indices)
+
+    workload = module_workload(Table(), (torch.zeros(2, 3, dtype=torch.int64),))
+    (changed,) = operators(workload, "lookup", "weights")
+    # Each gradient is read; equal ones are added up, and the table's rows read and written.
+    assert (changed.elements_per_sample, changed.elements_fixed) == (3 * 16 * (1 + 5), 0.0)
+    (sort,) = operators(workload, "gather", "weights")
+    assert sort.kernels == 8
+
+
 def test_a_linear_layer_is_three_products() -> None:
     workload = module_workload(
         nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), (torch.zeros(7, 8),), blocks=()

@@ -179,15 +179,21 @@ def _lookup_backward(arguments: Sequence[Any], _: dict[str, Any], result: Any) -
     return [sort, Work("lookup", (gradient,), (result,), 2, phase="weights", moved_rows=rows)]
 
 
+def _sparse_gradient(arguments: Sequence[Any], _: dict[str, Any], __: Any) -> list[Work]:
+    """What nn.Embedding(sparse=True) makes of its gradient: a list of rows."""
+    indices, values = arguments[3:5]
+    return _sparse_rows(values, indices)
+
+
 def _bag_backward(arguments: Sequence[Any], keywords: dict[str, Any], result: Any) -> list[Work]:
-    is_sparse = bool(arguments[9])
-    return (_sparse_backward if is_sparse else _lookup_backward)(arguments, keywords, result)
+    if bool(arguments[9]):
+        return _sparse_rows(*arguments[:2])
+    return _lookup_backward(arguments, keywords, result)
 
 
-def _sparse_backward(arguments: Sequence[Any], _: dict[str, Any], __: Any) -> list[Work]:
-    gradient, indices = arguments[:2]
+def _sparse_rows(gradient: Tensor, indices: Tensor) -> list[Work]:
     # One gradient for each index; equal rows are sorted and added up, and the table's rows changed.
-    rows = (indices, float(gradient.shape[-1]), 6.0)
+    rows = (indices, float(gradient.shape[-1]), 5.0)
     sort = Work("gather", (indices,), (), _SORT_KERNELS, _SORT_PASSES, phase="weights")
     return [sort, Work("lookup", (gradient,), (), 4, phase="weights", moved_rows=rows)]
 
@@ -206,7 +212,7 @@ _TABLE: dict[Any, Any] = dict(
         (aten._embedding_bag.default, _lookup),
         (aten._embedding_bag_forward_only.default, _lookup),
         (aten.embedding_dense_backward.default, _lookup_backward),
-        (aten.embedding_sparse_backward.default, _sparse_backward),
+        (aten._sparse_coo_tensor_with_dims_and_tensors.default, _sparse_gradient),
         (aten._embedding_bag_backward.default, _bag_backward),
     ]
 )

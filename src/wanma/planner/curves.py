@@ -28,8 +28,10 @@ def _curves(products: dict[str, tuple[float, float]], attention: tuple[float, fl
 
 
 # Nobody measured products of 32 and 64 bits. Ordinary cores are filled by small tiles and come close to their
-# peak; attention in those precisions is the memory-efficient kernel, taken at half of that.
-_PLAIN = {"fp64": (0.9, 128), "fp32": (0.9, 128), "tf32": (0.9, 128)}
+# peak; a tile begins and ends in the time that it takes in 16 bits, in which they compute fewer terms, as
+# their rate is an eighth (Volta) or less; TF32's is half. Attention in those precisions is the
+# memory-efficient kernel, taken at half of their products' rate.
+_PLAIN = {"fp64": (0.9, 16), "fp32": (0.9, 16), "tf32": (0.9, 64)}
 _PLAIN_ATTENTION = (0.45, 600, 0.9)
 
 
