@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.machines import machine
 from wanma.job.forecast import StepTime
 from wanma.job.plan import Plan
+from wanma.job.sections import Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.communication import (
     Group,
@@ -267,3 +268,20 @@ def test_ranks_that_wait_leave_their_cores_to_the_others() -> None:
     alone, shared = (forecast(**one, machine=replace(machine(32), shared=shared)) for shared in (1.0, 2.0))
     outside = alone.data + alone.optimizer
     assert shared.seconds - outside == pytest.approx((alone.seconds - outside) / 2)
+
+
+def test_sharded_gradients_are_reduced_in_every_micro_batch() -> None:
+    """ZeRO-2 (Rajbhandari et al. 2020): its parts of the sum are added up, not whole gradients."""
+    on_cpu = replace(PLAN, dp_shard=4, device="cpu")
+    machine_of_four = machine(8)
+    group, reduced = Group(4), PARAMETERS * 4.0
+
+    def exchanged(shard: Shard, micro_batch: int) -> float:
+        plan = replace(on_cpu, shard=shard, micro_batch=micro_batch)
+        return forecast(plan, machine=machine_of_four).data
+
+    once = reduce_scatter_seconds(machine_of_four, group, reduced)
+    more = exchanged("gradients", 2) - exchanged("gradients", 8)
+    # Three micro-batches more; each block pays its own latency, and copies its gradients to be reduced.
+    assert 3 * once < more < 3 * once * 1.3
+    assert exchanged("optimizer", 2) == pytest.approx(exchanged("optimizer", 8))

@@ -56,7 +56,7 @@ def calibrate(
     seconds: float = DEFAULT_SECONDS,
     output: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> tuple[list[Measured], int, Path]:
+) -> tuple[list[Measured], Path]:
     """Measure this machine with each number of ranks, and keep the result.
 
     Args:
@@ -67,7 +67,7 @@ def calibrate(
         progress: is told what is measured next.
 
     Returns:
-        what was measured, how many of its points other programs disturbed, and the file.
+        what was measured, and the file.
 
     Raises:
         JobError: a number of ranks that this machine does not have, or too little time.
@@ -82,16 +82,13 @@ def calibrate(
             f"give at least {LEAST_SECONDS * len(counts):g}, or fewer --ranks",
         )
     kept = load_calibration(output)  # before the work, so that a damaged file is told of at once
-    measured, disturbed = [], 0
+    measured = []
     for count in counts:
         plan = _plan(node, count)
         each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
         progress(f"measuring {count} {'rank' if count == 1 else 'ranks'}{each_has}")
-        found, noisy = _measure(node, plan, each)
-        measured.append(found)
-        disturbed += noisy
-    path = save_calibration(kept.with_measured(*measured), output)
-    return measured, disturbed, path
+        measured.append(_measure(node, plan, each))
+    return measured, save_calibration(kept.with_measured(*measured), output)
 
 
 def measure_worker(worker: Worker, payload: bytes) -> None:
@@ -171,7 +168,7 @@ def _plan(node: Node, ranks: int) -> Plan:
     return Plan(dp_replicate=ranks, device=device, threads_per_rank=threads)
 
 
-def _measure(node: Node, plan: Plan, seconds: float) -> tuple[Measured, int]:
+def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
     ranks = plan.world_size
     with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:
         outcome = run_local(
@@ -204,17 +201,15 @@ def _measure(node: Node, plan: Plan, seconds: float) -> tuple[Measured, int]:
         known=_known(node),
         shared=1.0 if node.devices else max(ranks * plan.threads_per_rank / node.cores, 1.0),
     )
-    return (
-        Measured(
-            device=name,
-            ranks=ranks,
-            threads=0 if node.devices else plan.threads_per_rank,
-            machine=machine,
-            host=_host(node),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            points=points,
-        ),
-        result["disturbed"],
+    return Measured(
+        device=name,
+        ranks=ranks,
+        threads=0 if node.devices else plan.threads_per_rank,
+        machine=machine,
+        host=_host(node),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        points=points,
+        disturbed=result["disturbed"],
     )
 
 

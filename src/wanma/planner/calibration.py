@@ -71,6 +71,8 @@ class Measured:
     date: str = ""
     """ISO 8601, UTC."""
     points: tuple[Point, ...] = ()
+    disturbed: int = 0
+    """Of `points`, those during all of which other programs were busy."""
 
     @property
     def key(self) -> tuple[str, int, int]:

@@ -38,6 +38,7 @@ class DataParallel:
         """Per parameter, as it is reduced."""
         self.weight_bytes = ELEMENT_BYTES[plan.precision]
         """Per parameter, as it is gathered to be computed with."""
+        self.is_by_block = is_by_block(plan)
         self.is_beside_compute = plan.device != "cpu"
         """Collectives of a CPU run on the cores that compute."""
 
@@ -45,16 +46,19 @@ class DataParallel:
         """What gathering a block's sharded parameters for forward and backward, and reducing its gradients
         beside the latter, adds to these.
 
-        The next block's are gathered while one computes; a pipeline keeps them gathered.
+        The next block's are gathered while one computes; a pipeline keeps them gathered. Of sharded gradients
+        (ZeRO-2) a block's are reduced as well, but its parameters stay whole within a step.
         """
-        if self.plan.shard != "parameters" or self.shards.size == 1 or self.plan.pp > 1:
+        if not self.is_by_block or self.shards.size == 1:
             return 0.0, 0.0
         whole = parameters / self.plan.tp
-        gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
+        gather = 0.0
+        if self.plan.shard == "parameters":
+            gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
         reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
         if not self.is_beside_compute:
-            gather, reduce = gather + self._copied(whole), reduce + self._filed(whole)
-            return gather, gather + reduce
+            gather += self._copied(whole) if gather else 0.0
+            return gather, gather + reduce + self._filed(whole)
         return exposed(gather, forward), exposed(gather + reduce, backward)
 
     def _copied(self, whole: float) -> float:
@@ -88,7 +92,7 @@ class DataParallel:
             return 0.0
         fresh, kept = ELEMENT_BYTES[self.plan.precision], float(software.accumulated_bytes)
         whole = parameters * self.trained_share / self.plan.tp
-        if self.plan.shard == "parameters" and self.plan.pp == 1:
+        if self.is_by_block:
             whole /= self.shards.size  # each block's are reduced first
         added = (micro_batches - 1) / micro_batches
         if software.adds_in_product:
@@ -108,20 +112,27 @@ class DataParallel:
         whole = parameters / self.plan.tp
         gradients = whole * self.gradient_bytes
         reduce = all_reduce_seconds(self.machine, self.replicas, gradients / self.shards.size)
-        if self.plan.shard == "parameters" and self.plan.pp == 1:
+        if self.is_by_block and self.plan.shard == "parameters":
             return reduce, 0.0  # the rest was done block by block
-        reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
         changed = 0.0 if self.software.frozen else whole * self.weight_bytes
         gather = all_gather_seconds(self.machine, self.shards, changed)
         if not self.is_beside_compute:
-            return reduce + self._filed(whole), gather + self._copied(whole)
-        return reduce, gather
+            gather += self._copied(whole)
+        if self.is_by_block:
+            return reduce, gather
+        reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
+        return reduce if self.is_beside_compute else reduce + self._filed(whole), gather
+
+
+def is_by_block(plan: Plan) -> bool:
+    """Whether each micro-batch exchanges its blocks' gradients one by one: a pipeline waits to the end."""
+    return plan.shard in ("gradients", "parameters") and plan.pp == 1
 
 
 def block_key(plan: Plan) -> tuple[object, ...]:
     """Plans with the same key exchange, cast and add a block's parameters alike, in every micro-batch."""
-    by_block = plan.shard == "parameters" and plan.pp == 1
-    return plan.shard == "nothing", plan.shard_ranks if by_block else 0
+    by_block = (plan.shard, plan.shard_ranks) if is_by_block(plan) else None
+    return plan.shard == "nothing", by_block
 
 
 def exposed(communication: float, compute: float) -> float:

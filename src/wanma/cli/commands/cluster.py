@@ -66,14 +66,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
     if arguments.where is not None or arguments.devices:
         raise JobError("--calibrate measures the machine that it runs on", "run it there, without CLUSTER")
-    measured, disturbed, path = calibrate(
+    measured, path = calibrate(
         ranks=arguments.ranks or (),
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
         output=arguments.output,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
     show(calibration_table(measured))
-    if disturbed:
+    if disturbed := sum(one.disturbed for one in measured):
         total = sum(len(one.points) for one in measured)
         print(
             f"Other programs were busy during {disturbed} of {total} measurements: "
