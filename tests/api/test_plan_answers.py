@@ -135,7 +135,7 @@ def test_the_jobs_own_plan_is_told_beside_the_best() -> None:
     text = shown(answers_text(one))
     assert one.study.beside_best is not None
     assert one.study.beside_best.verdict == "slower"
-    assert "The job's own plan: slower" in text
+    assert f"The job's own plan\n{one.study.beside_best.headline}\n" in text
     assert "recompute full instead of none" in " ".join(text.split())
 
 

@@ -59,6 +59,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
     return {
         "plan": one.plan.to_json(),
         "verdict": one.verdict,
+        "headline": one.headline,
         "sentence": one.sentence,
         "forecast": one.forecast.to_json() if one.forecast is not None else None,
         "differences": [

@@ -182,7 +182,7 @@ def _plan_row(number: int, one: Candidate, study: Study) -> str:
 
 def _why(why: Why) -> str:
     answer = why.answer
-    body = f"<p>{escape(why.sentence)}</p>"
+    body = f"<p>{escape(why.sentence if answer is None else answer.headline)}</p>"
     if answer is not None:
         body += (
             f'<p class="note">{escape(axes_words(answer.plan))}, {escape(settings_words(answer.plan))}</p>'

@@ -27,6 +27,7 @@ from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.observe.units import count_text, duration_text, share_text
 from wanma.planner.candidates import Candidate, Found
+from wanma.planner.compare import Comparison
 from wanma.planner.scaling import ScalePoint
 
 SHOWN_PLANS = 8
@@ -105,7 +106,8 @@ def _found(study: Study, found: Found) -> Iterable[RenderableType]:
     if steps:
         yield time_legend(steps)
     if study.beside_best is not None:
-        yield Text(f"\nThe job's own plan: {study.beside_best.sentence}", style="bold")
+        yield _head("The job's own plan")
+        yield from _comparison(study.beside_best)
     if len(found.pareto) > 1:
         yield _head("Memory against time: no plan is both faster and smaller than one of these")
         yield _front_table(found.pareto)
@@ -151,7 +153,11 @@ def _why(why: Why) -> Iterable[RenderableType]:
         yield Text(why.sentence)
         return
     yield _plan_cell(answer.plan)
-    yield Text(answer.sentence)
+    yield from _comparison(answer)
+
+
+def _comparison(answer: Comparison) -> Iterable[RenderableType]:
+    yield Text(answer.headline)
     for difference in answer.differences:
         yield Text(f"  {difference}", style="red" if difference.seconds > 0 else "green")
     for way in answer.ways:
