@@ -1,0 +1,47 @@
+"""Collectives measured over real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_ranks
+from wanma.collectives.measure import COLLECTIVES, collective_seconds
+from wanma.job.plan import Plan
+from wanma.job.worker import Worker
+
+
+def measure(worker: Worker) -> tuple[dict[str, float], list[float]]:
+    from wanma.parallel.mesh import process_grid
+
+    with process_grid(worker, Plan(dp_replicate=2), 60):
+        group = dist.group.WORLD
+        assert group is not None
+        cpu = torch.device("cpu")
+        found = {name: collective_seconds(name, 4099, group, cpu, 0.01) for name in COLLECTIVES}
+        sizes = [collective_seconds("all_reduce", size, group, cpu, 0.05) for size in (1 << 10, 1 << 24)]
+    return found, sizes
+
+
+def alone(worker: Worker) -> str:
+    from wanma.parallel.mesh import process_grid
+
+    with process_grid(worker, Plan(), 60):
+        group = dist.group.WORLD
+        assert group is not None
+        with pytest.raises(ValueError, match="takes two ranks"):
+            collective_seconds("all_reduce", 4096, group, torch.device("cpu"))
+    return "refused"
+
+
+def test_every_collective_is_timed_and_ranks_agree() -> None:
+    (one, sizes), (other, _) = run_ranks(measure, 2, ())
+    assert list(one) == list(COLLECTIVES)
+    assert one == other
+    assert all(0 < seconds < 5 for seconds in one.values())
+    assert sizes[1] > sizes[0], "16 MiB take longer than a kilobyte"
+
+
+def test_a_rank_alone_has_nothing_to_measure() -> None:
+    assert run_ranks(alone, 1, ()) == ["refused"]
