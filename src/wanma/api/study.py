@@ -132,6 +132,8 @@ def answer(
     """
     for text in questions.what_ifs:
         parse(text)
+    for text in questions.whys:
+        _pinned(job, text)
     counts = scale_counts(questions.scale) if questions.scale is not None else []
     if device is None and cluster is None:
         cluster = job.cluster.file
