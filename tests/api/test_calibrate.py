@@ -1,0 +1,104 @@
+"""`wanma cluster --calibrate`: this machine really measured, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from wanma.api.calibrate import calibrate, calibration_table
+from wanma.api.learning import learn
+from wanma.cli.main import main
+from wanma.hardware.discover import discover
+from wanma.hardware.limits import cpu_model
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.run_directory import RunDirectory
+from wanma.planner.calibration import load_calibration
+from wanma.planner.compute import product_seconds
+from wanma.planner.machines import machine_of
+
+ON_CPU = not discover().nodes[0].devices
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_CPU, reason="measures the processor, which a GPU hides")
+def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    told: list[str] = []
+    measured, path = calibrate(ranks=[2], seconds=3.0, progress=told.append)
+    (found,) = measured
+    assert told == ["measuring 2 ranks of " + f"{found.threads} threads"]
+    assert path == tmp_path / "cache" / "wanma" / "calibration.json"
+    assert load_calibration().measured == (found,)
+    assert (found.device, found.ranks) == (cpu_model(), 2)
+    assert {point.operator for point in found.points} >= {"product", "attention", "all_reduce", "send"}
+    assert "torch" in found.host
+
+    machine = machine_of(discover(), calibration=load_calibration(), ranks=2)
+    assert not machine.unknown
+    large = product_seconds(machine.chip, 1024, 1024, 1024, "fp32")
+    assert 1e9 < 2 * 1024**3 / large < 1e13
+    shown = io.StringIO()
+    Console(file=shown, width=140).print(calibration_table(measured))
+    assert cpu_model()[:10] in shown.getvalue()
+
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[model]\npreset = "gpt-1m"\n\n[data]\ntext = ["stdlib"]\nsequence_length = 64\n\n'
+        "[train]\nsteps = 8\nglobal_batch = 4\n\n[parallel]\ndp_replicate = 2\n\n"
+        '[cluster]\ndevice = "cpu"\n'
+    )
+    assert main(["train", str(job), "--run-dir", str(tmp_path / "run"), "observe.console=quiet"]) == 0
+    learned = learn(RunDirectory(tmp_path / "run"))
+    missed = [
+        abs(one / learned.measured_seconds - 1) for one in (learned.before_seconds, learned.after_seconds)
+    ]
+    assert missed[1] <= missed[0]
+    assert load_calibration().correction(cpu_model()).runs == 1
+
+
+def test_too_little_time_is_refused_with_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"--seconds 3 leaves 1.5 s for each of 2") as refused:
+        calibrate(ranks=[1, 2], seconds=3.0, output=tmp_path / "kept.json")
+    assert "give at least 4" in refused.value.hint
+    assert not (tmp_path / "kept.json").exists()
+
+
+def test_a_damaged_file_is_told_of_before_anything_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text(json.dumps({"version": 99}))
+    with pytest.raises(WanmaError, match="version 99"):
+        calibrate(ranks=[1], seconds=5.0, output=path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["8x8 H100 SXM", "--calibrate"], "measures the machine that it runs on"),
+        (["--seconds", "5"], "--seconds belongs to --calibrate"),
+        (["--calibrate", "--ranks", "0"], "at least one rank"),
+        (["--calibrate", "--ranks", "two"], "'two' is no list of numbers"),
+    ],
+)
+def test_wrong_arguments_are_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from wanma.hardware.catalogue import named
+    from wanma.job.cluster import Cluster
+
+    (node,) = discover().nodes
+    with_gpus = Cluster((replace(node, devices=(named("H100 SXM").device(),) * 2),))
+    monkeypatch.setattr("wanma.api.calibrate.discover", lambda: with_gpus)
+    with pytest.raises(JobError, match="--ranks 4: this machine has 2 GPUs"):
+        calibrate(ranks=[4], output=tmp_path / "kept.json")
