@@ -149,7 +149,7 @@ def test_what_is_kept_for_backward_is_what_a_real_forward_keeps(make: Callable[[
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.train()(*inputs)
+        keep(model.train()(*inputs))  # the loss keeps what it is computed from
     workload = module_workload(model, inputs)
     elements = sum(layer.count * layer.activation_elements_per_sample for layer in workload.layers)
     # The largest block stands for all; what all samples share is not counted.
@@ -301,6 +301,12 @@ def test_repeated_blocks_are_found_wherever_they_are() -> None:
     (blocks,) = [layer for layer in found.values() if layer.is_block]
     assert (blocks.name, blocks.count) == ("transformer.h", 2)
     assert found["transformer.wte"].parameters == 320 * 32
+
+
+def test_what_the_loss_is_computed_from_counts_for_the_layer_that_gives_it() -> None:
+    workload = module_workload(nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)), (torch.zeros(2, 8),))
+    assert workload.output_elements_per_sample == 3
+    assert [layer.activation_elements_per_sample for layer in workload.layers] == [8, 5 + 3]
 
 
 def test_numbers_of_samples_do_not_matter() -> None:

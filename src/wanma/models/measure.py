@@ -122,7 +122,7 @@ class _Run:
             leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
         self.outputs_per_sample = sum(tensor.numel() for tensor in found) / self.scale.samples
-        self.own |= {storage_of(tensor) for tensor in found}
+        self._keep_outputs(found)
         return [tensor for tensor in found if tensor.requires_grad]
 
     def backward(self, outputs: list[Tensor]) -> None:
@@ -197,6 +197,14 @@ class _Run:
             if self.scale.grows(size):
                 self.kept[self._unit] += size / self.scale.element_bytes / self.scale.samples
         return tensor
+
+    def _keep_outputs(self, outputs: list[Tensor]) -> None:
+        """What the loss is computed from it also keeps: it counts for the unit that wrote it."""
+        written = {piece.storage: call.unit for call in self.trace.calls for piece in call.writes}
+        for tensor in outputs:
+            self._unit = written.get(storage_of(tensor), "")
+            self._keep(tensor)
+        self._unit = ""
 
     def _floating(self, tree: Any) -> float:
         """Elements of all floating-point tensors in it, of one sample."""
