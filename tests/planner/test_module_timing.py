@@ -23,7 +23,7 @@ from wanma.planner.communication import Group, all_gather_seconds, all_reduce_se
 from wanma.planner.compute import product_seconds, streaming_seconds
 from wanma.planner.data_parallel import INTERFERENCE, DataParallel
 from wanma.planner.machine import Chip, Link, Machine, ProductCurve
-from wanma.planner.module_timing import module_step_time, part_time
+from wanma.planner.module_timing import module_step_time, part_time, told_of_tables
 from wanma.planner.operators import Software
 from wanma.planner.timing import step_time
 
@@ -175,6 +175,10 @@ def test_a_dense_update_passes_over_whole_tables() -> None:
         precision="bf16",
     )
     assert forecast(sparse).optimizer < found.optimizer / 100
+    (told,) = told_of_tables(recommender(), found)
+    assert "passes over all rows of the embedding tables, 0.32 billion parameters" in told
+    assert told_of_tables(sparse, forecast(sparse)) == ()
+    assert told_of_tables(image_transformer(), forecast(image_transformer())) == ()
 
 
 def test_short_rows_cost_a_whole_access() -> None:

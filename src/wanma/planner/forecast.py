@@ -14,7 +14,12 @@ from wanma.job.plan import Plan
 from wanma.planner.energy import run_cost
 from wanma.planner.memory import _Step as Setting
 from wanma.planner.memory import forecast_memory
-from wanma.planner.module_timing import knows_operators, module_boundary_seconds, module_pieces
+from wanma.planner.module_timing import (
+    knows_operators,
+    module_boundary_seconds,
+    module_pieces,
+    told_of_tables,
+)
 from wanma.planner.operators import Software, product_precision
 from wanma.planner.pieces import Pieces, stages_of
 from wanma.planner.problem import Problem
@@ -152,7 +157,7 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         samples_per_second=problem.global_batch / step.seconds,
         model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
         run=run_cost(problem, plan, step),
-        reasons=(*needed.reasons, where_time_goes(step)),
+        reasons=(*needed.reasons, where_time_goes(step), *told_of_tables(problem.workload, step)),
     )
 
 

@@ -35,6 +35,8 @@ SECTOR_BYTES = 64.0
 Practices Guide", section 10.2.1: coalesced access)."""
 
 _LOSS_KERNELS = 6
+_WORTH_TELLING = 0.1
+"""Share of a step, from which on the update of embedding tables is told of."""
 _NARROW = 16
 """Rows, columns or terms of a product below which tensor cores do not help: a depthwise convolution."""
 
@@ -100,6 +102,22 @@ def module_pieces(workload: Workload, plan: Plan, machine: Machine, software: So
 def knows_operators(workload: Workload) -> bool:
     """Whether a module was read operator by operator, so that its time can be told."""
     return any(layer.operators for layer in workload.layers)
+
+
+def told_of_tables(workload: Workload, step: StepTime) -> tuple[str, ...]:
+    """What a user should know of embedding tables that make steps long; empty where they do not."""
+    tables = sum(
+        layer.count * layer.parameters * layer.trained_share
+        for layer in workload.layers
+        if any(one.kind == "lookup" and one.phase == "forward" for one in layer.operators)
+    )
+    share = step.optimizer / step.seconds
+    if share < _WORTH_TELLING or 2 * tables < workload.parameters:
+        return ()
+    return (
+        f"the update is {share:.0%} of a step: it passes over all rows of the embedding tables, "
+        f"{tables / 1e9:.3g} billion parameters, whichever of them a step asks for",
+    )
 
 
 def part_time(layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
