@@ -83,8 +83,9 @@ def test_what_a_cluster_prints_reads_back_as_the_same_cluster(
     [
         ("8x8 H100 SMX", r"Did you mean 'H100 SXM'\?"),
         ("H100", "'H100' describes no machines"),
-        ("-8x8 H100", "describes no machines"),
         ("0x8 H100", "nodes must be 1 to 1,000,000"),
+        ("-2x8 H100", "nodes must be 1 to 1,000,000"),
+        ("2x-8 H100", "a node has 1 to 1,024 of them"),
         ("1000001x8 H100", "nodes must be 1 to 1,000,000"),
         ("8x0 H100", "a node has 1 to 1,024 of them"),
         ("8x2000 H100", "a node has 1 to 1,024 of them"),

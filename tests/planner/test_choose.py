@@ -15,7 +15,8 @@ from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.described import decoder_dimensions
-from wanma.planner.choose import MEMORY_SHARE, Planned, complete, device_of, layout
+from wanma.planner.choose import Planned, complete, layout
+from wanma.planner.problem import MEMORY_SHARE, device_of
 
 GIB = 1 << 30
 GPU = Device("cuda", "H100", 80 * GIB, {"bf16": 989e12})

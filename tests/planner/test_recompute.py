@@ -11,8 +11,9 @@ from wanma.job.errors import JobError
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.planner.choose import MEMORY_SHARE, Planned, complete, layout
+from wanma.planner.choose import Planned, complete, layout
 from wanma.planner.memory import CUDA_CONTEXT_BYTES, forecast_memory
+from wanma.planner.problem import MEMORY_SHARE
 from wanma.planner.recompute import least_recompute
 
 GIB = 1 << 30

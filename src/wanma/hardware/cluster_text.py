@@ -25,11 +25,11 @@ from wanma.job.errors import JobError
 
 EXAMPLE = "8x8 H100 SXM, 4x100G + 16x8 A100 40GB"
 
-# A part begins with a number, so the + in 'Xeon 8480+' separates nothing.
+# A part begins with a number: the + in 'Xeon 8480+' separates nothing. A negative one is read to be refused.
 _PLUS = re.compile(r"\s*\+\s*(?=\d)")
 _MACHINES = re.compile(
-    r"(?:(?P<nodes>\d+)\s*(?:nodes?\s+of\s|[x×*])\s*)?"
-    r"(?P<devices>\d+)(?P<cores>\s*cores?(?:\s+of)?\b)?"
+    r"(?:(?P<nodes>-?\d+)\s*(?:nodes?\s+of\s|[x×*])\s*)?"
+    r"(?P<devices>-?\d+)(?P<cores>\s*cores?(?:\s+of)?\b)?"
     r"(?:\s*[x×*]\s+|[x×*]|\s+)(?P<name>\S.*)"
 )
 

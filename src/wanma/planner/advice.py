@@ -17,7 +17,7 @@ from wanma.job.forecast import Forecast
 from wanma.job.plan import Plan
 from wanma.planner.changes import Change, families, settings_between
 from wanma.planner.forecast import forecast, memory
-from wanma.planner.problem import Problem
+from wanma.planner.problem import Problem, host_overflow
 from wanma.planner.refusal import refusal
 
 Fits = Callable[[Plan], bool]
@@ -38,8 +38,10 @@ def advice(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
     plan = replace(plan, batch_shares=())
 
     def fits(other: Plan) -> bool:
-        needed = memory(problem, other).memory_bytes
-        return needed <= problem.memory_bytes and refusal(problem, other) is None
+        needed = memory(problem, other)
+        if needed.memory_bytes > problem.memory_bytes or refusal(problem, other) is not None:
+            return False
+        return host_overflow(problem, other, needed) is None
 
     before = forecast(problem, plan)
     found: dict[Plan, Change] = {}

@@ -20,7 +20,7 @@ from wanma.planner.candidates import Candidate, Found, pareto_front
 from wanma.planner.capabilities import allowed_approximations, not_runnable
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.machines import is_measured
-from wanma.planner.problem import Problem, device_of, equal_machines, problem_of
+from wanma.planner.problem import Problem, device_of, equal_machines, host_overflow, problem_of
 from wanma.planner.search import rank_of, search
 from wanma.planner.space import Space, divisors
 
@@ -162,7 +162,8 @@ def _marked(problem: Problem, found: Found) -> Found:
             here = min(len(node.devices), plan.world_size)
             threads = problem.job.cluster.threads_per_rank or max(node.cores // here, 1)
             plan = replace(plan, threads_per_rank=threads)
-        return replace(one, plan=plan, forecast_only=not_runnable(problem.job, plan, problem.cluster))
+        reason = not_runnable(problem.job, plan, problem.cluster)
+        return replace(one, plan=plan, forecast_only=reason or host_overflow(problem, plan, one.forecast))
 
     return replace(
         found,

@@ -11,14 +11,13 @@ from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
-from wanma.observe.units import bytes_text
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
 from wanma.planner.calibration import Calibration
 from wanma.planner.candidates import Found
 from wanma.planner.forecast import forecast, memory
 from wanma.planner.groups import Group, group_of
 from wanma.planner.nowhere import does_not_fit, no_plan
-from wanma.planner.problem import MEMORY_SHARE, Problem, device_of, problem_of
+from wanma.planner.problem import Problem, device_of, host_overflow, problem_of
 from wanma.planner.recompute import least_recompute
 from wanma.planner.rules import (
     admitted_micro_batches,
@@ -189,7 +188,10 @@ def complete(
     else:
         plan, told = chosen
     needed = forecast(problem, plan)
-    _check_host(needed, plan, problem.cluster, job)
+    if (overflow := host_overflow(problem, plan, needed)) is not None:
+        raise JobError(
+            f"the plan does not fit: {overflow}", "offload less to 'host' (parallel.offload_*), or to 'disk'"
+        )
     if needed.memory_bytes > problem.memory_bytes:
         raise does_not_fit(problem, plan, needed)
     told = [_layout_reason(job, plan), *told, *needed.reasons]
@@ -325,15 +327,3 @@ def _micro_batches(job: Job, plan: Plan, group: Group, largest: int) -> list[int
     if not whole:
         raise group.refusal(job, plan)
     return whole
-
-
-def _check_host(needed: Forecast, plan: Plan, cluster: Cluster, job: Job) -> None:
-    """What waits in the host's memory must fit there."""
-    node = min(cluster.nodes, key=lambda node: node.memory_bytes)
-    waiting = needed.host_bytes * (plan.world_size // job.cluster.nodes)
-    if waiting > node.memory_bytes * MEMORY_SHARE:
-        raise JobError(
-            f"the plan does not fit: {bytes_text(waiting)} would wait in the memory of {node.name}, "
-            f"which has {bytes_text(node.memory_bytes)}",
-            "offload less to 'host' (parallel.offload_*), or to 'disk'",
-        )

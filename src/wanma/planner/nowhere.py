@@ -110,8 +110,8 @@ def check_open(
         check_dimensions(Plan(**sizes, ep=job.parallel.ep, context=job.parallel.context), dimensions)
     if all(world % taken for world in worlds):
         raise JobError(
-            f"{keys} makes {count_text(taken, 'rank')}, which no usual number of ranks on {cluster} divides "
-            f"into: {', '.join(map(str, worlds[:8]))}",
+            f"{keys} makes {count_text(taken, 'rank')}, of which no multiple is a number of ranks that "
+            f"{cluster} is used with: {', '.join(map(str, worlds[:8]))}",
             f"use sizes whose product divides {max(worlds)}",
         )
     data_ranks, batch = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), min(global_batches(job))

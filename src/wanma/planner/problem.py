@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
-from wanma.job.forecast import Workload
+from wanma.job.forecast import Forecast, Workload
+from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
+from wanma.observe.units import bytes_text
 from wanma.planner.calibration import Calibration
 from wanma.planner.machine import Machine
 from wanma.planner.machines import machine_of
@@ -75,6 +77,21 @@ def problem_of(
     memory_bytes = min((device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks)
     machine = machine_of(machines, calibration=calibration, ranks=ranks)
     return Problem(job, machines, workload, machine, memory_bytes * MEMORY_SHARE, dimensions)
+
+
+def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
+    """Why what a plan keeps in the machines' own memory does not fit there; None where it does."""
+    (node,) = problem.cluster.nodes
+    here, uneven = divmod(plan.world_size, problem.job.cluster.nodes)
+    if uneven:  # on a part of machines that need not be here
+        here = min(max(len(node.devices), 1), plan.world_size)
+    waiting = needed.host_bytes * here
+    if waiting <= node.memory_bytes * MEMORY_SHARE:
+        return None
+    return (
+        f"{bytes_text(waiting)} would wait in the memory of {node.name}, which has "
+        f"{bytes_text(node.memory_bytes)}"
+    )
 
 
 def device_of(job: Job, cluster: Cluster) -> str:
