@@ -65,6 +65,16 @@ def test_a_step_takes_as_long_as_forecast_and_every_rank_is_accounted_for(
     assert all(span.start >= 0 and span.end <= steps.seconds * (1 + 1e-9) for span in steps.spans)
 
 
+@pytest.mark.parametrize("shared", [2, 4])
+def test_ranks_that_share_cores_are_drawn_as_fast_as_they_are_forecast(shared: int) -> None:
+    parts = replace(anatomy(), shared=shared)
+    steps = timeline(parts)
+    assert steps.seconds == pytest.approx(step_of(parts).seconds)
+    assert steps.seconds < timeline(anatomy()).seconds
+    for span in steps.spans:
+        assert sum(span.parts.values()) == pytest.approx(span.seconds if span.parts else 0.0)
+
+
 def test_the_gaps_of_the_busiest_rank_are_the_forecast_bubble() -> None:
     parts = anatomy(replace(PLAN, dp_replicate=1))
     forecast = step_of(parts)

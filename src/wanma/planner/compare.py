@@ -19,11 +19,10 @@ from wanma.planner.advice import advice, savings
 from wanma.planner.candidates import Candidate
 from wanma.planner.capabilities import not_runnable
 from wanma.planner.changes import Change
-from wanma.planner.forecast import forecast
+from wanma.planner.forecast import forecast, memory_setting
 from wanma.planner.memory import memory_of_ranks
 from wanma.planner.problem import Problem
 from wanma.planner.refusal import refusal
-from wanma.planner.rules import global_batches
 
 Verdict = Literal["refused", "not runnable", "does not fit", "slower", "as fast", "faster", "time unknown"]
 
@@ -124,14 +123,15 @@ def _fullest(problem: Problem, plan: Plan) -> str:
     """'stage 0', of a pipeline; 'a rank' of what has only equal ones."""
     if plan.pp == 1 or plan.placement:
         return "a rank"
-    train = problem.job.train
+    setting = memory_setting(problem, plan)
     ranks = memory_of_ranks(
         problem.workload,
         plan,
-        train.optimizer,
-        micro_batches=plan.accumulation(max(global_batches(problem.job))),
-        weight_average=train.weight_average > 0,
+        setting.optimizer,
+        micro_batches=setting.micro_batches,
+        weight_average=setting.weight_average,
         dimensions=problem.dimensions,
+        software=setting.software,
     )
     fullest = max(range(plan.pp), key=lambda rank: ranks[rank].total)
     numbers = plan.stages_of(fullest)

@@ -9,17 +9,18 @@ one row stands for all of a pipeline rank. Pure functions, without torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from wanma.job.plan import Plan
-from wanma.planner.forecast import checkpoint_seconds, software, unknown_rates
+from wanma.planner.forecast import anatomy as anatomy_of
+from wanma.planner.forecast import checkpoint_seconds, unknown_rates
 from wanma.planner.pipeline import Interval, pipeline_intervals
 from wanma.planner.problem import Problem
 from wanma.planner.stages import SPLIT_BACKWARD
-from wanma.planner.step import Anatomy
-from wanma.planner.timing import step_anatomy
+from wanma.planner.step import Anatomy, step_of
 
 SpanKind = Literal[
     "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"
@@ -62,17 +63,9 @@ class Timeline:
 
 def timeline_of(problem: Problem, plan: Plan) -> Timeline | None:
     """One step of `plan`; None where there is no forecast of its time, or no grid of equal ranks."""
-    if problem.dimensions is None or plan.placement or unknown_rates(problem, plan) is not None:
+    if plan.placement or unknown_rates(problem, plan) is not None:
         return None
-    anatomy = step_anatomy(
-        problem.dimensions,
-        problem.sequence,
-        plan,
-        problem.global_batch,
-        problem.machine,
-        software(problem, plan),
-    )
-    return timeline(anatomy, checkpoint_seconds(problem, plan))
+    return timeline(anatomy_of(problem, plan), checkpoint_seconds(problem, plan))
 
 
 def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
@@ -94,11 +87,12 @@ def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
         anatomy.boundary_seconds,
         anatomy.in_flight,
     )
+    if anatomy.shared > 1:
+        played = _on_shared_cores(played, anatomy)
     by_rank: list[list[Interval]] = [[] for _ in range(plan.pp)]
     for interval in played:
         by_rank[interval.rank].append(interval)
-    busy = [sum(interval.seconds for interval in mine) for mine in by_rank]
-    reducing, gathering = anatomy.exchange_seconds(max(range(plan.pp), key=lambda rank: busy[rank]))
+    reducing, gathering = anatomy.exchange_seconds(_busiest(played))
     computed = gathering + max(interval.start + interval.seconds for interval in played)
     update = computed + reducing
     end = update + anatomy.optimizer_seconds
@@ -123,6 +117,23 @@ def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
     return Timeline(plan, anatomy.micro_batches, end + checkpoint_seconds, tuple(spans))
 
 
+def _on_shared_cores(played: list[Interval], anatomy: Anatomy) -> list[Interval]:
+    """Ranks that share cores are faster while others wait; all are drawn as fast as that makes the whole."""
+    step = step_of(anatomy)
+    exchanged = anatomy.exchange_seconds(_busiest(played))
+    pipelined = step.seconds - sum(exchanged) - anatomy.optimizer_seconds
+    pace = pipelined / max(interval.start + interval.seconds for interval in played)
+    return [each._replace(start=each.start * pace, seconds=each.seconds * pace) for each in played]
+
+
+def _busiest(played: list[Interval]) -> int:
+    """The rank that computes longest."""
+    busy: defaultdict[int, float] = defaultdict(float)
+    for interval in played:
+        busy[interval.rank] += interval.seconds
+    return min(busy, key=lambda rank: (-busy[rank], rank))
+
+
 def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
     kind, stage, micro_batch = interval.operation
     weights = anatomy.costs[stage].weights
@@ -133,7 +144,8 @@ def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
     else:
         apart = weights if anatomy.plan.schedule in SPLIT_BACKWARD else 0.0
         parts = {**anatomy.backward[stage], "compute": anatomy.backward[stage]["compute"] - apart}
-    known = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    pace = interval.seconds / sum(parts.values()) if anatomy.shared > 1 else 1.0
+    known = {name: pace * seconds for name, seconds in parts.items() if seconds > 0}
     sent = interval.seconds - sum(known.values())
     if sent > 1e-9 * interval.seconds:  # where a program waits for what it sends
         known["send"] = sent
