@@ -185,9 +185,16 @@ class Plan:
         start = data_rank * base + min(data_rank, extra)
         return range(start, start + base + (data_rank < extra))
 
+    def sizes(self, global_batch: int) -> list[int]:
+        """Rows of every data rank."""
+        if self.batch_shares:
+            return [stop - start for start, stop in pairwise(self._starts(global_batch))]
+        base, extra = divmod(global_batch, self.data_ranks)
+        return [base + (rank < extra) for rank in range(self.data_ranks)]
+
     def most_rows(self, global_batch: int) -> int:
         """Of one data rank."""
-        return max(self._sizes(global_batch), default=math.ceil(global_batch / self.data_ranks))
+        return max(self.sizes(global_batch)) if self.batch_shares else -(-global_batch // self.data_ranks)
 
     def accumulation(self, global_batch: int) -> int:
         """Micro-batches per step: the same on every rank, because collectives run inside them.
@@ -196,7 +203,7 @@ class Plan:
         """
         if not self.placement:
             return max(math.ceil(self.most_rows(global_batch) / self.micro_batch), 1)
-        sizes, first, most = self._sizes(global_batch), 0, 1
+        sizes, first, most = self.sizes(global_batch), 0, 1
         for replicas in self.placement:
             most = max(most, math.ceil(max(sizes[first : first + replicas.count]) / replicas.micro_batch))
             first += replicas.count
@@ -229,11 +236,6 @@ class Plan:
         """First row of every data rank, and the end, by `batch_shares`."""
         whole = sum(self.batch_shares)
         return [global_batch * before // whole for before in accumulate(self.batch_shares, initial=0)]
-
-    def _sizes(self, global_batch: int) -> list[int]:
-        """Rows of every data rank by `batch_shares`; empty without these."""
-        starts = self._starts(global_batch) if self.batch_shares else []
-        return [stop - start for start, stop in pairwise(starts)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
