@@ -1,10 +1,15 @@
+from dataclasses import replace
+
 import pytest
 
 from wanma.api import machines, planning
-from wanma.api.planning import first_layout, notes
+from wanma.api.planning import first_layout, notes, prepare_job
+from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.cluster import Cluster, Device, Node
-from wanma.job.errors import WanmaError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from
+from wanma.planner import capabilities
+from wanma.planner.calibration import Calibration
 from wanma.planner.choose import Planned
 
 JOB = {"model": {"preset": "gpt-1m"}, "parallel": {"compile": True}, "cluster": {"device": "cpu"}}
@@ -38,3 +43,74 @@ def test_fp8_without_torchao_is_refused_before_anything_starts(monkeypatch: pyte
     assert refusal.value.exit_code == 2
     monkeypatch.setattr(planning, "find_spec", lambda _: object())
     assert first_layout(job).plan.approximate == ("fp8",)
+
+
+# ------------------------------------------------------------------ parallel = "auto"
+
+FEW = {"auto": True, "schedule": "1f1b", "recompute": "none", "cp": 1}
+"""So that a search is a matter of milliseconds."""
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """This machine is one node of these, as its drivers tell."""
+    (node,) = parse_cluster(said).nodes
+    monkeypatch.setattr(machines, "discover", lambda: Cluster((replace(node, count=1),)))
+
+
+def test_auto_is_the_fastest_plan_before_any_data_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, "8 H100")
+    monkeypatch.setattr(planning, "prepare", lambda *_: None)
+    job = job_from({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": FEW})
+    start = first_layout(job)
+    assert start.planned is not None
+    assert start.planned.found is not None
+    best = start.planned.found.best
+    assert best is not None
+    assert start.plan == best.plan
+    prepared = prepare_job(job, start)
+    assert prepared.plan == start.plan
+    forecast = prepared.to_json()["forecast"]
+    assert forecast["step"]["seconds"] == best.seconds
+    assert any("the fastest of" in note for note in notes(job, prepared.planned))
+
+
+def test_auto_on_a_processor_that_was_never_measured_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, "8 cores EPYC 7742")
+    monkeypatch.setattr(planning, "load_calibration", Calibration)
+    start = first_layout(job_from({"model": {"preset": "gpt-1m"}, "parallel": "auto"}))
+    assert start.planned is None
+    assert (start.plan.world_size, start.plan.threads_per_rank) == (1, 8)
+
+
+def test_a_plan_that_wanma_does_not_run_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpus(monkeypatch, "8 H100")
+    monkeypatch.setattr(planning, "prepare", lambda *_: None)
+    monkeypatch.setattr(capabilities, "installed_torch", lambda: (2, 13))
+    parallel = {"tp": 2, "compile": True, "recompute": "full"}
+    job = job_from({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": parallel})
+    with pytest.raises(
+        JobError, match=r"wanma cannot train this plan: torch 2\.13 does not compile"
+    ) as refusal:
+        prepare_job(job, first_layout(job))
+    assert refusal.value.exit_code == 2
+    assert "set parallel.recompute = 'selective'" in refusal.value.hint
+
+
+def test_fp8_is_left_out_where_it_is_allowed_and_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, "8 H100")
+    job = job_from(
+        {
+            "model": {"preset": "llama-3.2-1b"},
+            "train": {"precision": "bf16"},
+            "parallel": {**FEW, "allow": ["fp8"], "pp": 1, "tp": 1, "dp_shard": 8, "shard": "parameters"},
+        }
+    )
+    with_it = first_layout(job)
+    assert with_it.plan.fp8
+    monkeypatch.setattr(planning, "find_spec", lambda _: None)
+    without = first_layout(job)
+    assert without.planned is not None
+    assert not without.plan.fp8
+    assert notes(job, without.planned)[0].startswith("fp8 was not looked at: it needs the package `torchao`")

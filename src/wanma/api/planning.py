@@ -81,7 +81,7 @@ def first_layout(job: Job, *, own_model: bool = False) -> Start:
     cluster = here(job)
     planned = None
     if job.parallel.auto and not own_model and model_kind(job.model) == "tokens":
-        planned = by_time(job, cluster, job_workload(job), job_dimensions(job))
+        planned = by_time(_installed(job), cluster, job_workload(job), job_dimensions(job))
     plan = planned.plan if planned is not None else layout(job, cluster)
     if plan.compile and plan.device == "cpu" and cpp_compiler() is None:
         plan = replace(plan, compile=False)
@@ -89,6 +89,12 @@ def first_layout(job: Job, *, own_model: bool = False) -> Start:
     if plan.fp8 and find_spec("torchao") is None:
         raise missing_extra("torchao", "fp8", "train.fp8")
     return Start(cluster, plan, planned)
+
+
+def _installed(job: Job) -> Job:
+    """The job with no more allowed than what is installed here can do."""
+    allowed = [name for name in job.parallel.allow if name != "fp8" or find_spec("torchao") is not None]
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"allow": allowed})})
 
 
 def by_time(
@@ -116,6 +122,8 @@ def notes(job: Job, planned: Planned) -> list[str]:
     """What a user should know of the plan unasked: what was left out, and why an automatic choice."""
     told = [NO_COMPILER] if job.parallel.compile and not planned.plan.compile else []
     chosen = job.parallel.auto or job.parallel.recompute == "auto"
+    if _installed(job).parallel.allow != job.parallel.allow and planned.plan.device == "cuda":
+        told.append("fp8 was not looked at: it needs the package `torchao` (pip install 'wanma[fp8]')")
     if chosen and planned.forecast is not None:
         told += planned.forecast.reasons
     return told
@@ -164,7 +172,7 @@ def finish(job: Job, start: Start, workload: Workload | None) -> Planned:
     cluster, plan, planned = start
     dimensions = job_dimensions(job) if workload is not None else None
     if planned is None and job.parallel.auto:
-        planned = by_time(job, cluster, workload, dimensions)
+        planned = by_time(_installed(job), cluster, workload, dimensions)
     if planned is None:
         planned = complete(job, plan, cluster, workload, dimensions, load_calibration())
     check_runnable(job, planned.plan, cluster)
