@@ -22,7 +22,7 @@ from wanma.models.workload import decoder_workload
 from wanma.parallel.offload import offload_activations
 from wanma.parallel.recompute import recompute
 from wanma.parallel.scratch import Scratch
-from wanma.planner.memory import forecast_memory
+from wanma.planner.memory import forecast_memory, memory_of_ranks
 from wanma.training.cross_entropy import cross_entropy_sum
 from wanma.training.optimizer import GroupRule, Updater
 from wanma.training.state_home import StateHome
@@ -147,16 +147,16 @@ def test_what_stays_of_the_activations_is_what_the_forecast_says(
     blocks = list(model.layers.values())
     plan = Plan(micro_batch=6, recompute=mode, offload_activations="disk")
     workload = decoder_workload(dimensions, 32)
-    forecast = forecast_memory(workload, plan, "adamw")
+    forecast = memory_of_ranks(workload, plan, "adamw", dimensions=dimensions)[0]
+    at_loss = forecast.moments[0]
     tokens = torch.randint(64, (6, 32))
     losses: list[Tensor] = []
     with Scratch(tmp_path / "scratch") as scratch:
         recompute(blocks, plan)
         offload_activations(blocks, plan, scratch)
         kept = held_after(lambda: losses.append(cross_entropy_sum(model(tokens), tokens)))
-        block = workload.layers[1].activation_elements_per_sample * 6 * 4
-        assert forecast.activations_bytes - block + forecast.logits_bytes / 2 == pytest.approx(kept, rel=0.1)
-        assert forecast.disk_bytes == pytest.approx(sum(lent), rel=0.1)
+        assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.1)
+        assert forecast.away == pytest.approx(sum(lent), rel=0.1)
         losses[0].backward()
 
 

@@ -30,10 +30,30 @@ workspaces. Not counted by torch."""
 NCCL_GROUP_BYTES = 256 << 20
 """Buffers of a communicator's channels on a GPU, likewise."""
 
-FRAGMENTATION_SHARE = 0.12
-"""Of what comes and goes during a step (weights that are gathered, gradients, activations, buffers), what
-torch's allocator for GPUs holds beyond it: 10 to 16 % in torchtitan's runs of December 2024, which say what
-they reserved (benchmarks/results/planner-memory.md)."""
+
+class Unused(NamedTuple):
+    """What an allocator holds beyond the tensors, as shares of them."""
+
+    lasting: float
+    """Of parameters and optimizer state, with what is gathered of them."""
+    gathered: float
+    """Of the latter once more."""
+    passing: float
+    """Of gradients, activations, logits and buffers at their peak."""
+
+
+_ON_GPU = Unused(0.0, 0.12, 0.12)
+"""Of torch's allocator: 10 to 16 % of what comes and goes in torchtitan's runs of December 2024, which say
+what they reserved (benchmarks/results/planner-memory.md)."""
+
+_ON_CPU = Unused(0.28, 0.0, 0.28)
+"""Of glibc's heap, which keeps what was freed, and puts a large tensor at its end wherever the holes are
+smaller: 9 to 53 % of everything in twelve real runs, by their median (likewise)."""
+
+
+def unused_shares(plan: Plan) -> Unused:
+    """Of the allocator where `plan` runs."""
+    return _ON_CPU if plan.device == "cpu" else _ON_GPU
 
 
 def forecast_memory(
@@ -61,10 +81,11 @@ def forecast_memory(
     """
     software = software or Software(fused=plan.compile)
     table = table or tabulate(workload, plan, dimensions, software)
-    stages = _stages(table, plan)
-    step = _Step(optimizer, micro_batches, weight_average, software, in_flight)
-    ranks = [_rank_memory(rank, table, plan, stages, step) for rank in _unlike(plan, stages)]
-    return max(ranks, key=lambda rank: rank.total).forecast
+    stages = stage_counts(table, plan)
+    step = Setting(optimizer, micro_batches, weight_average, software, in_flight)
+    ranks = [_rank_memory(rank, table, plan, stages, step) for rank in unlike_ranks(plan, stages, step)]
+    fullest = ranks[0] if len(ranks) == 1 else max(ranks, key=lambda rank: rank.total)
+    return fullest.forecast
 
 
 def memory_of_ranks(
@@ -81,9 +102,26 @@ def memory_of_ranks(
     """What each pipeline rank needs; arguments as of `forecast_memory`."""
     software = software or Software(fused=plan.compile)
     table = tabulate(workload, plan, dimensions, software)
-    stages = _stages(table, plan)
-    step = _Step(optimizer, micro_batches, weight_average, software, in_flight)
+    stages = stage_counts(table, plan)
+    step = Setting(optimizer, micro_batches, weight_average, software, in_flight)
     return [_rank_memory(rank, table, plan, stages, step) for rank in range(plan.pp)]
+
+
+def memory_of_stage(
+    table: MemoryTable,
+    plan: Plan,
+    rank: int,
+    blocks: tuple[int, ...],
+    optimizer: str,
+    *,
+    software: Software,
+    micro_batches: int = 2,
+    weight_average: bool = False,
+) -> RankMemory:
+    """What pipeline rank `rank` needs with so many blocks of each of the table's kinds, whatever the others
+    hold; of a schedule with one stage on each rank. Other arguments as of `forecast_memory`."""
+    step = Setting(optimizer, micro_batches, weight_average, software, None)
+    return _rank_memory(rank, table, plan, [blocks] * plan.pp, step)
 
 
 class Moment(NamedTuple):
@@ -114,14 +152,14 @@ class RankMemory(NamedTuple):
         return max(self.moments, key=sum)
 
     @property
-    def fragmentation(self) -> float:
-        if self.plan.device != "cuda":
-            return 0.0
-        return FRAGMENTATION_SHARE * (self.state.gathered + sum(self.peak))
-
-    @property
     def total(self) -> float:
-        return self.state.parameters + self.state.optimizer + sum(self.peak) + self.fragmentation
+        """Of the device, at its peak."""
+        lasting, passing = self.state.parameters + self.state.optimizer, max(map(sum, self.moments))
+        return lasting + passing + self._fragmentation(passing)
+
+    def _fragmentation(self, passing: float) -> float:
+        lasting, shares = self.state.parameters + self.state.optimizer, unused_shares(self.plan)
+        return shares.lasting * lasting + shares.gathered * self.state.gathered + shares.passing * passing
 
     @property
     def forecast(self) -> Forecast:
@@ -133,18 +171,18 @@ class RankMemory(NamedTuple):
             optimizer_bytes=int(self.state.optimizer),
             activations_bytes=int(peak.activations),
             logits_bytes=int(peak.logits),
-            runtime_bytes=_runtime_bytes(self.plan),
+            runtime_bytes=runtime_bytes(self.plan),
             host_bytes=int(away["host"]),
             disk_bytes=int(away["disk"]),
             buffers_bytes=int(peak.buffers),
-            fragmentation_bytes=int(self.fragmentation),
+            fragmentation_bytes=int(self._fragmentation(sum(peak))),
         )
 
 
 # ---------------------------------------------------------------- one rank
 
 
-class _Step(NamedTuple):
+class Setting(NamedTuple):
     """What a forecast needs beside the plan."""
 
     optimizer: str
@@ -154,38 +192,52 @@ class _Step(NamedTuple):
     in_flight: int | None
 
 
-def _stages(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
+def stage_counts(table: MemoryTable, plan: Plan) -> list[tuple[int, ...]]:
     """Blocks of each kind in every stage."""
     if plan.pp == 1:  # whatever schedule it would have
         return [tuple(kind.blocks for kind in table.kinds)]
-    ends = list(accumulate(kind.blocks for kind in table.kinds))
-    found, start = [], 0
-    for size in blocks_of_stages(ends[-1] if ends else 0, plan):
-        stop = start + size
-        found.append(
-            tuple(
-                max(min(stop, end) - max(start, end - kind.blocks), 0)
-                for kind, end in zip(table.kinds, ends, strict=True)
-            )
-        )
-        start = stop
+    totals = list(accumulate(kind.blocks for kind in table.kinds))
+    sizes = blocks_of_stages(totals[-1] if totals else 0, plan)
+    if len(totals) == 1:
+        return [(size,) for size in sizes]
+    before = [0] * len(totals)
+    found = []
+    for stop in accumulate(sizes):
+        upto = [
+            min(max(stop - total + kind.blocks, 0), kind.blocks)
+            for kind, total in zip(table.kinds, totals, strict=True)
+        ]
+        found.append(tuple(now - then for now, then in zip(upto, before, strict=True)))
+        before = upto
     return found
 
 
-def _unlike(plan: Plan, stages: list[tuple[int, ...]]) -> Iterable[int]:
-    """Pipeline ranks among which is the fullest: of those that hold the same, the first keeps the most."""
-    if plan.is_v_shaped or plan.pp <= 2:
+def unlike_ranks(plan: Plan, stages: list[tuple[int, ...]], step: Setting) -> Iterable[int]:
+    """Pipeline ranks among which is the fullest: one of those that hold the same, which keeps the most.
+
+    That is the first of them, but for schedules that go down the ranks and up again.
+    """
+    if plan.pp <= 2:
         return range(plan.pp)
-    ranks: dict[object, int] = {}
+    last = len(stages) - 1
+    ranks: dict[tuple[object, ...], tuple[int, int]] = {}
     for rank in range(plan.pp):
-        mine = plan.stages_of(rank)
-        ends = (mine[0] == 0, mine[-1] == plan.stages - 1)
-        ranks.setdefault((ends, *(stages[stage] for stage in mine)), rank)
-    return ranks.values()
+        numbers = plan.stages_of(rank)
+        held = [stages[number] for number in numbers]
+        key = (numbers[0] == 0, numbers[-1] == last, *held)
+        kept = -rank
+        if plan.is_v_shaped:
+            kept = sum(
+                sum(counts) * count
+                for counts, count in zip(held, kept_of_stages(rank, plan, step), strict=True)
+            )
+        if key not in ranks or kept > ranks[key][0]:
+            ranks[key] = kept, rank
+    return [rank for _, rank in ranks.values()]
 
 
 def _rank_memory(
-    rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]], step: _Step
+    rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]], step: Setting
 ) -> RankMemory:
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
     is_first, is_last = 0 in numbers, len(stages) - 1 in numbers
@@ -209,7 +261,7 @@ def _rank_memory(
     )
     activations = _activations(rank, table, plan, [stages[number] for number in numbers], step)
     logits, head = (table.logits, table.head) if is_last else (0.0, 0.0)
-    boundary = _boundary(table, plan, step, numbers)
+    boundary = boundary_bytes(table, plan, step, numbers)
     at_loss = Moment(
         state.accumulated, activations.kept + head, step.software.logits_copies * logits, boundary
     )
@@ -242,9 +294,9 @@ class _Activations(NamedTuple):
 
 
 def _activations(
-    rank: int, table: MemoryTable, plan: Plan, mine: list[tuple[int, ...]], step: _Step
+    rank: int, table: MemoryTable, plan: Plan, mine: list[tuple[int, ...]], step: Setting
 ) -> _Activations:
-    flights = _flights(rank, plan, step)
+    flights = kept_of_stages(rank, plan, step)
     kept = away = working = deepest = 0.0
     for counts, flight in zip(mine, flights, strict=True):
         blocks = sum(counts)
@@ -268,7 +320,7 @@ def _activations(
     return _Activations(kept, working + around * deepest, away)
 
 
-def _flights(rank: int, plan: Plan, step: _Step) -> tuple[int, ...]:
+def kept_of_stages(rank: int, plan: Plan, step: Setting) -> tuple[int, ...]:
     """Forwards whose activations are kept, of each stage of the rank."""
     if plan.pp == 1:
         return (1,)
@@ -277,7 +329,7 @@ def _flights(rank: int, plan: Plan, step: _Step) -> tuple[int, ...]:
     return kept_forwards(plan.schedule, plan.pp, plan.virtual_stages, step.micro_batches, rank)
 
 
-def _boundary(table: MemoryTable, plan: Plan, step: _Step, numbers: tuple[int, ...]) -> float:
+def boundary_bytes(table: MemoryTable, plan: Plan, step: Setting, numbers: tuple[int, ...]) -> float:
     """Places for what stages send each other: of each micro-batch what comes, with its gradient on the way
     back, and the gradient that comes back."""
     if plan.pp == 1:
@@ -286,8 +338,8 @@ def _boundary(table: MemoryTable, plan: Plan, step: _Step, numbers: tuple[int, .
     return table.boundary * places * (step.micro_batches if step.software.boundary_buffers else 1)
 
 
-def _runtime_bytes(plan: Plan) -> int:
-    if plan.device != "cuda":
+def runtime_bytes(plan: Plan) -> int:
+    if plan.device == "cpu":
         return CPU_RUNTIME_BYTES
     axes = (plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.ep)
     return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * sum(size > 1 for size in axes)

@@ -77,7 +77,9 @@ def state_of(
         micro_batches: of one step and rank, at most.
         trained_share: of the parameters, those that are trained.
     """
-    sharded_blocks = mine.blocks / plan.shard_ranks + mine.experts / plan.expert_ranks[1]
+    sharded_blocks = mine.blocks / plan.shard_ranks
+    if mine.experts:
+        sharded_blocks += mine.experts / plan.expert_ranks[1]
     sharded_ends = mine.ends / plan.shard_ranks
     of_blocks, of_ends = STATE_COPIES[optimizer]
     elements = (of_blocks * sharded_blocks + of_ends * sharded_ends) * trained_share
