@@ -206,7 +206,7 @@ def _corrections(calibration: Calibration) -> str:
     for device, one in calibration.corrections.items():
         factors = ", ".join(
             f"{name} × {getattr(one, name):.2f}"
-            for name in ("compute", "communication", "optimizer", "activations")
+            for name in ("compute", "communication", "optimizer", "unused")
         )
         lines.append(f"Learned of {device} in {one.runs} runs: {factors}.\n")
     return "\n".join(lines) or f"Nothing was learned yet: {Corrections()}.\n"

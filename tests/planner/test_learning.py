@@ -24,16 +24,25 @@ NONE = Corrections()
 
 
 def forecast(step: StepTime | None) -> Forecast:
-    return Forecast(100 * MIB, 100 * MIB, 200 * MIB, 80 * MIB, 20 * MIB, runtime_bytes=300 * MIB, step=step)
+    return Forecast(
+        100 * MIB,
+        100 * MIB,
+        200 * MIB,
+        80 * MIB,
+        20 * MIB,
+        runtime_bytes=200 * MIB,
+        fragmentation_bytes=100 * MIB,
+        step=step,
+    )
 
 
 def linear(step: StepTime, made_with: Corrections = NONE) -> Callable[[Corrections], Forecast]:
     """`step`, forecast with `made_with`; with others each kind takes their share more or less."""
 
     def corrected(now: Corrections) -> Forecast:
-        compute, communication, optimizer, activations = (
+        compute, communication, optimizer, unused = (
             getattr(now, kind) / getattr(made_with, kind)
-            for kind in ("compute", "communication", "optimizer", "activations")
+            for kind in ("compute", "communication", "optimizer", "unused")
         )
         kinds = {
             "compute": step.compute * compute,
@@ -42,11 +51,7 @@ def linear(step: StepTime, made_with: Corrections = NONE) -> Callable[[Correctio
             "optimizer": step.optimizer * optimizer,
         }
         plain = forecast(replace(step, **kinds, seconds=sum(kinds.values())))
-        return replace(
-            plain,
-            activations_bytes=int(plain.activations_bytes * activations),
-            logits_bytes=int(plain.logits_bytes * activations),
-        )
+        return replace(plain, fragmentation_bytes=int(plain.fragmentation_bytes * unused))
 
     return corrected
 
@@ -109,11 +114,16 @@ def test_tensor_parallelism_teaches_communication_with_computing() -> None:
     assert found.communication == pytest.approx(1.5)
 
 
-def test_memory_teaches_what_is_not_counted_exactly() -> None:
-    # 700 MiB are exact, 100 MiB are not; 50 MiB more were held.
+def test_memory_teaches_what_the_allocator_holds() -> None:
+    # 700 MiB are counted, 100 MiB are the allocator's; 50 MiB more were held.
     found, lessons = learned(NONE, PLAN, linear(STEP), observed(STEP, memory=850 * MIB))
-    assert found.activations == pytest.approx(1.5)
-    assert by_kind(lessons)["activations"].measured == 150 * MIB
+    assert found.unused == pytest.approx(1.5)
+    assert by_kind(lessons)["unused"].measured == 150 * MIB
+
+
+def test_a_gpus_recorder_says_nothing_of_its_allocator() -> None:
+    found, _ = learned(NONE, replace(PLAN, device="cuda"), linear(STEP), observed(STEP, memory=850 * MIB))
+    assert found.unused == 1.0
 
 
 def test_a_forecast_without_time_is_refused() -> None:

@@ -87,7 +87,7 @@ def learned_table(found: Learned) -> RenderableType:
     for name in ("of", "forecast", "measured", "factor", "now"):
         table.add_column(name, justify="left" if name == "of" else "right")
     for lesson in found.lessons:
-        write = bytes_text if lesson.kind == "activations" else duration_text
+        write = bytes_text if lesson.kind == "unused" else duration_text
         table.add_row(
             lesson.kind,
             write(lesson.forecast),

@@ -87,14 +87,14 @@ class Corrections:
     """Forward and backward, the host's part included."""
     communication: float = 1.0
     optimizer: float = 1.0
-    activations: float = 1.0
-    """Memory of what is not counted exactly: activations, logits, buffers and what the allocator holds."""
+    unused: float = 1.0
+    """What a CPU's allocator holds beside what is used of it."""
     runs: int = 0
     """That taught these."""
 
     def __post_init__(self) -> None:
         low, high = FACTOR_BOUNDS
-        for name in ("compute", "communication", "optimizer", "activations"):
+        for name in ("compute", "communication", "optimizer", "unused"):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"the correction {name} = {getattr(self, name)} is not from {low} to {high}")
 

@@ -41,7 +41,7 @@ class Lesson:
     before: float
     after: float
     forecast: float
-    """Seconds (bytes for activations) as they were forecast with `before`."""
+    """Seconds (of 'unused' bytes) as they were forecast with `before`."""
     measured: float
 
 
@@ -106,22 +106,20 @@ def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, t
     if "compute" in found and inside > PURE_SHARE * expected["forward_backward"]:
         # They are measured as one: both are taken to be off by the same.
         found.setdefault("communication", found["compute"])
-    if (memory := _activations(forecast, observed)) is not None:
-        found["activations"] = memory
+    if (unused := _unused(plan, forecast, observed)) is not None:
+        found["unused"] = unused
     return found
 
 
-def _activations(forecast: Forecast, observed: Observed) -> tuple[float, float] | None:
-    """(forecast, measured) of what is not counted exactly."""
-    if observed.memory_bytes is None:
+def _unused(plan: Plan, forecast: Forecast, observed: Observed) -> tuple[float, float] | None:
+    """(forecast, measured) of what the allocator held beside all that the forecast counts exactly.
+
+    None on a GPU, whose recorder counts what is used alone.
+    """
+    unused = forecast.fragmentation_bytes
+    if plan.device != "cpu" or observed.memory_bytes is None:
         return None
-    loose = (
-        forecast.activations_bytes
-        + forecast.logits_bytes
-        + forecast.buffers_bytes
-        + forecast.fragmentation_bytes
-    )
-    if loose < LEAST_SHARE * forecast.memory_bytes:
+    if unused < LEAST_SHARE * forecast.memory_bytes:
         return None
-    measured = observed.memory_bytes - (forecast.memory_bytes - loose)
-    return loose, max(measured, FACTOR_BOUNDS[0] * loose)
+    measured = observed.memory_bytes - (forecast.memory_bytes - unused)
+    return unused, max(measured, FACTOR_BOUNDS[0] * unused)
