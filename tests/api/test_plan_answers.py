@@ -27,12 +27,15 @@ from wanma.api.words import (
     energy_words,
     rate_words,
     settings_words,
+    share_lines,
     spread,
     step_words,
     time_shares,
 )
+from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.errors import WanmaError
 from wanma.job.forecast import StepTime
+from wanma.job.placement import Place, Replicas
 from wanma.job.plan import Plan
 
 
@@ -71,6 +74,22 @@ def test_a_plan_in_words_names_sizes_above_one_and_what_is_unusual() -> None:
         "optimizer sharded, micro-batch 2, interleaved_1f1b × 3, selective recompute of 50%, compiled"
     )
     assert axes_words(Plan()) == "one rank"
+
+
+def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
+    fast = Replicas(2, (Place(0, 20, 8), Place(1, 12, 4)))
+    slow = Replicas(1, (Place(1, 32, 4),))
+    plan = Plan(pp=2, dp_replicate=3, tp=8, batch_shares=(4, 4, 2), placement=(fast, slow))
+    cluster = parse_cluster("2x8 H100 SXM + 3x4 A100 SXM 80GB, 4x100G")
+    assert share_lines(plan, cluster) == [
+        "2 replicas, 80% of the batch: blocks 0–19 on 8 × H100 SXM → blocks 20–31 on 4 × A100 SXM 80 GB",
+        "1 replica, 20% of the batch: blocks 0–31 on 4 × A100 SXM 80 GB",
+    ]
+    assert share_lines(Plan(dp_replicate=3, batch_shares=(2, 1, 1)), cluster) == [
+        "1 data rank: 50.00% of the batch each",
+        "2 data ranks: 25.00% of the batch each",
+    ]
+    assert share_lines(Plan(), cluster) == []
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from wanma.api.words import (
     rate_unit,
     rate_words,
     settings_words,
+    share_lines,
     step_words,
     time_shares,
 )
@@ -40,6 +41,7 @@ def answers_page(answers: Answers, title: str) -> str:
         [
             _header(study, title),
             _numbers(study),
+            _shares(study),
             _costs(study),
             step_figure(answers.timeline) if answers.timeline is not None else "",
             *(_found(study, study.found) if study.found is not None else ()),
@@ -84,6 +86,13 @@ def _numbers(study: Study) -> str:
         if run.price is not None:
             found.append(Tile("price", number_text(run.price)))
     return tiles(found)
+
+
+def _shares(study: Study) -> str:
+    """Of a plan that treats devices unlike each other: who computes what."""
+    lines = "".join(f"<li>{escape(line)}</li>" for line in share_lines(study.planned.plan, study.cluster))
+    body = card("Who computes what", f"<ul>{lines}</ul>")
+    return f'<section class="plans">{body}</section>' if lines else ""
 
 
 def _costs(study: Study) -> str:

@@ -20,6 +20,7 @@ from wanma.api.words import (
     rate_unit,
     rate_words,
     settings_words,
+    share_lines,
     spread,
     step_words,
 )
@@ -44,6 +45,8 @@ def answers_text(answers: Answers) -> RenderableType:
         parts.append(Text(f"· a forecast only: {study.forecast_only}", style="dim"))
     prepared = Prepared(study.cluster, study.planned, study.workload, None, study.unread)
     parts.append(describe_plan(study.job, prepared))
+    if shares := share_lines(study.planned.plan, study.cluster):
+        parts += [_head("Who computes what"), *map(Text, shares)]
     if study.untimed is not None:
         parts.append(Text(f"· {study.untimed}", style="dim"))
     if study.found is not None:

@@ -187,7 +187,7 @@ class _Asker:
         if untimed is None and (found is None or _fixes_layout(job)):
             found = self._find(_free(job), machines, worlds)
             if found.best is not None and found.best.plan != plan:
-                beside = compare(problem, plan, found.best)
+                beside = compare(problem, plan, found.best, planned.forecast)
         return Study(
             job,
             machines,
@@ -220,7 +220,7 @@ class _Asker:
             refused = no_plan(pinned, study.cluster, study.workload, self.dimensions, found, worlds)
             return Why(asked, None, refused.message)
         problem = self._problem(study.job, study.cluster, chosen.plan.world_size)
-        told = compare(problem, chosen.plan, study.best)
+        told = compare(problem, chosen.plan, study.best, chosen.forecast)
         return Why(asked, told, told.sentence)
 
     def what_if(self, machines: Cluster, text: str) -> WhatIf:

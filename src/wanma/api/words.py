@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
+from wanma.job.cluster import Cluster
 from wanma.job.forecast import Forecast, StepTime, Workload
 from wanma.job.plan import AXES, Plan
-from wanma.observe.units import bytes_text, duration_text, number_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text
 from wanma.planner.compare import MEMORY_KINDS
 
 
@@ -90,6 +92,33 @@ def _settings(plan: Plan) -> Iterable[str]:
             yield f"{kind} on {place}"
     if plan.batch_shares or plan.placement:
         yield "uneven shares of the batch"
+
+
+def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
+    """On unlike devices, what each kind of replica computes and where; empty for plans of equal ranks.
+
+    '4 replicas, 60% of the batch: blocks 0–21 on 8 × H100 SXM → blocks 22–31 on 4 × A100 SXM 80 GB'
+    """
+    if not plan.batch_shares:
+        return []
+    whole = sum(plan.batch_shares)
+    if not plan.placement:
+        groups = [(share, len(list(equal))) for share, equal in groupby(plan.batch_shares)]
+        return [f"{count_text(n, 'data rank')}: {share / whole:.2%} of the batch each" for share, n in groups]
+    lines, first_rank = [], 0
+    for replicas in plan.placement:
+        share = replicas.count * plan.batch_shares[first_rank] / whole
+        first_rank += replicas.count
+        places, block = [], 0
+        for place in replicas.places:
+            device = cluster.nodes[place.node].devices[0].name
+            blocks = f"blocks {block}–{block + place.blocks - 1}" if place.blocks else "no block"
+            places.append(f"{blocks} on {place.tp} × {device}")
+            block += place.blocks
+        lines.append(
+            f"{count_text(replicas.count, 'replica')}, {share:.0%} of the batch: {' → '.join(places)}"
+        )
+    return lines
 
 
 def step_words(step: StepTime | None) -> str:

@@ -86,11 +86,17 @@ class Comparison:
         return f"{self.headline}: {'; '.join(causes[:3])}" if causes else self.headline
 
 
-def compare(problem: Problem, plan: Plan, best: Candidate | None) -> Comparison:
-    """`plan` beside `best`, which may be None where nothing fits."""
-    if reason := refusal(problem, plan):
+def compare(
+    problem: Problem, plan: Plan, best: Candidate | None, known: Forecast | None = None
+) -> Comparison:
+    """`plan` beside `best`, which may be None where nothing fits.
+
+    Args:
+        known: its forecast, where a search has made one; plans that are placed on unlike devices need it.
+    """
+    if not plan.placement and (reason := refusal(problem, plan)):
         return Comparison(plan, "refused", f"refused: {reason}")
-    needed = forecast(problem, plan)
+    needed = known or forecast(problem, plan)
     if needed.memory_bytes > problem.memory_bytes:
         ways = tuple(advice(problem, plan, keep=3) or savings(problem, plan, keep=3))
         return Comparison(plan, "does not fit", _too_large(problem, plan, needed, ways), needed, (), ways)
