@@ -114,7 +114,12 @@ def test_plans_that_wanma_does_not_run_say_so() -> None:
         (42, LINE, {}, "a job cannot be made from int"),
         ({"model": {"factory": "os:getcwd"}}, LINE, {}, r"wanma\.plan\(module, cluster, example="),
         (JOB, LINE, {"example": ()}, "example= describes the inputs of a module"),
-        (JOB, LINE, {"overrides": ["parallel.tp=3"]}, r"parallel\.tp = 3 does not divide model\.feed_forward"),
+        (
+            JOB,
+            LINE,
+            {"overrides": ["parallel.tp=3"]},
+            r"parallel\.tp = 3 does not divide model\.feed_forward",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_error(job: Any, cluster: str, more: dict[str, Any], told: str) -> None:

@@ -18,9 +18,18 @@ from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.calibration import Calibration
 from wanma.planner.candidates import Candidate, Found, pareto_front
 from wanma.planner.capabilities import allowed_approximations, not_runnable
+from wanma.planner.fleet import fleet_of
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.machines import is_measured
-from wanma.planner.problem import Problem, device_of, equal_machines, host_overflow, problem_of
+from wanma.planner.mixed import search_mixed
+from wanma.planner.problem import (
+    MEMORY_SHARE,
+    Problem,
+    device_of,
+    equal_machines,
+    host_overflow,
+    problem_of,
+)
 from wanma.planner.search import rank_of, search
 from wanma.planner.space import Space, divisors
 
@@ -37,7 +46,9 @@ def find_plans(
 ) -> Found:
     """The best plans of a job on a cluster, those that are a forecast only marked as such.
 
-    On processors each number of ranks of a machine is a problem of its own, for the ranks share it.
+    On processors each number of ranks of a machine is a problem of its own, for the ranks share it. On unlike
+    devices there are plans that treat all alike, and, where the job leaves all open, such as place unlike
+    replicas on them.
 
     Args:
         dimensions: of a decoder, where the model is one.
@@ -49,7 +60,13 @@ def find_plans(
         JobError: a GPU is asked for and none is there.
     """
     searches = _searches(job, cluster, workload, dimensions, calibration, worlds)
-    return merged([_marked(problem, search(problem, space, keep=keep)) for problem, space in searches], keep)
+    found = [_marked(problem, search(problem, space, keep=keep)) for problem, space in searches]
+    if is_mixed(cluster) and dimensions is not None and not said_keys(job):
+        problem = problem_of(job, cluster, workload, dimensions, calibration)
+        fleet = fleet_of(cluster, MEMORY_SHARE, calibration)
+        placed = search_mixed(problem, fleet, _exact(job, problem.cluster), keep=keep)
+        found.append(_marked(problem, placed))
+    return merged(found, keep)
 
 
 def why_not_by_time(
@@ -67,6 +84,16 @@ def why_not_by_time(
     if device_of(job, cluster) == "cpu" and not is_measured(problem.cluster, calibration):
         return "this processor was never measured: after `wanma cluster --calibrate` forecasts choose"
     return None
+
+
+def is_mixed(cluster: Cluster) -> bool:
+    """Whether there are accelerators of several kinds."""
+    return len(cluster.nodes) > 1 and all(node.devices for node in cluster.nodes)
+
+
+def said_keys(job: Job) -> list[str]:
+    """Keys of [parallel] that narrow what may be chosen."""
+    return sorted(job.parallel.model_fields_set - {"auto", "allow"})
 
 
 def run_worlds(job: Job, cluster: Cluster) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.observe.units import bytes_text, count_text
 from wanma.planner.advice import advice
+from wanma.planner.automatic import said_keys
 from wanma.planner.candidates import Candidate, Found
 from wanma.planner.problem import Problem, equal_machines, problem_of
 from wanma.planner.rules import check_dimensions, global_batches
@@ -121,11 +122,6 @@ def check_open(
             "one sample each",
             f"raise train.global_batch to at least {data_ranks}, or use fewer ranks",
         )
-
-
-def said_keys(job: Job) -> list[str]:
-    """Keys of [parallel] that narrow what may be chosen."""
-    return sorted(job.parallel.model_fields_set - {"auto", "allow"})
 
 
 def without(job: Job, key: str) -> Job:

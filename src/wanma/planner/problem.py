@@ -129,10 +129,9 @@ def equal_machines(job: Job, cluster: Cluster) -> Cluster:
 
 
 def _rate(node: Node, precision: str) -> float:
-    """Of one device, in products; endless where nobody knows, which then decides nothing."""
+    """Of one device, in products; none where it has none, or nobody knows."""
     devices = node.devices or ((node.cpu,) if node.cpu else ())
-    rates = (device.peak_flops_per_second.get(precision) for device in devices)
-    return min((rate for rate in rates if rate is not None), default=float("inf"))
+    return min((device.peak_flops_per_second.get(precision, 0.0) for device in devices), default=0.0)
 
 
 def _least_devices(nodes: tuple[Node, ...], like: Node) -> tuple[Device, ...]:
