@@ -218,14 +218,14 @@ def _compute(_problem: Problem, plan: Plan, other: Plan) -> str:
         causes.append(f"{plan.world_size} ranks instead of {other.world_size}")
     if (plan.recompute, plan.recompute_share) != (other.recompute, other.recompute_share):
         causes.append(f"recompute {_again(plan)} instead of {_again(other)}")
-    if plan.micro_batch != other.micro_batch:
-        causes.append(f"micro-batch {plan.micro_batch} instead of {other.micro_batch}")
-    if plan.tp > other.tp:
-        causes.append(f"TP {plan.tp} leaves narrower products than {other.tp}")
     if plan.compile != other.compile:
         causes.append("not compiled" if other.compile else "compiled")
     if plan.fp8 != other.fp8:
         causes.append("products in 16 bits instead of 8" if other.fp8 else "products in 8 bits")
+    if plan.tp > other.tp:
+        causes.append(f"TP {plan.tp} leaves narrower products than {other.tp}")
+    if plan.micro_batch < other.micro_batch:
+        causes.append(f"micro-batch {plan.micro_batch} instead of {other.micro_batch}")
     if plan.stages != other.stages:
         causes.append(f"{plan.stages} stages instead of {other.stages}, the fullest sets the pace")
     return ", ".join(causes[:2])
