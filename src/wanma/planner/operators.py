@@ -373,7 +373,7 @@ def _experts(
             tokens,
             precision,
         )
-    group, element = Group(plan.ep, plan.tp * plan.cp), ELEMENT_BYTES[plan.precision]
+    group, element = Group(plan.ep, plan.tp), ELEMENT_BYTES[plan.precision]
     if software.routes_once:
         return 2 * routed_seconds(machine, group, tokens * hidden * element, choices)
     return 2 * all_to_all_seconds(machine, group, rows * hidden * element)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from wanma.job.cluster import Cluster
@@ -32,7 +33,7 @@ from wanma.planner.admits import (
 )
 from wanma.planner.capabilities import can_compile_again, installed_torch
 from wanma.planner.rules import global_batches
-from wanma.planner.stages import INTERLEAVED, VIRTUAL_STAGES, planned_cuts, wrong_stages
+from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, wrong_stages
 
 Sizes = tuple[int, ...] | None
 """Of an axis; None: every size that divides the devices."""
@@ -41,8 +42,13 @@ OffloadKinds = tuple[Offload, Offload, Offload]
 """Of parameters, optimizer and activations."""
 
 SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
-VIRTUAL = (2, 3, 4, 6, 8, 12)
-"""Stages per rank that an interleaved schedule is tried with."""
+VIRTUAL: Mapping[Schedule, tuple[int, ...]] = MappingProxyType(
+    {"interleaved_1f1b": (2, 3, 4, 6, 8, 12), "interleaved_zero_bubble": (1, 2)}
+)
+"""Stages per rank that interleaved schedules are tried with. One without bubbles gains little by more."""
+LEAST_TOKENS = 1024
+"""Of a sequence, what context parallelism leaves each rank: the fewest for which a job that says nothing of
+it gets any."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class Space:
             pp=sizes("pp", (1,) if job.model.loss is not None else alone),
             dp_replicate=sizes("dp_replicate", None),
             dp_shard=sizes("dp_shard", None),
-            cp=sizes("cp", alone),
+            cp=sizes("cp", _context_sizes(job) if is_decoder else (1,)),
             tp=sizes("tp", alone),
             ep=sizes("ep", alone if dimensions is not None and dimensions.experts else (1,)),
             shard=(parallel.shard,) if parallel.shard is not None else SHARDS,
@@ -145,7 +151,7 @@ class Space:
             schedules=_schedules(job),
             stage_cuts=tuple(parallel.stage_cuts) or None,
             recompute=_recompute(job),
-            compile=kept("compile", (False,)),
+            compile=kept("compile", (False, True) if is_decoder and start.device == "cuda" else (False,)),
             offload=(offload,),
         )
 
@@ -156,7 +162,7 @@ class Space:
         """As if the job said nothing of [parallel]; `choices` take the place of what that gives."""
         free = job.model_copy(update={"parallel": type(job.parallel)()})
         space = cls.of_job(free, cluster, dimensions)
-        return replace(space, compile=(False, True), **choices)
+        return replace(space, **{"cp": None, "compile": (False, True), **choices})
 
     @property
     def layers(self) -> int:
@@ -181,20 +187,14 @@ class Grid:
 def plans(space: Space, workload: Workload | None) -> Iterator[Plan]:
     """All plans of the space, each once, in a fixed order."""
     for grid in grids(space):
+        ways = states(space, grid)
         for plan in cores(space, grid, workload):
-            for state in states(space, grid):
-                if not experts_fit(space.dimensions, shared := replace(plan, **state)):
-                    continue
-                for recompute, share in recomputes(space, plan):
-                    for parameters, optimizer, activations in space.offload:
-                        yield replace(
-                            shared,
-                            recompute=recompute,
-                            recompute_share=share,
-                            offload_parameters=parameters,
-                            offload_optimizer=optimizer,
-                            offload_activations=activations,
-                        )
+            for recompute, share in recomputes(space, plan):
+                again = replace(plan, recompute=recompute, recompute_share=share)
+                for way in ways:
+                    yield replace(
+                        again, dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard
+                    )
 
 
 def grids(space: Space) -> Iterator[Grid]:
@@ -215,38 +215,48 @@ def grids(space: Space) -> Iterator[Grid]:
                             yield Grid(pp, cp, tp, ep, data_ranks)
 
 
-def states(space: Space, grid: Grid) -> list[dict[str, Any]]:
-    """How the data ranks share the state: dp_replicate, dp_shard and shard."""
+def states(space: Space, grid: Grid) -> list[Plan]:
+    """The grid with each way in which the data ranks can share the state; all else is `space.start`'s."""
     found = []
+    plain = replace(space.start, pp=grid.pp, cp=grid.cp, tp=grid.tp, ep=grid.ep)
     for dp_shard in _sizes(space.dp_shard, grid.data_ranks):
         dp_replicate = grid.data_ranks // dp_shard
         if space.dp_replicate is not None and dp_replicate not in space.dp_replicate:
             continue
         for shard in space.shard:
-            if shard_fits(Plan(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=grid.cp, shard=shard)):
-                found.append({"dp_replicate": dp_replicate, "dp_shard": dp_shard, "shard": shard})
+            way = replace(plain, dp_replicate=dp_replicate, dp_shard=dp_shard, shard=shard)
+            if shard_fits(way) and experts_fit(space.dimensions, way):
+                found.append(way)
     return found
 
 
 def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]:
-    """All that sets the pace of a micro-batch, but for recompute; the data ranks are taken as replicas."""
-    for pace in paces(space, grid):
-        yield from staged(space, pace, workload)
+    """All that sets the pace of a step, but for recompute; the data ranks are taken as replicas."""
+    sizes = micro_batches(space, grid)
+    for split in splits(space, grid):
+        for plan in staged(space, split, workload):
+            for size in sizes:
+                sized = replace(plan, micro_batch=size)
+                if micro_batches_fit(sized, space.batches):
+                    yield sized
 
 
-def paces(space: Space, grid: Grid) -> Iterator[Plan]:
-    """How samples and matrices are cut, as one stage; the data ranks are taken as replicas."""
+def splits(space: Space, grid: Grid) -> Iterator[Plan]:
+    """How samples and matrices are cut and computed, as one stage and in micro-batches of one sample."""
     plain = replace(
         space.start,
         pp=grid.pp,
+        dp_replicate=grid.data_ranks,
+        dp_shard=1,
         cp=grid.cp,
         tp=grid.tp,
-        dp_replicate=grid.data_ranks,
+        ep=grid.ep,
+        shard="nothing",
+        micro_batch=1,
         virtual_stages=1,
+        stage_cuts=(),
         recompute="none" if len(space.recompute) > 1 else space.recompute[0][0],
     )
-    rows = math.ceil(max(space.batches) / grid.data_ranks)
-    sizes = micro_batch_sizes(rows) if space.micro_batch is None else space.micro_batch
     contexts = space.context if grid.cp > 1 else space.context[:1]
     sequences = space.sequence if grid.tp > 1 else (False,)
     for sequence, context in itertools.product(sequences, contexts):
@@ -255,22 +265,38 @@ def paces(space: Space, grid: Grid) -> Iterator[Plan]:
             continue
         if space.dimensions is not None and not heads_fit(space.dimensions, split):
             continue
-        for compiled, size in itertools.product(space.compile, sizes):
-            pace = replace(split, compile=compiled, micro_batch=size)
-            if groups_are_whole(pace, space.batches, space.group):
-                yield pace if grid.ep == 1 else replace(pace, ep=grid.ep)
+        for compiled, (parameters, optimizer, activations) in itertools.product(space.compile, space.offload):
+            yield replace(
+                split,
+                compile=compiled,
+                offload_parameters=parameters,
+                offload_optimizer=optimizer,
+                offload_activations=activations,
+            )
 
 
-def staged(space: Space, pace: Plan, workload: Workload | None) -> Iterator[Plan]:
-    """Schedules of a pipeline, with their stages, that can run the micro-batches of `pace`."""
-    if pace.pp == 1:
-        yield pace
+def micro_batches(space: Space, grid: Grid) -> list[int]:
+    """Sizes that hold whole groups on every data rank."""
+    rows = math.ceil(max(space.batches) / grid.data_ranks)
+    sizes = micro_batch_sizes(rows) if space.micro_batch is None else space.micro_batch
+    plain = Plan(dp_replicate=grid.data_ranks)
+    return [
+        size
+        for size in sizes
+        if groups_are_whole(replace(plain, micro_batch=size), space.batches, space.group)
+    ]
+
+
+def staged(space: Space, split: Plan, workload: Workload | None) -> Iterator[Plan]:
+    """`split` with each pipeline schedule and its stages."""
+    if split.pp == 1:
+        yield split
         return
     for schedule, virtual in space.schedules:
-        if pace.pp * virtual > space.layers + 2:
+        if split.pp * virtual > space.layers + 2:
             continue
-        plan = replace(pace, schedule=schedule, virtual_stages=virtual)
-        if takes_backward_apart(plan) is not None or not micro_batches_fit(plan, space.batches):
+        plan = replace(split, schedule=schedule, virtual_stages=virtual)
+        if takes_backward_apart(plan) is not None:
             continue
         cuts = space.stage_cuts or stage_cuts(workload, plan, space.layers)
         if len(cuts) == plan.stages - 1:
@@ -334,11 +360,15 @@ def _schedules(job: Job) -> tuple[tuple[Schedule, int], ...]:
         if parallel.virtual_stages is not None:
             numbers: tuple[int, ...] = (parallel.virtual_stages,)
         else:
-            numbers = VIRTUAL if kind in INTERLEAVED else (VIRTUAL_STAGES[kind],)
-            if kind == "interleaved_zero_bubble":
-                numbers = (1, *numbers)
+            numbers = VIRTUAL.get(kind, (VIRTUAL_STAGES[kind],))
         found += [(kind, number) for number in numbers if wrong_stages(kind, number) is None]
     return tuple(found)
+
+
+def _context_sizes(job: Job) -> Sizes:
+    """Those that leave each rank enough of a sequence to compute with."""
+    most = max(job.data.sequence_length // LEAST_TOKENS, 1)
+    return tuple(range(1, most + 1))
 
 
 def _recompute(job: Job) -> tuple[tuple[Recompute, float | None], ...]:

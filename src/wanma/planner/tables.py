@@ -5,9 +5,13 @@ All numbers are those of `step`, `timing` and `memory`, which remain the only pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
@@ -20,6 +24,8 @@ from wanma.planner.pieces import Pieces, pieces_key
 from wanma.planner.problem import Problem
 from wanma.planner.step import Stage, optimizer_seconds, stage_cost
 
+Array = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 Made = TypeVar("Made")
 
 
@@ -44,6 +50,22 @@ class UnitCost(NamedTuple):
     def backward_alone(self) -> float:
         """Where nothing runs again."""
         return max(line.at_none for line in self.backward)
+
+
+class Bare(NamedTuple):
+    """What computing takes and waits for, without what data ranks add: casts, sums and exchanges of weights
+    and gradients. Of micro-batches of several sizes; (micro-batches, kinds of blocks)."""
+
+    forward: Array
+    backward: Array
+    selective: Array
+    """What selective recompute of a whole block adds to its backward."""
+    full: Array
+    """Likewise full recompute."""
+    before: Array
+    """Forward and backward of what is before the blocks; (micro-batches, 2)."""
+    after: Array
+    """Of what is after them, likewise."""
 
 
 class Exchange(NamedTuple):
@@ -124,6 +146,41 @@ class Tables:
         slope = (whole - cost(1 - _STEP)[1]) / _STEP
         return UnitCost(forward, weights, (rising, Line(whole - slope, slope)), parameters)
 
+    def bare(self, plan: Plan, sizes: Sequence[int]) -> Bare:
+        """Of micro-batches of these sizes."""
+        key = pieces_key(plan)
+        found = [self._once(("bare", key, size), partial(self._bare, plan, size)) for size in sizes]
+        return Bare(*(np.array(numbers) for numbers in zip(*found, strict=True)))
+
+    def _bare(self, plan: Plan, size: int) -> tuple[list[float] | tuple[float, float], ...]:
+        # Nothing that is trained: there is nothing to add up, to reduce or to cast.
+        plain = replace(plan, micro_batch=size, recompute="none", shard="optimizer")
+        machine, habits = self.problem.machine, software(self.problem, plan)
+        data = DataParallel(plain, machine, habits, 0.0)
+
+        def cost(part: PartTime) -> tuple[float, float]:
+            alone = Stage(((part, 1, 0.0),), 1.0, (), 0.0)
+            found = stage_cost(alone, plain, machine, habits, data)[0]
+            return found.forward, found.backward + found.weights
+
+        pieces = self.pieces(plain)
+        blocks = [cost(kind.part) for kind in pieces.blocks]
+        forward, backward = [one[0] for one in blocks], [one[1] for one in blocks]
+        selective, full = (
+            [
+                cost(kind.part)[1] - alone
+                for kind, alone in zip(
+                    self.pieces(replace(plain, recompute=again)).blocks, backward, strict=True
+                )
+            ]
+            for again in ("selective", "full")
+        )
+        before, after = (
+            tuple(sum(part) for part in zip(*(cost(end.part) for end in ends), strict=True))
+            for ends in (pieces.before, pieces.after)
+        )
+        return forward, backward, selective, full, before or (0.0, 0.0), after or (0.0, 0.0)
+
     def exchange(self, plan: Plan, parameters: float) -> Exchange:
         """Of a rank that holds so many `parameters`, counted before `tp` and sharding."""
         split = (plan.pp > 1, plan.tp, plan.shard_ranks, plan.replicas, plan.shard)
@@ -156,3 +213,25 @@ class Tables:
             ("memory", table_key(plan)),
             lambda: tabulate(problem.workload, plan, problem.dimensions, software(problem, plan)),
         )
+
+
+def counts_of(sizes: Integers, numbers: Sequence[int]) -> Integers:
+    """Blocks of each kind in every stage; (stages, kinds).
+
+    Args:
+        sizes: blocks of every stage.
+        numbers: blocks of each kind, in the model's order.
+    """
+    ends = np.cumsum(numbers)
+    starts = ends - np.array(numbers)
+    bounds = np.concatenate([[0], np.cumsum(sizes)])[:, None]
+    before = np.clip(bounds - starts, 0, ends - starts)
+    counts: Integers = before[1:] - before[:-1]
+    return counts
+
+
+def run_again_shares(recomputes: Sequence[tuple[Recompute, float]], sizes: Integers) -> Array:
+    """Of the blocks of every stage, the share that runs again, as `Plan.recomputed`; (recomputes, stages)."""
+    asked = np.array([share if kind != "none" else 0.0 for kind, share in recomputes])
+    shares: Array = np.ceil(np.round(asked[:, None] * sizes, 9)) / np.maximum(sizes, 1)
+    return shares

@@ -1,0 +1,50 @@
+"""The front of memory and time as it grows: plans beside which no other is both faster and smaller."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Plan = TypeVar("Plan")
+
+
+class Front(Generic[Plan]):
+    """Points in the order of time, so that their memory falls.
+
+    Args:
+        tolerance: share by which a point must be faster or smaller than each of the front to join it.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._more = 1 + tolerance
+        self._seconds: list[float] = []
+        self._memory: list[float] = []
+        self.plans: list[Plan] = []
+
+    def covers(self, seconds: float, memory: float) -> bool:
+        """Whether a point of the front is as good, to within the tolerance."""
+        after = bisect_right(self._seconds, seconds * self._more)
+        return after > 0 and self._memory[after - 1] <= memory * self._more
+
+    def uncovered(self, seconds: Array, memory: Array) -> npt.NDArray[np.bool_]:
+        """Of many points, those that `covers` denies."""
+        smallest = np.array([np.inf, *self._memory])
+        after = np.searchsorted(np.array(self._seconds), seconds * self._more, side="right")
+        denied: npt.NDArray[np.bool_] = smallest[after] > memory * self._more
+        return denied
+
+    def add(self, seconds: float, memory: float, plan: Plan) -> None:
+        """Let a point join that is not covered; those leave that it is better than."""
+        if self.covers(seconds, memory):
+            return
+        at = bisect_right(self._seconds, seconds)
+        if at and self._seconds[at - 1] == seconds:  # it is smaller than that one, or would be covered
+            at -= 1
+        end = at
+        while end < len(self._memory) and self._memory[end] >= memory:
+            end += 1
+        self._seconds[at:end], self._memory[at:end], self.plans[at:end] = [seconds], [memory], [plan]
