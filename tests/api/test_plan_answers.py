@@ -85,6 +85,8 @@ def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
         "2 replicas, 80% of the batch: blocks 0–19 on 8 × H100 SXM → blocks 20–31 on 4 × A100 SXM 80 GB",
         "1 replica, 20% of the batch: blocks 0–31 on 4 × A100 SXM 80 GB",
     ]
+    assert axes_words(plan) == "2 × (8, 4) + 1 × (4)"
+    assert settings_words(plan) == "unlike replicas"
     assert share_lines(Plan(dp_replicate=3, batch_shares=(2, 1, 1)), cluster) == [
         "1 data rank: 50.00% of the batch each",
         "2 data ranks: 25.00% of the batch each",

@@ -168,6 +168,9 @@ def _plan_row(number: int, one: Candidate, study: Study) -> str:
     step = one.forecast.step
     shares = time_shares(step) if step is not None else []
     ours = ' class="ours"' if one.plan == study.planned.plan else ""
+    told = "".join(
+        f'<br><span class="aside">{escape(line)}</span>' for line in share_lines(one.plan, study.cluster)
+    )
     only = f"<br><em>forecast only: {escape(one.forecast_only)}</em>" if one.forecast_only else ""
     cells = "".join(
         f'<td class="n">{escape(text)}</td>'
@@ -181,7 +184,7 @@ def _plan_row(number: int, one: Candidate, study: Study) -> str:
     drawn = bar((f"c{kind.colour}", share) for kind, _, share in shares)
     return (
         f'<tr{ours}><td class="n">{number}</td><td>{escape(axes_words(one.plan))}<br>'
-        f'<span class="aside">{escape(settings_words(one.plan))}</span>{only}</td>{cells}'
+        f'<span class="aside">{escape(settings_words(one.plan))}</span>{told}{only}</td>{cells}'
         f'<td class="share">{drawn}</td></tr>'
     )
 

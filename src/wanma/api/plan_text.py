@@ -24,6 +24,7 @@ from wanma.api.words import (
     spread,
     step_words,
 )
+from wanma.job.cluster import Cluster
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.observe.units import count_text, duration_text, share_text
@@ -90,9 +91,14 @@ class _Wide:
         yield table
 
 
-def _plan_cell(plan: Plan, note: str | None = None) -> Text:
+def _plan_cell(plan: Plan, note: str | None = None, cluster: Cluster | None = None) -> Text:
+    """Args:
+    cluster: tell of unlike ranks what they compute on it.
+    """
     cell = Text(axes_words(plan), overflow="fold")
     cell.append(f"\n{settings_words(plan)}", style="dim")
+    for line in share_lines(plan, cluster) if cluster is not None else ():
+        cell.append(f"\n{line}", style="dim")
     if note is not None:
         cell.append(f"\na forecast only: {note}", style="yellow")
     return cell
@@ -126,7 +132,7 @@ def _plans_table(candidates: Sequence[Candidate], study: Study) -> RenderableTyp
         rows.append(
             [
                 f"→{number}" if is_ours else str(number),
-                _plan_cell(one.plan, one.forecast_only),
+                _plan_cell(one.plan, one.forecast_only, study.cluster),
                 step_words(one.forecast.step),
                 rate_words(rate(one.forecast, study.workload)),
                 share_text(one.forecast.model_flops_utilisation),

@@ -60,7 +60,11 @@ def memory_parts(forecast: Forecast) -> list[tuple[str, str, int]]:
 
 
 def axes_words(plan: Plan) -> str:
-    """'pp 4 × dp_shard 16 × tp 8'."""
+    """'pp 4 × dp_shard 16 × tp 8'; of unlike replicas how many there are, with the `tp` of their stages:
+    '4 × (8, 4) + 2 × (4)'."""
+    if plan.placement:
+        stages = (", ".join(str(place.tp) for place in one.places) for one in plan.placement)
+        return " + ".join(f"{one.count} × ({tp})" for one, tp in zip(plan.placement, stages, strict=True))
     sizes = [f"{axis} {getattr(plan, axis)}" for axis in (*AXES, "ep") if getattr(plan, axis) > 1]
     return " × ".join(sizes) or "one rank"
 
@@ -73,6 +77,9 @@ def settings_words(plan: Plan) -> str:
 def _settings(plan: Plan) -> Iterable[str]:
     if plan.shard != "nothing":
         yield f"{plan.shard} sharded"
+    if plan.placement:
+        yield "unlike replicas"
+        return
     yield f"micro-batch {plan.micro_batch}"
     if plan.pp > 1:
         yield plan.schedule + (f" × {plan.virtual_stages}" if plan.virtual_stages > 1 else "")
@@ -90,7 +97,7 @@ def _settings(plan: Plan) -> Iterable[str]:
     for kind in ("parameters", "optimizer", "activations"):
         if (place := getattr(plan, f"offload_{kind}")) != "nothing":
             yield f"{kind} on {place}"
-    if plan.batch_shares or plan.placement:
+    if plan.batch_shares:
         yield "uneven shares of the batch"
 
 
