@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-QUIET_CPUS = 0.08
+QUIET_CPUS = 0.1
 """CPUs that other programs may use, on average, in a quiet stretch of time."""
-STRETCH_SECONDS = 0.25
+STRETCH_SECONDS = 0.4
 """Over so long rounds are judged together: the kernel counts CPU time in hundredths of a second."""
 ENOUGH = 3
 """Quiet rounds that make a point."""
