@@ -83,7 +83,9 @@ def values(hint: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
     if get_origin(hint) is list:
         inner = get_args(hint)[0]
         few = max((m.min_length for m in field.metadata if isinstance(m, annotated_types.MinLen)), default=0)
-        items = {str: text, int: st.integers(0, 999)}.get(inner)
+        items = {str: text, int: st.integers(1, 999)}.get(inner)
+        if get_origin(inner) is Literal:
+            items = st.sampled_from(get_args(inner))
         return st.lists(sections(inner) if items is None else items, min_size=few, max_size=3)
     if hint is bool:
         return st.booleans()

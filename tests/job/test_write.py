@@ -40,6 +40,16 @@ def test_defaults_are_written_out_so_that_a_run_says_all_it_ran_with(tmp_path: P
     assert load_job(path, ["observe.name="]).train == GPT.train
 
 
+def test_what_auto_leaves_open_is_not_written_so_that_it_stays_open(tmp_path: Path) -> None:
+    job = job_from({"model": {"preset": "gpt-1m"}, "parallel": {"auto": True, "tp": 2}})
+    assert tomllib.loads(to_toml(job))["parallel"] == {"auto": True, "tp": 2}
+    path = tmp_path / "job.toml"
+    path.write_text(to_toml(job))
+    again = load_job(path)
+    assert again.parallel == job.parallel
+    assert again.parallel.model_fields_set == {"auto", "tp"}
+
+
 def test_tables_are_written_under_their_headers() -> None:
     job = job_from({"model": {"preset": "a"}, "data": {"sources": [{"name": "s", "text": ["t"]}]}})
     assert '\n[[data.sources]]\nname = "s"\ntext = ["t"]\nweight = 1.0\n' in to_toml(job)

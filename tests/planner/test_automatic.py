@@ -18,7 +18,7 @@ from wanma.models.workload import decoder_workload
 from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
 from wanma.planner.calibration import Calibration, Measured
 from wanma.planner.capabilities import not_runnable
-from wanma.planner.choose import Planned, complete, layout, plan_for
+from wanma.planner.choose import Planned, automatic, complete, layout, plan_for
 from wanma.planner.forecast import forecast
 from wanma.planner.machines import machine_of
 from wanma.planner.problem import MEMORY_SHARE, equal_machines, problem_of
@@ -145,6 +145,8 @@ def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
     assert {one.forecast_only for one in found.candidates} == {"wanma does not run on TPU v4"}
     with pytest.raises(JobError, match=r"wanma runs no plan of this job on .*: wanma does not run on TPU v4"):
         planned(job(), on)
+    shown = automatic(job(), on, decoder_workload(SMALL, SEQUENCE), SMALL, or_forecast_only=True)
+    assert shown.plan == found.candidates[0].plan
 
 
 def test_no_plan_of_the_space_is_one_that_torch_cannot_compile() -> None:

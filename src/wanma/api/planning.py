@@ -103,11 +103,13 @@ def by_time(
     workload: Workload | None,
     dimensions: DecoderDimensions | None,
     worlds: Sequence[int] | None = None,
+    *,
+    or_forecast_only: bool = False,
 ) -> Planned | None:
     """The fastest plan of a job with `parallel = "auto"`; None where no rates are known to choose by.
 
     Args:
-        worlds: as of `automatic`.
+        worlds, or_forecast_only: as of `automatic`.
 
     Raises:
         JobError: what the job fixes leaves no plan, or none that fits.
@@ -115,7 +117,15 @@ def by_time(
     calibration = load_calibration()
     if workload is None or why_not_by_time(job, cluster, workload, dimensions, calibration) is not None:
         return None
-    return automatic(job, cluster, workload, dimensions, calibration, worlds=worlds)
+    return automatic(
+        job,
+        cluster,
+        workload,
+        dimensions,
+        calibration,
+        worlds=worlds,
+        or_forecast_only=or_forecast_only,
+    )
 
 
 def notes(job: Job, planned: Planned) -> list[str]:

@@ -173,7 +173,9 @@ class _Asker:
         worlds = run_worlds(job, machines) if is_here else usable_devices(equal_machines(job, machines))
         planned = None
         if job.parallel.auto:
-            planned = by_time(job, machines, self.workload, self.dimensions, worlds)
+            planned = by_time(
+                job, machines, self.workload, self.dimensions, worlds, or_forecast_only=not is_here
+            )
         if planned is None:
             start = layout(job, machines)
             planned = complete(job, start, machines, self.workload, self.dimensions, self.calibration)

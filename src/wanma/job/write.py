@@ -23,7 +23,8 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(job: Job) -> str:
-    """The whole job, defaults included; `load_job` of it gives an equal job. Unset keys are left out.
+    """The whole job, defaults included; `load_job` of it gives an equal job. Unset keys are left out, and of
+    `[parallel]` what `auto` leaves open: a size that is written is a size that is kept.
 
     Raises:
         JobError: a value in `arguments` has no TOML form.
@@ -36,6 +37,9 @@ def to_toml(job: Job) -> str:
             lines = [table.header]
             for key in table.keys:
                 value = getattr(one, key.name)
+                is_open = section == "parallel" and job.parallel.auto
+                if is_open and key.name not in one.model_fields_set:
+                    continue
                 if value is None or (f"{table.path}.{key.name}" in _repeated() and value):
                     continue
                 lines.append(f"{key.name} = {toml_value(value, key.path)}")

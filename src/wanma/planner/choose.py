@@ -80,11 +80,13 @@ def automatic(
     calibration: Calibration | None = None,
     *,
     worlds: Sequence[int] | None = None,
+    or_forecast_only: bool = False,
 ) -> Planned:
     """The fastest plan of a job that leaves its layout open (`parallel = "auto"`), by forecast.
 
     Args:
         worlds: numbers of ranks to look at; default: those that a run on the cluster can have.
+        or_forecast_only: where wanma runs none, the fastest that it does not run will do.
 
     Raises:
         JobError: what the job fixes leaves no plan, or none that fits; says what would.
@@ -92,6 +94,8 @@ def automatic(
     worlds = run_worlds(job, cluster) if worlds is None else worlds
     found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
     best = found.best
+    if best is None and or_forecast_only:
+        best = next(iter(found.candidates), None)
     if best is None:
         raise no_plan(job, cluster, workload, dimensions, found, worlds)
     told = (*reasons(found), *best.forecast.reasons)
