@@ -42,15 +42,7 @@ class Sketch:
         self._is_selective = np.array([float(kind == "selective") for kind, _ in recomputes])
         self._is_full = np.array([float(kind == "full") for kind, _ in recomputes])
         self._shares = np.array([share for _, share in recomputes]) * (self._is_selective + self._is_full)
-        numbers = tables.block_numbers(plan)
-        sizes = np.array(blocks_of_stages(sum(numbers), plan) if plan.pp > 1 else [sum(numbers)])
-        counts = counts_of(sizes, numbers)
-        last = list(plan.stages_of(plan.pp - 1)) if plan.pp > 1 else [0]
-        self._all = np.array(numbers)
-        self._before_last = counts[: plan.pp - 1].sum(axis=0)
-        self._on_last = counts[last].sum(axis=0)
-        self._ends_on_last = len(counts) - 1 in last
-        self._shared = tables.problem.machine.shared
+        self._tables = tables
         self._table = tables.memory(plan)
         stages = stage_counts(self._table, plan)
         self._numbers = plan.stages_of(0) if plan.pp > 1 else (0,)
@@ -77,19 +69,24 @@ class Sketch:
             bare: of one micro-batch of each size.
             micro_batches: of a step; (micro-batches, 1).
         """
-        pp = self.plan.pp
+        plan = self.plan
+        numbers = self._tables.block_numbers(plan)
         every = bare.before + bare.after
-        average = micro_batches * self._with_again(bare, every[:, 0] + every[:, 1], self._all) / pp
-        if pp == 1:
+        whole = self._with_again(bare, every[:, 0] + every[:, 1], np.array(numbers))
+        average = micro_batches * whole / plan.pp
+        if plan.pp == 1:
             return average
-        ends = bare.after.sum(axis=1) if self._ends_on_last else np.zeros(len(bare.after))
-        busy = micro_batches * self._with_again(bare, ends, self._on_last)
-        if self.plan.schedule in SPLIT_BACKWARD:
-            late: Array = (bare.forward @ self._before_last + bare.before[:, 0])[:, None]
+        counts = counts_of(np.array(blocks_of_stages(sum(numbers), plan)), numbers)
+        last = list(plan.stages_of(plan.pp - 1))
+        before_last, on_last = counts[: plan.pp - 1].sum(axis=0), counts[last].sum(axis=0)
+        ends = bare.after.sum(axis=1) if plan.stages - 1 in last else np.zeros(len(bare.after))
+        busy = micro_batches * self._with_again(bare, ends, on_last)
+        if plan.schedule in SPLIT_BACKWARD:
+            late: Array = (bare.forward @ before_last + bare.before[:, 0])[:, None]
         else:
-            late = self._with_again(bare, bare.before.sum(axis=1), self._before_last)
+            late = self._with_again(bare, bare.before.sum(axis=1), before_last)
         # Ranks that share cores have more of them while others wait.
-        return np.maximum(average, (busy + late) / max(self._shared, 1.0))
+        return np.maximum(average, (busy + late) / max(self._tables.problem.machine.shared, 1.0))
 
     def _with_again(self, bare: Bare, ends: Array, counts: npt.NDArray[np.int64]) -> Array:
         """Of `counts` blocks of each kind, and of `ends`; (micro-batches, recomputes)."""
@@ -106,7 +103,7 @@ class Sketch:
             sizes: of micro-batches.
             settings: with their numbers in a step.
         """
-        plan, more = self.plan, 1 + unused_shares(self.plan).passing
+        plan, more = self.plan, 1 + unused_shares(self.plan, settings[0].software).passing
         flights = np.array([kept_of_stages(0, plan, setting) for setting in settings], dtype=np.float64)
         boundary = np.array([boundary_bytes(self._table, plan, one, self._numbers) for one in settings])
         passing = (flights @ self._kept + boundary[:, None]) * np.array(sizes)[:, None]
@@ -115,7 +112,8 @@ class Sketch:
         return least
 
     def _always(self, setting: Setting) -> float:
-        unused, held = unused_shares(self.plan), self.states.held(self._mine, self._table, setting)
+        unused = unused_shares(self.plan, setting.software)
+        held = self.states.held(self._mine, self._table, setting)
         state = (held["parameters"] + held["optimizer"]) * (1 + unused.lasting) + held["runtime"]
         passing = held["accumulated"] * (1 + unused.passing)
         return float((state + passing + held["gathered"] * unused.gathered).min())
