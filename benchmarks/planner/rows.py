@@ -34,6 +34,7 @@ class Case:
     software: Software
     in_flight: int | None
     measured_seconds: float
+    """Not a number where a row has only memory."""
     is_fitted: bool
     """Whether constants may be fitted to it; the others only check them."""
     is_recalled: bool
@@ -67,6 +68,15 @@ def is_fitted(record: Record) -> bool:
 def _case(record: Record) -> Case:
     if not record["step_time_s"]:
         raise UnusableRowError("no step time, only memory")
+    return case_of(record)
+
+
+def case_of(record: Record) -> Case:
+    """A row, whether it has a step time or only memory.
+
+    Raises:
+        UnusableRowError: it cannot be forecast.
+    """
     if not record["layers"]:
         raise UnusableRowError("an architecture that is not a plain decoder's (state-space layers)")
     habits = next((habits for prefix, habits in _HABITS if record["source"].startswith(prefix)), None)
@@ -114,7 +124,7 @@ def _plain_case(record: Record) -> Case:
         machine=_machine(record),
         software=Software(product_precision="nvfp4" if precision == "nvfp4" else None),
         in_flight=None,
-        measured_seconds=float(record["step_time_s"]),
+        measured_seconds=float(record["step_time_s"] or "nan"),
         is_fitted=is_fitted(record),
         is_recalled="recalled" in record["provenance"] + record["notes"],
         is_derived="derived" in record["notes"],
@@ -148,7 +158,8 @@ def _dimensions(record: Record) -> DecoderDimensions:
             experts_per_token=8 if three else 6,
             shared_experts=1 if three else 2,
             expert_feed_forward=2048 if three else 1536,
-            dense_layers=(3 if three else 1) if layers > 10 else 0,
+            # Models cut to a few layers keep one (SimuMax's launcher; their memory says so too).
+            dense_layers=3 if three and layers > 10 else 1,
         )
     if "qwen3_" in model:
         return replace(

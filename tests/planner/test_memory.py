@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.measure import kept_activations, kept_by_rank, measure_rank
@@ -284,15 +284,17 @@ def test_stages_have_a_place_for_every_micro_batch_that_comes_and_returns() -> N
     blocks=st.integers(16, 40),
     tp=st.sampled_from([1, 2]),
     recompute=st.sampled_from(["none", "selective", "full"]),
+    ends=st.sampled_from([1000, 100_000_000]),
 )
+@example(schedule="zbv", pp=8, count=3, blocks=32, tp=1, recompute="none", ends=1000)
 def test_the_forecast_is_that_of_the_fullest_of_all_ranks(
-    schedule: Schedule, pp: int, count: int, blocks: int, tp: int, recompute: Recompute
+    schedule: Schedule, pp: int, count: int, blocks: int, tp: int, recompute: Recompute, ends: int
 ) -> None:
     virtual = VIRTUAL_STAGES[schedule]
     plan = Plan(pp=pp, tp=tp, schedule=schedule, virtual_stages=virtual, recompute=recompute)
-    model = replace(
-        BILLION, layers=(BILLION.layers[0], replace(BILLION.layers[1], count=blocks), BILLION.layers[2])
-    )
+    first, block, last = (replace(layer, parameters=ends) for layer in BILLION.layers)
+    last = replace(last, activation_elements_per_sample=float(ends))
+    model = replace(BILLION, layers=(first, replace(block, count=blocks, parameters=1000), last))
     ranks = memory_of_ranks(model, plan, "adamw", micro_batches=count)
     forecast = forecast_memory(model, plan, "adamw", micro_batches=count)
     assert forecast == max(ranks, key=lambda rank: rank.total).forecast

@@ -20,8 +20,10 @@ from wanma.planner.stages import (
     INTERLEAVED,
     VIRTUAL_STAGES,
     balanced_cuts,
+    blocks_of_stages,
     bubble_share,
     fullest_share,
+    kept_forwards,
     planned_cuts,
     stages_in_flight,
     wrong_cuts,
@@ -216,8 +218,28 @@ def test_a_rank_keeps_the_activations_that_torchs_order_of_actions_keeps(
     virtual = virtual if schedule in INTERLEAVED else VIRTUAL_STAGES[schedule]
     if wrong_micro_batches(schedule, pp, count) is None:
         plan = Plan(pp=pp, schedule=schedule, virtual_stages=virtual)
-        kept = most_kept(made(plan, count).pipeline_order)
-        assert stages_in_flight(schedule, pp, virtual, count) == kept
+        orders = made(plan, count).pipeline_order
+        assert stages_in_flight(schedule, pp, virtual, count) == most_kept(orders)
+        for rank, actions in orders.items():
+            of_stages = kept_forwards(schedule, pp, virtual, count, rank)
+            assert len(of_stages) == virtual
+            assert sum(of_stages) == most_kept({rank: actions})
+
+
+def test_a_looped_rank_keeps_more_of_the_stages_that_come_first() -> None:
+    # torch's own order of actions, at its fullest.
+    assert kept_forwards("interleaved_1f1b", 4, 2, 8, 0) == (7, 4)
+    assert kept_forwards("interleaved_1f1b", 4, 3, 16, 2) == (4, 4, 3)
+    assert kept_forwards("zbv", 4, 2, 8, 1) == (6, 2)
+    assert kept_forwards("dualpipev", 4, 2, 8, 3) == (5, 4)
+    assert [kept_forwards("1f1b", 4, 1, 8, rank) for rank in range(4)] == [(4,), (3,), (2,), (1,)]
+
+
+def test_blocks_are_as_even_as_can_be_with_fewer_where_the_ends_are() -> None:
+    assert blocks_of_stages(16, Plan(pp=4)) == [4, 4, 4, 4]
+    assert blocks_of_stages(14, Plan(pp=4)) == [3, 4, 4, 3]
+    assert blocks_of_stages(17, Plan(pp=4)) == [4, 5, 4, 4]
+    assert blocks_of_stages(16, Plan(pp=2, stage_cuts=(5,))) == [5, 11]
 
 
 def test_the_fullest_rank_is_the_one_whose_stages_together_have_most_blocks() -> None:

@@ -1,0 +1,216 @@
+"""Memory forecasts beside published ones, and how far off they are, by source.
+
+python -m benchmarks.planner.memory --tables ../shared/tables [--write] [--rows TEXT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.common import RESULTS
+from benchmarks.planner.rows import Case, Record, UnusableRowError, case_of
+from wanma.job.forecast import Workload
+from wanma.models.workload import decoder_workload
+from wanma.planner.memory import RankMemory, memory_of_ranks
+from wanma.planner.operators import Software
+
+GIB = 1 << 30
+
+Meaning = Literal["blocks", "allocated", "reserved"]
+"""Of a source's figure: weights, gradients, state and kept activations of blocks by the source's own formula,
+on the first rank; what torch allocated; or what it reserved; the latter two on the fullest rank."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One published figure and its forecast."""
+
+    case: Case
+    meaning: Meaning
+    measured: float
+    """GiB."""
+    rank: RankMemory
+
+    @property
+    def forecast(self) -> float:
+        """GiB of what the source's figure means."""
+        state, total = self.rank.state, self.rank.total
+        if self.meaning == "blocks":
+            total = state.parameters + state.optimizer + state.accumulated + self.rank.kept
+        elif self.meaning == "allocated":
+            total = state.parameters + state.optimizer + sum(self.rank.peak)
+        return total / GIB
+
+    @property
+    def error(self) -> float:
+        return self.forecast / self.measured - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", type=Path, default=Path("../shared/tables"))
+    parser.add_argument("--rows", help="print every row of the sources whose name has this text")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS / 'planner-memory.md'}")
+    options = parser.parse_args()
+    judged, refused = read(options.tables / "published.csv")
+    if options.rows is not None:
+        for one in judged:
+            if options.rows in one.case.source:
+                print(row(one))
+    text = report(judged, refused)
+    print(text)
+    if options.write:
+        path = RESULTS / "planner-memory.md"
+        kept = path.read_text().partition(_RUNS)[2] if path.exists() else ""
+        path.write_text(text + (f"\n{_RUNS}{kept}" if kept else ""))
+
+
+_RUNS = "# Forecasts beside real runs"
+"""Heading of what another command writes into the same file."""
+
+
+def read(path: Path) -> tuple[list[Judged], list[str]]:
+    """The rows with a figure of memory, and for those that cannot be forecast why."""
+    judged, refused = [], []
+    with path.open(newline="") as file:
+        for number, record in enumerate(csv.DictReader(file), start=2):
+            if not record["memory_gib"]:
+                continue
+            try:
+                judged.append(_judge(record))
+            except UnusableRowError as error:
+                refused.append(f"line {number}, {record['source']}, {record['model']}: {error}")
+    return judged, refused
+
+
+def _judge(record: Record) -> Judged:
+    habits = next((habits for prefix, habits in _HABITS if record["source"].startswith(prefix)), None)
+    if habits is None:
+        raise UnusableRowError("nobody says what its figure counts, and it grows where tp does")
+    meaning, changed = habits
+    case = changed(case_of(record))
+    ranks = memory_of_ranks(
+        _workload(case, meaning),
+        case.plan,
+        "adamw",
+        micro_batches=case.plan.accumulation(case.global_batch),
+        dimensions=case.dimensions,
+        software=case.software,
+        in_flight=case.in_flight,
+    )
+    rank = ranks[0] if meaning == "blocks" else max(ranks, key=lambda rank: rank.total)
+    return Judged(case, meaning, float(record["memory_gib"]), rank)
+
+
+def _workload(case: Case, meaning: Meaning) -> Workload:
+    """With two matrices in a feed-forward network where the program has two."""
+    dimensions = case.dimensions
+    workload = decoder_workload(dimensions, case.sequence)
+    if case.software.gated:
+        return workload
+    hidden, wide = dimensions.hidden, dimensions.feed_forward
+    matrices = 4 * hidden * hidden + 2 * hidden * wide
+    vectors = 9 * hidden + wide  # biases, and gains of two normalisations
+    first, blocks, last = workload.layers
+    ends = (
+        (first, last) if meaning != "blocks" else (replace(first, parameters=0), replace(last, parameters=0))
+    )
+    return replace(workload, layers=(ends[0], replace(blocks, parameters=matrices + vectors), ends[1]))
+
+
+# ---------------------------------------------------------------- habits by source
+
+
+def _megatron(case: Case) -> Case:
+    """Korthikanti's figure and the zero-bubble paper's fork: whole copies, inputs gathered once more in
+    backward, and 18 bytes per parameter, of which its gradient has four (the figure's 22B on 8 devices)."""
+    habits = replace(case.software, weights="copies", accumulated_bytes=4)
+    software = replace(habits, regathers=True, boundary_buffers=False)
+    return replace(case, software=software)
+
+
+def _simumax(case: Case) -> Case:
+    """Megatron core with Transformer Engine; context parallel by all-to-all, loss fused by Triton."""
+    case = _megatron(case)
+    plan = replace(case.plan, context="all_to_all")
+    software = replace(case.software, empty_gradients=True, selective="attention")
+    return replace(case, plan=plan, software=software)
+
+
+def _titan(case: Case) -> Case:
+    """FSDP2 as here. Its loss is PyTorch's on logits in 32 bits: beside those in 16, the copy or what its
+    logarithm keeps, the gradient of that and of the copy."""
+    return replace(case, software=Software(fused=case.software.fused, logits_copies=7.0))
+
+
+_HABITS: tuple[tuple[str, tuple[Meaning, Callable[[Case], Case]]], ...] = (
+    ("Korthikanti", ("blocks", _megatron)),
+    ("SimuMax", ("allocated", _simumax)),
+    ("torchtitan", ("reserved", _titan)),
+    ("Zero-Bubble", ("reserved", _megatron)),
+)
+
+
+# ---------------------------------------------------------------- report
+
+GROUPS: tuple[tuple[str, str], ...] = (
+    ("Korthikanti 2022, figure 1: by its formula", "Korthikanti"),
+    ("SimuMax on B200: allocated", "SimuMax"),
+    ("torchtitan: reserved", "torchtitan"),
+    ("Zero-Bubble 2023, recalled: taken as reserved", "Zero-Bubble"),
+    ("all", ""),
+)
+
+
+def row(one: Judged) -> str:
+    rank, mark = one.rank, "fit" if one.case.is_fitted else "   "
+    peak = rank.peak
+    parts = {
+        "parameters": rank.state.parameters,
+        "optimizer": rank.state.optimizer,
+        **peak._asdict(),
+    }
+    kinds = " ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size > GIB / 200)
+    return f"{one.error:+7.1%} {mark} {one.measured:7.2f} GiB {one.case.name} | {kinds}"
+
+
+def report(judged: list[Judged], refused: list[str]) -> str:
+    lines = [
+        "# Forecast memory beside published measurements",
+        "",
+        "Of the fullest rank. `fitted`: half of the rows, by a hash; the allowance for what an allocator",
+        "reserves was chosen by those that say what they reserved. `under`: the one forecast most too low.",
+        "",
+        "| rows of | which | n | mean error | median | 90th percentile | bias | under |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, prefix in GROUPS:
+        group = [one for one in judged if one.case.source.startswith(prefix)]
+        parts = [
+            ("all", group),
+            ("fitted", [one for one in group if one.case.is_fitted]),
+            ("checked", [one for one in group if not one.case.is_fitted]),
+        ]
+        if not prefix:
+            parts.append(("without recalled", [one for one in group if not one.case.is_recalled]))
+        lines += [_line(name, which, [one.error for one in part]) for which, part in parts if part]
+    lines += ["", "Not forecast:", "", *(f"- {text}" for text in refused), ""]
+    return "\n".join(lines)
+
+
+def _line(name: str, which: str, errors: list[float]) -> str:
+    sizes = sorted(abs(error) for error in errors)
+    return (
+        f"| {name} | {which} | {len(errors)} | {statistics.mean(sizes):.1%} | {statistics.median(sizes):.1%} "
+        f"| {sizes[int(0.9 * (len(sizes) - 1))]:.1%} | {statistics.mean(errors):+.1%} | {min(errors):+.1%} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
