@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.machines import machine
-from wanma.job.forecast import Forecast, StepTime
+from wanma.job.forecast import Forecast, Layer, StepTime, Workload
 from wanma.job.plan import Plan
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.calibration import FACTOR_BOUNDS, Corrections
 from wanma.planner.learning import LEAST_GAIN, Lesson, Observed, learned
+from wanma.planner.memory import forecast_memory
+from wanma.planner.operators import Software
 from wanma.planner.timing import step_time
 
 MODEL = DecoderDimensions(8, 1024, 16, 16, 2816, 32000)
@@ -150,3 +152,16 @@ def test_the_same_run_is_forecast_nearer_afterwards(
     assert abs(after.seconds - seen.seconds) <= max(
         0.2 * abs(before.seconds - seen.seconds), 1e-3 * after.seconds
     )
+
+
+def test_what_was_learned_of_the_allocator_is_forecast() -> None:
+    workload = Workload((Layer("block", 4, 1_000_000, 2e9, 5e6, is_block=True),), 128)
+    usual, twice = (
+        forecast_memory(workload, Plan(), "adamw", software=Software(unused_factor=factor))
+        for factor in (1.0, 2.0)
+    )
+    assert usual.fragmentation_bytes > 0
+    assert twice.fragmentation_bytes == pytest.approx(2 * usual.fragmentation_bytes, abs=1)
+    assert twice.memory_bytes - usual.memory_bytes == pytest.approx(usual.fragmentation_bytes, abs=1)
+    assert NONE.applied(machine(2)).unused_factor == 1.0
+    assert Corrections(unused=2.0).applied(machine(2)).unused_factor == 2.0

@@ -122,6 +122,7 @@ class Corrections:
             start_seconds=machine.start_seconds * self.communication,
             # The optimizer streams through the memory whose rate was corrected above.
             optimizer_factor=machine.optimizer_factor * self.optimizer / self.compute,
+            unused_factor=machine.unused_factor * self.unused,
         )
 
 

@@ -114,6 +114,8 @@ class Machine:
     name in `collectives.measure`, where it was measured. Libraries run some of them worse than others."""
     optimizer_factor: float = 1.0
     """Time of an update over what its bytes take, as runs showed it (`calibration.Corrections`)."""
+    unused_factor: float = 1.0
+    """As of `operators.Software`, as runs on it showed it."""
     shared: float = 1.0
     """Threads of all ranks for each core, where they are more: its rates are those while all ranks compute,
     and while some wait, the others have more of the cores."""

@@ -51,9 +51,10 @@ _ON_CPU = Unused(0.28, 0.0, 0.28)
 smaller: 9 to 53 % of everything in twelve real runs, by their median (likewise)."""
 
 
-def unused_shares(plan: Plan) -> Unused:
+def unused_shares(plan: Plan, software: Software) -> Unused:
     """Of the allocator where `plan` runs."""
-    return _ON_CPU if plan.device == "cpu" else _ON_GPU
+    usual = _ON_CPU if plan.device == "cpu" else _ON_GPU
+    return Unused(*(software.unused_factor * share for share in usual))
 
 
 def forecast_memory(
@@ -146,6 +147,7 @@ class RankMemory(NamedTuple):
     moments: tuple[Moment, Moment, Moment]
     """At the loss, as backward goes through its first block, and as it ends."""
     plan: Plan
+    software: Software
 
     @property
     def peak(self) -> Moment:
@@ -158,7 +160,10 @@ class RankMemory(NamedTuple):
         return lasting + passing + self._fragmentation(passing)
 
     def _fragmentation(self, passing: float) -> float:
-        lasting, shares = self.state.parameters + self.state.optimizer, unused_shares(self.plan)
+        lasting, shares = (
+            self.state.parameters + self.state.optimizer,
+            unused_shares(self.plan, self.software),
+        )
         return shares.lasting * lasting + shares.gathered * self.state.gathered + shares.passing * passing
 
     @property
@@ -279,6 +284,7 @@ def _rank_memory(
         activations.working,
         (at_loss, at_first_block, at_end),
         plan,
+        step.software,
     )
 
 

@@ -115,7 +115,7 @@ def _of_rank(
         held["final"] + held["receiving"] + (logits if plan.pp == 1 else 0.0),
     )
     peak = peak + boundary
-    lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan)
+    lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan, setting.software)
     unused = shares.lasting * lasting + shares.gathered * held["gathered"] + shares.passing * peak
     whole: Array = lasting + held["runtime"] + peak + unused
     return whole

@@ -74,6 +74,8 @@ class Software:
     """A product adds its result to the gradient of the micro-batches before; else another kernel does."""
     waits_for_sends: bool = False
     """Of a pipeline whose ranks have several stages: a rank computes nothing while it sends and receives."""
+    unused_factor: float = 1.0
+    """What the allocator holds beside what is used, over what is usual for it (`calibration.Corrections`)."""
     empty_gradients: bool = False
     """Where a product adds its gradient to the whole one itself, autograd is given an empty tensor of the
     weight's size instead, of which one is kept for each shape (Transformer Engine)."""

@@ -76,7 +76,8 @@ def problem_of(
     (node,) = machines.nodes
     memory_bytes = min((device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks)
     machine = machine_of(machines, calibration=calibration, ranks=ranks)
-    return Problem(job, machines, workload, machine, memory_bytes * MEMORY_SHARE, dimensions)
+    habits = Software(unused_factor=machine.unused_factor)
+    return Problem(job, machines, workload, machine, memory_bytes * MEMORY_SHARE, dimensions, habits)
 
 
 def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
