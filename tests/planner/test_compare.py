@@ -61,6 +61,17 @@ def test_recompute_is_the_cause_of_longer_computing() -> None:
     assert told.differences[0].cause == "recompute full of 50% instead of none"
 
 
+def test_what_is_gained_is_what_the_best_pays() -> None:
+    given = problem(BIG)
+    best = replace(BEST, dp_replicate=1, dp_shard=8, shard="parameters")
+    told = compare(given, replace(BEST, dp_replicate=1, tp=8, sequence=True), candidate(given, best))
+    gained = told.differences[-1]
+    assert gained.kind == "data"
+    assert gained.seconds < 0
+    assert gained.cause == "the best's DP 8, parameters sharded over 8"
+    assert str(gained).startswith("the best's DP 8, parameters sharded over 8: −")
+
+
 def test_a_bubble_names_its_pipeline_and_micro_batches() -> None:
     given = problem(BIG)
     deep = replace(BEST, dp_replicate=2, pp=4, stage_cuts=(1, 2, 3), micro_batch=8)

@@ -161,9 +161,12 @@ def _differences(
     for kind, (what, cause) in _KINDS.items():
         seconds = getattr(step, kind) - getattr(best, kind)
         if abs(seconds) >= NAMED * best.seconds:
-            # What was lost is the plan's doing, what was gained is the best one's not having.
-            why = cause(problem, plan, best_plan) if seconds > 0 else cause(problem, best_plan, plan)
-            found.append(Difference(kind, seconds, why, what(plan if seconds > 0 else best_plan)))
+            # What is lost is the plan's doing, what is gained that the best one pays and this one does not.
+            if seconds > 0:
+                found.append(Difference(kind, seconds, cause(problem, plan, best_plan), what(plan)))
+            else:
+                why = cause(problem, best_plan, plan)
+                found.append(Difference(kind, seconds, f"the best's {why}" if why else "", what(best_plan)))
     return sorted(found, key=lambda one: -one.seconds)
 
 
@@ -189,7 +192,7 @@ def _context(problem: Problem, plan: Plan, _other: Plan) -> str:
 
 
 def _expert(problem: Problem, plan: Plan, _other: Plan) -> str:
-    return _axis(problem, "EP", plan.ep, plan.tp * plan.cp)
+    return _axis(problem, "EP", plan.ep, plan.tp)
 
 
 def _data(problem: Problem, plan: Plan, _other: Plan) -> str:
@@ -226,8 +229,8 @@ def _compute(_problem: Problem, plan: Plan, other: Plan) -> str:
         causes.append(f"TP {plan.tp} leaves narrower products than {other.tp}")
     if plan.micro_batch < other.micro_batch:
         causes.append(f"micro-batch {plan.micro_batch} instead of {other.micro_batch}")
-    if plan.stages != other.stages:
-        causes.append(f"{plan.stages} stages instead of {other.stages}, the fullest sets the pace")
+    if plan.pp > 1 and plan.stages != other.stages:
+        causes.append(f"{plan.stages} stages, of which the fullest sets the pace")
     return ", ".join(causes[:2])
 
 
