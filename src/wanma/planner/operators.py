@@ -38,7 +38,8 @@ class Software:
     """Operators between the products are fused by a compiler or by hand."""
     channels_last: bool = False
     """A pixel's channels lie together, as tensor cores' convolutions want them; else each of these turns its
-    tensors round before and after (NVIDIA, "Convolutional Layers User's Guide", "Tensor Layouts In Memory")."""
+    tensors round before and after (NVIDIA, "Convolutional Layers User's Guide", "Tensor Layouts In
+    Memory")."""
     graphs: bool = False
     """The host replays whole steps (CUDA graphs), and is never behind."""
     selective: Literal["products", "attention"] = "products"
