@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support.studies import answers
+from wanma.api.plan_page import answers_page
 from wanma.job.run_directory import RunDirectory
 from wanma.report.html import write_report
 
@@ -66,6 +68,18 @@ def test_the_script_shows_values_and_switches_axes_without_an_error(
     assert shown.count('data-kind="linear" hidden') == 2
     assert 'data-kind="log" hidden' not in shown
     assert 'data-overflow="false"' in shown
+
+
+@pytest.mark.parametrize("width", [1240, 500])
+def test_a_plans_page_lays_out_and_shows_values_at_any_width(
+    browse: Callable[..., tuple[str, str]], tmp_path: Path, width: int
+) -> None:
+    page = tmp_path / "plan.html"
+    page.write_text(answers_page(answers(3), "gpt").replace("</body>", f"<script>{USE}</script></body>"))
+    shown, logged = browse(page, f"--window-size={width},900", "--dump-dom")
+    assert "CONSOLE" not in logged
+    assert 'data-overflow="false"' in shown
+    assert re.search(r'class="tip"[^>]*>\d+ ms a step\n(front|other layouts) \d', shown)
 
 
 def test_a_screenshot_of_the_page_is_not_blank(
