@@ -7,13 +7,13 @@ torch.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, StepTime
 from wanma.job.plan import Plan
 from wanma.planner.energy import run_cost
-from wanma.planner.memory import _Step as Setting
-from wanma.planner.memory import forecast_memory
+from wanma.planner.memory import Setting, forecast_memory
 from wanma.planner.module_timing import (
     knows_operators,
     module_boundary_seconds,
@@ -75,7 +75,14 @@ def memory_setting(problem: Problem, plan: Plan) -> Setting:
 
 def software(problem: Problem, plan: Plan) -> Software:
     """The program's habits under `plan`."""
-    return replace(problem.software, fused=problem.software.fused or plan.compile)
+    if problem.software.fused or not plan.compile:
+        return problem.software
+    return _fused(problem.software)
+
+
+@lru_cache(maxsize=64)
+def _fused(habits: Software) -> Software:
+    return replace(habits, fused=True)
 
 
 def unknown_rates(problem: Problem, plan: Plan) -> str | None:

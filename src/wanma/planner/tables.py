@@ -97,10 +97,10 @@ class Tables:
 
     def blocks(self, plan: Plan, recompute: Recompute, micro_batches: int) -> tuple[UnitCost, ...]:
         """One block of each kind."""
-        changed = replace(plan, recompute=recompute)
-        key = ("blocks", pieces_key(changed), block_key(plan), micro_batches)
+        key = ("blocks", pieces_key(plan), recompute, block_key(plan), micro_batches)
 
         def make() -> tuple[UnitCost, ...]:
+            changed = replace(plan, recompute=recompute)
             return tuple(
                 self._unit(kind.part, kind.parameters, changed, micro_batches)
                 for kind in self.pieces(changed).blocks
@@ -114,10 +114,10 @@ class Tables:
 
     def ends(self, plan: Plan, micro_batches: int) -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
         """What is before the blocks, and what is after them."""
-        plain = replace(plan, recompute="none")
-        key = ("ends", pieces_key(plain), block_key(plan), micro_batches)
+        key = ("ends", pieces_key(plan), block_key(plan), micro_batches)
 
         def make() -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
+            plain = replace(plan, recompute="none")
             pieces = self.pieces(plain)
             before, after = (
                 tuple(self._unit(end.part, end.parameters, plain, micro_batches) for end in ends)
