@@ -127,7 +127,8 @@ def _schedule(plan: Plan) -> Iterator[Plan]:
 def _offload(key: str, plan: Plan) -> Iterator[Plan]:
     """To the host's memory, of which a GPU's own is no part; else to disk."""
     if getattr(plan, key) == "nothing":
-        yield replace(plan, **{key: "host" if plan.device == "cuda" else "disk"})
+        place: dict[str, Any] = {key: "host" if plan.device == "cuda" else "disk"}
+        yield replace(plan, **place)
 
 
 def _wider(cut: Callable[[Plan], Plan], axis: str, plan: Plan) -> Iterator[Plan]:
