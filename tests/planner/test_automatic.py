@@ -15,6 +15,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
+from wanma.planner import space
 from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
 from wanma.planner.calibration import Calibration, Measured
 from wanma.planner.capabilities import not_runnable
@@ -60,8 +61,8 @@ def test_the_plan_is_the_fastest_that_a_search_of_the_job_finds() -> None:
     asked = job()
     result = planned(asked)
     problem = problem_of(asked, H100, decoder_workload(SMALL, SEQUENCE), SMALL)
-    space = Space.of_job(asked, H100, SMALL, devices=run_worlds(asked, H100))
-    best = search(problem, space).best
+    worlds = run_worlds(asked, H100)
+    best = search(problem, Space.of_job(asked, H100, SMALL, devices=worlds)).best
     assert best is not None
     assert replace(result.plan, threads_per_rank=1) == best.plan
     assert result.forecast is not None
@@ -149,14 +150,15 @@ def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
     assert shown.plan == found.candidates[0].plan
 
 
-def test_no_plan_of_the_space_is_one_that_torch_cannot_compile() -> None:
+def test_no_plan_of_a_space_is_one_that_torch_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = job({"auto": True, "compile": True, "schedule": "1f1b", "tp": 2})
-    found = find_plans(asked, H100, decoder_workload(SMALL, SEQUENCE), SMALL)
-    assert found.candidates
-    assert all(one.forecast_only is None for one in found.candidates)
-    problem = problem_of(asked, H100, decoder_workload(SMALL, SEQUENCE), SMALL)
-    full = Plan(tp=2, compile=True, recompute="full", device="cuda", precision="bf16")
-    assert not_runnable(asked, full, problem.cluster, (2, 13)) is not None
+    wanted = Space.of_job(asked, H100, SMALL, devices=[8])
+    split = Plan(tp=2, dp_replicate=4, compile=True, device="cuda", precision="bf16")
+    for version, kinds in (((2, 13), {"none", "selective"}), ((2, 11), {"none", "selective", "full"})):
+        monkeypatch.setattr(space, "installed_torch", lambda version=version: version)
+        assert {kind for kind, _ in space.recomputes(wanted, split)} == kinds
+    full = replace(split, recompute="full")
+    assert not_runnable(asked, full, H100, (2, 13)) is not None
 
 
 # ------------------------------------------------------------------ where nothing is known
