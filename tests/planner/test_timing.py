@@ -22,7 +22,7 @@ from wanma.planner.communication import (
     routed_seconds,
 )
 from wanma.planner.data_parallel import INTERFERENCE
-from wanma.planner.operators import Software
+from wanma.planner.operators import CPU_LOSS, Software
 from wanma.planner.timing import stage_blocks, step_time
 
 MODEL = DecoderDimensions(16, 4096, 32, 8, 14336, 32000)
@@ -285,3 +285,17 @@ def test_sharded_gradients_are_reduced_in_every_micro_batch() -> None:
     # Three micro-batches more; each block pays its own latency, and copies its gradients to be reduced.
     assert 3 * once < more < 3 * once * 1.3
     assert exchanged("optimizer", 2) == pytest.approx(exchanged("optimizer", 8))
+
+
+def test_on_a_cpu_exponentials_take_longer_than_their_bytes() -> None:
+    """A loss over a large vocabulary: of the same logits, more than on a GPU of the same rates."""
+    narrow, wide = replace(MODEL, vocabulary=1000), replace(MODEL, vocabulary=100_000)
+
+    def of_loss(device: str) -> float:
+        plan = replace(PLAN, device=device)
+        both = [forecast(plan, dimensions=one).compute for one in (narrow, wide)]
+        return both[1] - both[0]
+
+    tokens, logits = 32 * 4096, 99_000
+    more = (CPU_LOSS[0] + CPU_LOSS[1] - Software().loss_bytes) * tokens * logits / 0.8e12
+    assert of_loss("cpu") - of_loss("cuda") == pytest.approx(more, rel=0.01)

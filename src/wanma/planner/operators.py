@@ -89,6 +89,13 @@ class Software:
     """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient."""
 
 
+CPU_NORM, CPU_JOIN, CPU_SWIGLU, CPU_TURN = (10.0, 18.0), (6.0, 6.0), (12.0, 24.0), (5.0, 6.0)
+CPU_LOSS = (27.0, 39.0)
+"""On a CPU, bytes of forward and backward for each element in 16 bits (of the loss, for each logit): what
+these operators of our own decoder take, over the rate of a plain stream, measured one by one on a core of a
+Xeon with AVX-512. Exponentials and passes over a cache take longer than their bytes."""
+
+
 @dataclass(frozen=True)
 class PartTime:
     """Seconds of one block (or end) and micro-batch on one rank."""
@@ -114,9 +121,10 @@ class PartTime:
 class _Adder:
     """Operators of one part, summed up as they are named."""
 
-    def __init__(self, machine: Machine, software: Software, precision: str) -> None:
+    def __init__(self, machine: Machine, software: Software, plan: Plan) -> None:
         self.chip, self.software = machine.chip, software
-        self.width = ELEMENT_BYTES[precision] / 2
+        self.width = ELEMENT_BYTES[plan.precision] / 2
+        self.is_eager_on_cpu = plan.device == "cpu" and not software.fused
         self.forward = self.inputs = self.weights = self.again = 0.0
         self.kernels = [0, 0, 0]
 
@@ -150,6 +158,12 @@ class _Adder:
         self.again += seconds if again else 0.0
         self.launch(kernels, kernels, kernels if again else 0)
 
+    def sum_gradients(self, elements: float, tensors: int) -> None:
+        """In backward, of a tensor that so many more than one operator took."""
+        seconds = streaming_seconds(self.chip, tensors * elements * self.width * 6.0, tensors)
+        self.inputs += seconds
+        self.launch(0, tensors, 0)
+
     def attend(self, forward: float, backward: float, kernels: int, *, again: bool) -> None:
         self.forward += forward
         self.inputs += backward
@@ -178,7 +192,7 @@ def block_time(
     experts: bool = False,
 ) -> PartTime:
     """One block. Bytes of what streams are per element of the named width, in 16 bits."""
-    add = _Adder(machine, software, plan.precision)
+    add = _Adder(machine, software, plan)
     hidden, tp = dimensions.hidden, plan.tp
     tokens = plan.micro_batch * sequence / plan.cp
     # What lies between the split matrices is computed by every rank of `tp`, or by each for its tokens.
@@ -189,11 +203,12 @@ def block_time(
 
     # Two normalisations, and two branches that join the residual stream (with bias and dropout in GPT).
     join = (6.0, 4.0) if software.gated else (7.0, 5.0)
-    # RMS normalisation has no kernel of its own in eager PyTorch: a square, a mean, a root and two products;
-    # on a CPU ours is in fewer passes (`models.normalization`).
-    norm = (10.0, 18.0, 5) if plan.device == "cpu" else (14.0, 24.0, 5)
-    if software.fused or not software.gated:
-        norm = (4.0, 8.0, 1)
+    # RMS normalisation has no kernel of its own in eager PyTorch: a square, a mean, a root and two products.
+    norm = (4.0, 8.0, 1) if software.fused or not software.gated else (14.0, 24.0, 5)
+    if add.is_eager_on_cpu:
+        join, norm = CPU_JOIN, (*CPU_NORM, 5)
+        # Queries, keys and values, and both halves of SwiGLU, are products of one tensor each.
+        add.sum_gradients(between * hidden, 3)
     for _ in range(2):
         add.stream(between * hidden, *norm, again=halves)
         add.stream(between * hidden, *join, 1, again=halves)
@@ -264,7 +279,7 @@ def _attention(
         # separate tensors.
         turns = (20.0, 24.0, 5) if software.gated else (2.0, 2.0, 1)
         if software.gated and add.width >= 2.0:
-            turns = (4.0, 4.0, 2)
+            turns = (*CPU_TURN, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
         if software.gated and software.fused:
             turns = (4.0, 4.0, 2)
         add.stream(tokens * (heads + kv_heads) * width, *turns, again=second)
@@ -330,7 +345,9 @@ def _network(
 
 def _activation(add: _Adder, elements: float, software: Software, *, again: bool) -> None:
     """SiLU of one half times the other, or bias and GELU."""
-    if software.gated:
+    if add.is_eager_on_cpu and software.gated:
+        add.stream(elements, *CPU_SWIGLU, 2, again=again)
+    elif software.gated:
         add.stream(elements, *((6.0, 10.0, 1) if software.fused else (10.0, 16.0, 2)), again=again)
     else:
         add.stream(elements, *((4.0, 6.0, 1) if software.fused else (8.0, 10.0, 2)), again=again)
@@ -388,13 +405,14 @@ def head_time(
     """The last normalisation, logits in 16 bits and the loss over them."""
     if dimensions.vocabulary is None:
         raise ValueError("a forecast needs dimensions with a vocabulary")
-    add = _Adder(machine, software, plan.precision)
+    add = _Adder(machine, software, plan)
     tokens = plan.micro_batch * sequence / plan.cp
     logits = dimensions.vocabulary / plan.tp
     add.stream(tokens * dimensions.hidden, 4.0, 8.0, 2)
     add.product(tokens, logits, dimensions.hidden, plan.precision)
-    moved = software.loss_bytes / 2 / add.width  # these bytes are in 32 bits already
-    add.stream(tokens * logits, moved, moved, 6)
+    moved = CPU_LOSS if plan.device == "cpu" else (software.loss_bytes / 2, software.loss_bytes / 2)
+    ahead, back = (one / add.width for one in moved)  # these bytes are in 32 bits already
+    add.stream(tokens * logits, ahead, back, 6)
     one = _tensor_exchange(machine, plan, tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision])
     sums = 3 * all_reduce_seconds(machine, Group(plan.tp), tokens * 4)
     return replace(add.part(), tensor_forward=sums, tensor_backward=one)
@@ -404,7 +422,7 @@ def embedding_time(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
 ) -> PartTime:
     """Rows are fetched, and their gradients added up."""
-    add = _Adder(machine, software, plan.precision)
+    add = _Adder(machine, software, plan)
     tokens = plan.micro_batch * sequence / plan.cp
     positions = 4.0 if not software.gated else 0.0
     add.stream(tokens * dimensions.hidden, 4.0 + positions, 8.0 + positions, 2)
