@@ -71,6 +71,15 @@ def test_a_fixed_layout_is_set_beside_the_best(job: Path, capsys: pytest.Capture
     assert causes["bubble"] > 0
 
 
+def test_sizes_that_an_open_job_fixes_are_kept_and_set_beside_the_best_without_them(
+    open_job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = planned(capsys, open_job, "--cluster", "2x2 H100 SXM, 1x25G", "parallel.tp=4")
+    assert told["plan"]["tp"] == 4
+    assert told["search"]["candidates"][0]["plan"]["tp"] < 4
+    assert told["beside_best"]["verdict"] == "slower"
+
+
 def test_why_another_plan_lost_is_answered(open_job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = planned(capsys, open_job, "--cluster", "2x2 H100 SXM, 1x25G", "--why", "tp=4", "--why", "tp=3")
     wide, impossible = told["why"]

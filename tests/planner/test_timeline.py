@@ -65,6 +65,17 @@ def test_a_step_takes_as_long_as_forecast_and_every_rank_is_accounted_for(
     assert all(span.start >= 0 and span.end <= steps.seconds * (1 + 1e-9) for span in steps.spans)
 
 
+def test_what_is_exchanged_apart_from_computing_comes_before_and_after_it() -> None:
+    parts = replace(anatomy(), gather_seconds=0.25, reduce_seconds=0.5, is_overlapped=False)
+    steps = timeline(parts)
+    assert steps.seconds == pytest.approx(step_of(parts).seconds, rel=1e-6)
+    first = min(span.start for span in steps.spans if span.kind == "forward")
+    last = max(span.end for span in steps.spans if span.kind == "backward")
+    assert first == pytest.approx(0.25)
+    assert [span.start for span in steps.spans if span.kind == "reduce"] == pytest.approx([last] * 4)
+    assert min(span.start for span in steps.spans if span.kind == "optimizer") == pytest.approx(last + 0.5)
+
+
 @pytest.mark.parametrize("shared", [2, 4])
 def test_ranks_that_share_cores_are_drawn_as_fast_as_they_are_forecast(shared: int) -> None:
     parts = replace(anatomy(), shared=shared)

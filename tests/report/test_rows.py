@@ -35,6 +35,11 @@ def test_neighbours_too_narrow_to_see_become_one() -> None:
     assert "<title>forward 0…</title>" in drawing
 
 
+def test_narrow_intervals_far_apart_stay_apart() -> None:
+    rows = [Row("rank 0", [Interval(0.0, 1e-6, 1, "forward"), Interval(0.5, 1e-6, 1, "forward")])]
+    assert len(widths(rows_figure("Step", rows, 1.0, []))) == 2
+
+
 def test_neighbours_of_unlike_kinds_stay_apart() -> None:
     rows = [Row("rank 0", [Interval(0.0, 1e-6, 1, "forward"), Interval(1e-6, 1e-6, 3, "backward")])]
     assert len(widths(rows_figure("Step", rows, 1.0, []))) == 2
