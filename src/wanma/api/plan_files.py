@@ -25,8 +25,14 @@ def write_trace(answers: Answers, path: Path) -> None:
     """One step in the Trace Event Format, JSON.
 
     Raises:
-        WanmaError: nobody knows the step's time, or the file cannot be written.
+        WanmaError: nobody knows the step's time, it is no grid of equal ranks, or the file cannot be written.
     """
+    if answers.study.planned.plan.placement:
+        raise WanmaError(
+            f"--trace {path}: steps of replicas that are unlike each other are not drawn",
+            "plan for one kind of machines",
+            EXIT_USAGE,
+        )
     if answers.timeline is None:
         because = f": {answers.study.untimed}" if answers.study.untimed else ""
         raise WanmaError(

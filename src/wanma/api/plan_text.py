@@ -72,7 +72,8 @@ class _Wide:
     """A table that leaves out columns where the window is narrow.
 
     Args:
-        rows: the first one holds the heads; each cell with the least width of window that shows its column.
+        rows: the first one holds the heads.
+        widths: of a window, from which on each column is shown; default: always.
     """
 
     def __init__(self, rows: Sequence[Sequence[RenderableType]], widths: Sequence[int] = ()) -> None:
