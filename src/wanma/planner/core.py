@@ -40,12 +40,16 @@ class Core:
         self.memory = memory_grid(tables.memory(plan), plan, recomputes, states, setting)
         """Bytes of the fullest rank."""
         self.least = np.zeros(self.memory.shape)
-        """No step is shorter; zero where the machine's rates are unknown."""
+        """No step is shorter; zero where the machine's rates are unknown, or no recompute makes it fit."""
         self._variants: list[tuple[list[int], _Variant]] = []
         if unknown_rates(problem, plan) is not None:
             return
         saving = checkpoint_seconds(problem, plan)
-        for columns in states.alike:
+        fits = (self.memory <= problem.memory_bytes).any(axis=0)
+        for alike in states.alike:
+            columns = [column for column in alike if fits[column]]
+            if not columns:
+                continue
             variant = _Variant(tables, states.applied(columns[0], plan), recomputes)
             plans = [states.plans[column] for column in columns]
             self.least[:, columns] = variant.step_seconds(tables, plans) + saving

@@ -107,7 +107,9 @@ class Sketch:
         flights = np.array([kept_of_stages(0, plan, setting) for setting in settings], dtype=np.float64)
         boundary = np.array([boundary_bytes(self._table, plan, one, self._numbers) for one in settings])
         passing = (flights @ self._kept + boundary[:, None]) * np.array(sizes)[:, None]
-        always = np.array([self._always(setting) for setting in settings])
+        accumulating = {one.micro_batches > 1: one for one in settings}
+        by_kind = {accumulates: self._always(one) for accumulates, one in accumulating.items()}
+        always = np.array([by_kind[one.micro_batches > 1] for one in settings])
         least: Array = always[:, None] + more * passing
         return least
 
