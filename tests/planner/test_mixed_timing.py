@@ -153,8 +153,10 @@ def test_the_forecast_is_near_the_simulation_for_any_cuts_and_shares(
     )
     parts = costs(fleet(outer=20e9, across=20e9))
     batch = 2 * one + two
-    simulated = simulated_seconds(parts, plan, batch)
-    assert mixed_step_time(parts, plan, batch).seconds == pytest.approx(simulated, rel=0.06)
+    # The forecast takes all micro-batches to be as large as the largest.
+    filled = max(-(-rows // micro_batch) * micro_batch / rows for rows in (one, two))
+    share = mixed_step_time(parts, plan, batch).seconds / simulated_seconds(parts, plan, batch)
+    assert 0.965 <= share <= 1.035 * filled
 
 
 def test_a_simulated_replica_alone_takes_its_work_and_nothing_else() -> None:

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     spans: tuple[tuple[int, int], ...]
     """Kinds of devices that replicas of one group have stages on."""
     singles: tuple[int, ...]
-    """Kinds that have replicas of their own, on what those that span leave of them."""
+    """Kinds that have replicas of their own. Of the two that others span, one may: on what these leave."""
 
     @property
     def groups(self) -> int:
@@ -64,13 +64,21 @@ class Share(NamedTuple):
 
 
 def search_mixed(
-    problem: Problem, fleet: Fleet, start: Plan, space: MixedSpace | None = None, *, keep: int = 20
+    problem: Problem,
+    fleet: Fleet,
+    start: Plan,
+    space: MixedSpace | None = None,
+    *,
+    keep: int = 20,
+    tolerance: float = 0.005,
 ) -> Found:
     """The fastest plan of each set of groups that the best one does not rule out, and of each kind alone.
 
     Args:
         problem: of it the model, the batch and the program count; the machines are the fleet's.
         start: what holds for every replica: precision, compile, and whether `tp` shares the sequence.
+        tolerance: what a more complicated plan must gain, as a share of the time; far below what a forecast
+            can tell apart. With 0 the best of the space is found.
 
     Raises:
         JobError: the model is no decoder, or no kind of device computes in the plan's precision.
@@ -82,7 +90,7 @@ def search_mixed(
             "plan for one kind of machines of the cluster, or give parallel.batch_shares",
         )
     costs = MixedCosts(problem, fleet, start)
-    search = _Search(costs, space or MixedSpace())
+    search = _Search(costs, space or MixedSpace.of_kinds(len(fleet.kinds)), tolerance)
     if not search.usable:
         names = ", ".join(kind.name for kind in fleet.kinds)
         raise JobError(
@@ -102,8 +110,9 @@ def search_mixed(
 
 
 class _Search:
-    def __init__(self, costs: MixedCosts, space: MixedSpace) -> None:
+    def __init__(self, costs: MixedCosts, space: MixedSpace, tolerance: float) -> None:
         self.costs, self.space = costs, space
+        self.gain = 1 - max(tolerance, 1e-9)
         self.fleet, self.batch = costs.fleet, costs.problem.global_batch
         self.placer = Placer(costs)
         self.usable = [number for number, kind in enumerate(self.fleet.kinds) if costs.can_compute(kind)]
@@ -119,7 +128,7 @@ class _Search:
         self.pruned = Counter[str]()
 
     def run(self) -> None:
-        for shape in _shapes(self.usable):
+        for shape in _shapes(self.usable, self.space.rest):
             for shard in self.space.shard:
                 # A kind alone is what a mixed plan is compared with, and so is always found.
                 alone = len(shape.kinds) == 1
@@ -142,7 +151,7 @@ class _Search:
         else:
             best, seconds = None, limit
         while True:
-            shares = self._within(shape, shard, seconds * (1 - 1e-9))
+            shares = self._within(shape, shard, seconds * self.gain)
             if shares is None:
                 return best
             best, seconds = self._tightened(shares)
@@ -286,7 +295,10 @@ class _Search:
             return None
         option = options[number]
         fewest = max(math.ceil(wanted / (count * option.micro_batch)), option.stages)
-        if options.least_seconds(number, fewest, self.placer.pace(option, is_sharded(count, shard))) > seconds:
+        if (
+            options.least_seconds(number, fewest, self.placer.pace(option, is_sharded(count, shard)))
+            > seconds
+        ):
             return None
         placed = self.placer.place(option, count, groups, shard)
         if placed is None:
@@ -324,8 +336,16 @@ class _Search:
 
     def _densest(self, kind: int, seconds: float) -> float:
         options = self._of((kind,))
-        each = options.samples * self._most((kind,), seconds) / options.devices[:, 0]
-        return float(np.max(each, initial=0.0))
+        devices = options.devices[:, 0]
+        uppers = options.samples * self._most((kind,), seconds) / devices
+        best = 0.0
+        for number in np.argsort(-uppers, kind="stable"):
+            if uppers[number] <= best:
+                break
+            pace = self.placer.pace(options[int(number)], True)
+            most = options.most_at_pace(int(number), seconds, pace)
+            best = max(best, float(options.samples[number] * most / devices[number]))
+        return best
 
     def _span_uppers(self, span: tuple[int, int], shape: Shape, seconds: float) -> tuple[Numbers, Numbers]:
         """Samples that each option does at most, with replicas on what it leaves; and its copies."""
@@ -344,7 +364,7 @@ _LONGEST_SECONDS = 1e7
 """Of a step; what takes longer, nobody runs."""
 
 
-def _shapes(kinds: Sequence[int]) -> Iterator[Shape]:
+def _shapes(kinds: Sequence[int], rest: bool) -> Iterator[Shape]:
     """All sets of groups, those with the fewest groups and without spans first."""
     pairs = list(itertools.combinations(kinds, 2))
     shapes = []
@@ -353,7 +373,11 @@ def _shapes(kinds: Sequence[int]) -> Iterator[Shape]:
             if len({kind for span in spans for kind in span}) < 2 * number:
                 continue
             for size in range(len(kinds) + 1):
-                shapes += [Shape(spans, singles) for singles in itertools.combinations(kinds, size)]
+                for singles in itertools.combinations(kinds, size):
+                    # As many replicas span two kinds as there are devices for: of one kind nothing is left.
+                    most = max((len({*span} & {*singles}) for span in spans), default=0)
+                    if most <= int(rest):
+                        shapes.append(Shape(spans, singles))
     return iter(
         sorted((shape for shape in shapes if shape.groups), key=lambda one: (len(one.spans), one.groups))
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from wanma.job.placement import Place, Replicas
 from wanma.job.sections import Shard
 from wanma.planner.mixed_timing import MixedCosts, Pipeline, Units, is_sharded, replica_seconds
-from wanma.planner.replica_options import Option
+from wanma.planner.replica_options import Option, Segment
 
 
 class Placed:
@@ -112,6 +112,7 @@ class Placer:
 
     def __post_init__(self) -> None:
         self._cuts: dict[tuple[Option, bool], _Cut | None] = {}
+        self._held: dict[tuple[object, ...], int] = {}
         self._placed: dict[tuple[Option, int, int, Shard], Placed | None] = {}
         self._replicas: dict[tuple[Option, int, Shard], Replicas | None] = {}
 
@@ -128,18 +129,41 @@ class Placer:
         return self._placed[key]
 
     def pace(self, option: Option, sharded: bool) -> float:
-        """Least seconds of the slowest stage, with memory enough; endless where there are too few blocks.
+        """Least seconds of the slowest stage in any number of copies; endless where none fits into memory.
 
         Args:
             sharded: as of `MixedCosts.units`.
         """
-        cut = self._free_cut(option, sharded)
+        cut = self._widest_cut(option, sharded)
         return cut.pace if cut is not None else math.inf
 
-    def _free_cut(self, option: Option, sharded: bool) -> _Cut | None:
+    def _widest_cut(self, option: Option, sharded: bool) -> _Cut | None:
+        """With the memory that stages need when so many copies share the state that it needs none."""
         if (option, sharded) not in self._cuts:
-            self._cuts[option, sharded] = self._cut(option, sharded, None)
+            most = [self._most_held(option, stage) for stage in range(option.stages)]
+            self._cuts[option, sharded] = None if min(most) < 0 else self._cut(option, sharded, most)
         return self._cuts[option, sharded]
+
+    def _most_held(self, option: Option, stage: int) -> int:
+        """Blocks of a stage in any number of copies and of micro-batches; −1 where it fits with none."""
+        place = _places(option)[stage]
+        # What counts is how many stages come behind it, and whether any come before.
+        behind, first = option.stages - 1 - stage, stage == 0
+        key = (place, option.micro_batch, option.recompute, behind, first)
+        if key not in self._held:
+            like = Option(
+                (Segment(place.node, place.tp, behind + (1 if first else 2)),),
+                option.micro_batch,
+                option.recompute,
+            )
+            # One copy needs no communicator, many share the state.
+            self._held[key] = max(
+                self._most_fitting(
+                    _replicas(like, count, [0] * like.stages), "optimizer", 0 if first else 1, behind + 1
+                )
+                for count in (1, _ANY)
+            )
+        return self._held[key]
 
     def replicas(self, option: Option, count: int, shard: Shard) -> Replicas | None:
         """With the best cuts that fit into memory; None where none do."""
@@ -150,29 +174,46 @@ class Placer:
 
     def _fitting(self, option: Option, count: int, shard: Shard) -> Replicas | None:
         sharded = is_sharded(count, shard)
-        free = self._free_cut(option, sharded)
-        if free is None:
+        widest = self._widest_cut(option, sharded)
+        if widest is None:
             return None
-        replicas = _replicas(option, count, free.blocks)
+        replicas = _replicas(option, count, widest.blocks)
         # What more micro-batches need, limits their number (`Placed.most_micro_batches`).
         if self.costs.fits(replicas, shard, option.stages):
             return replicas
         if option.stages == 1:
             return None
-        most = self._most_blocks(option, count, shard)
-        limited = self._cut(option, sharded, most) if most is not None else None
+        most = [self._most_fitting(replicas, shard, stage, option.stages) for stage in range(option.stages)]
+        limited = self._cut(option, sharded, most) if min(most) >= 0 else None
         return None if limited is None else _replicas(option, count, limited.blocks)
 
-    def _cut(self, option: Option, sharded: bool, most: Sequence[int] | None) -> _Cut | None:
+    def _most_fitting(self, replicas: Replicas, shard: Shard, stage: int, micro_batches: int) -> int:
+        """Blocks with which a stage fits into its device; −1 where it fits with none."""
+        layers = self.costs.dimensions.layers
+        low, high = -1, layers
+        while low < high:
+            middle = (low + high + 1) // 2
+            # Of the kind that is most of the model.
+            blocks = tuple(self.costs.counts(layers - middle, layers))
+            needed = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
+            if (
+                needed.forecast.memory_bytes
+                <= self.costs.fleet.kinds[replicas.places[stage].node].memory_bytes
+            ):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _cut(self, option: Option, sharded: bool, most: Sequence[int]) -> _Cut | None:
         """Blocks of each stage so that the slowest is as fast as can be; None where there are too few blocks.
 
         Args:
-            most: of each stage, at most; None: any number.
+            most: of each stage, at most.
         """
         blocks = self.costs.dimensions.layers
         places = _places(option)
         last = len(places) - 1
-        bounds = [blocks] * len(places) if most is None else most
         units = [
             self.costs.units(
                 place.node,
@@ -189,7 +230,7 @@ class Placer:
             _Stage(
                 unit.blocks[0].seconds,
                 unit.first.seconds * (number == 0) + unit.last.seconds * (number == last),
-                bounds[number],
+                most[number],
                 # The first and the last stage hold something without any block.
                 0 if number in (0, last) else 1,
             )
@@ -252,31 +293,9 @@ class Placer:
         counts = self.costs.counts(start, stop)
         return sum(count * part.seconds for count, part in zip(counts, unit.blocks, strict=True))
 
-    def _most_blocks(self, option: Option, count: int, shard: Shard) -> list[int] | None:
-        """Of each stage, by memory; None where a stage fits with none."""
-        replicas = _replicas(option, count, [0] * option.stages)
-        found = []
-        for stage in range(option.stages):
-            low, high = -1, self.costs.dimensions.layers
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._stage_fits(replicas, shard, stage, middle):
-                    low = middle
-                else:
-                    high = middle - 1
-            if low < 0:
-                return None
-            found.append(low)
-        return found
 
-    def _stage_fits(self, replicas: Replicas, shard: Shard, stage: int, blocks: int) -> bool:
-        """Whether a stage does with so many blocks, of the kind that is most of the model."""
-        layers = self.costs.dimensions.layers
-        counts = tuple(self.costs.counts(layers - blocks, layers))
-        needed = self.costs.stage_memory(
-            replicas, shard, len(replicas.places), stage, counts
-        ).forecast.memory_bytes
-        return needed <= self.costs.fleet.kinds[replicas.places[stage].node].memory_bytes
+_ANY = 1 << 20
+"""Copies, of which each holds next to nothing of what they share."""
 
 
 def _places(option: Option) -> list[Place]:

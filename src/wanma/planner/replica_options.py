@@ -8,6 +8,7 @@ never below what an option does, so that a search that leaves out what they rule
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,8 +52,8 @@ class MixedSpace:
     """Values of every choice for plans on unlike machines.
 
     A replica is on one kind of device or spans two, with the stages of each kind next to each other. It has
-    as many copies as there are devices for; a kind may hold a part of those that span, and replicas of its
-    own on what these leave.
+    as many copies as there are devices for; where this leaves devices of one of two kinds, they may have
+    replicas of their own (`rest`).
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
@@ -61,6 +62,18 @@ class MixedSpace:
     micro_batch: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     shard: tuple[Shard, ...] = ("optimizer", "nothing")
+    rest: bool = True
+    """Whether devices that spanning replicas leave have replicas of their own."""
+
+    @classmethod
+    def of_kinds(cls, number: int) -> MixedSpace:
+        """For clusters of so many kinds of devices.
+
+        Of more than two, spanning replicas leave devices idle: what is left can rarely do better than each
+        kind by itself, and to rule it out takes most of the time. Nor is it tried to share nothing of the
+        optimizer's state, which needs more memory and saves next to no time.
+        """
+        return cls() if number <= 2 else cls(shard=("optimizer",), rest=False)
 
 
 class Options:
@@ -100,12 +113,24 @@ class Options:
         self._fast_work = layers * np.take_along_axis(block, fast, 1)[:, 0] + ends
         self._fast_stages = np.take_along_axis(stages, fast, 1)[:, 0]
         self._backward = of_segments(tables.backward).min(axis=1)
+        self._pace = np.maximum(_whole_blocks_pace(stages, block, costs.dimensions.layers), self._even)
 
     def least_seconds(self, number: int, micro_batches: int, pace: float) -> float:
         """Of one replica whose slowest stage takes at least `pace`; see `most_micro_batches`."""
+        if math.isinf(pace):
+            return pace
         deep = float(self._deep[number])
         rest = micro_batches - deep + (deep - 1) * float(self._backward[number])
         return max(float(self._fast_work[number]), pace) + rest * pace
+
+    def most_at_pace(self, number: int, seconds: float, pace: float) -> int:
+        """Micro-batches of one replica in `seconds`, never too few; the inverse of `least_seconds`."""
+        if math.isinf(pace):
+            return 0
+        deep = float(self._deep[number])
+        left = seconds - max(float(self._fast_work[number]), pace)
+        most = math.floor((left / pace + deep - (deep - 1) * float(self._backward[number])) * (1 + 1e-12))
+        return most if most >= deep else 0
 
     def __getitem__(self, number: int) -> Option:
         segments, variant = divmod(number, len(self._variants))
@@ -125,10 +150,22 @@ class Options:
         before = self._deep - (self._deep - 1) * self._backward
         even = seconds / self._even - self._deep
         fast = (seconds - self._fast_work) * self._fast_stages / self._fast_work
-        most = np.floor((np.maximum(even, fast) + before) * (1 + 1e-12))
+        whole = (seconds - np.maximum(self._fast_work, self._pace)) / self._pace
+        most = np.floor((np.minimum(np.maximum(even, fast), whole) + before) * (1 + 1e-12))
         # 1F1B runs at least as many as there are stages.
         found: Numbers = np.where(most < self._deep, 0.0, most)
         return found
+
+
+def _whole_blocks_pace(stages: Numbers, block: Numbers, layers: int) -> Numbers:
+    """Seconds of the slowest stage where stages hold whole blocks, in each row of (options, kinds)."""
+    found = np.full(len(stages), np.inf)
+    for kind in range(stages.shape[1]):
+        for number in range(layers + 1):
+            limit = number * block[:, kind]
+            held = (stages * np.floor(limit[:, None] / block * (1 + 1e-12))).sum(axis=1)
+            found = np.where(held >= layers, np.minimum(found, limit), found)
+    return found
 
 
 class _Tables:
