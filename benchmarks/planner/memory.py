@@ -67,11 +67,11 @@ def main() -> None:
     print(text)
     if options.write:
         path = RESULTS / "planner-memory.md"
-        kept = path.read_text().partition(_RUNS)[2] if path.exists() else ""
-        path.write_text(text + (f"\n{_RUNS}{kept}" if kept else ""))
+        kept = path.read_text().partition(RUNS_HEADING)[2] if path.exists() else ""
+        path.write_text(text + (f"\n{RUNS_HEADING}{kept}" if kept else ""))
 
 
-_RUNS = "# Forecasts beside real runs"
+RUNS_HEADING = "# Forecast memory beside real runs"
 """Heading of what another command writes into the same file."""
 
 

@@ -208,6 +208,8 @@ def test_a_billion_parameters_in_bf16_on_eight_gpus_by_hand() -> None:
     gathered = (200_000_000 + 2 * 50_000_000) * 2
     assert forecast.fragmentation_bytes == int(0.12 * (gathered + sum(in_block)))
     assert forecast.runtime_bytes == (600 + 256) << 20
+    assert forecast.tensor_bytes == here.state.parameters + here.state.optimizer + sum(in_block)
+    assert forecast.to_json()["tensor_bytes"] == forecast.tensor_bytes
 
 
 @pytest.mark.parametrize(

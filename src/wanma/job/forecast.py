@@ -135,7 +135,7 @@ class Forecast:
     activations_bytes: int
     logits_bytes: int
     runtime_bytes: int = 0
-    """Python, torch and its libraries themselves; only where the measure counts them (CPU)."""
+    """Before the first tensor: Python, torch and its libraries; on a GPU CUDA and NCCL."""
     host_bytes: int = 0
     """What waits in the host's memory, not on the device (parallel.offload_*)."""
     disk_bytes: int = 0
@@ -165,5 +165,10 @@ class Forecast:
             + self.fragmentation_bytes
         )
 
+    @property
+    def tensor_bytes(self) -> int:
+        """Of `memory_bytes` what torch allocates: what a recorder counts on a GPU."""
+        return self.memory_bytes - self.runtime_bytes - self.fragmentation_bytes
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "memory_bytes": self.memory_bytes}
+        return {**asdict(self), "memory_bytes": self.memory_bytes, "tensor_bytes": self.tensor_bytes}

@@ -155,15 +155,13 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Of the device, at its peak."""
+        """On the device, at its peak, beside what CUDA or Python take."""
         lasting, passing = self.state.parameters + self.state.optimizer, max(map(sum, self.moments))
         return lasting + passing + self._fragmentation(passing)
 
     def _fragmentation(self, passing: float) -> float:
-        lasting, shares = (
-            self.state.parameters + self.state.optimizer,
-            unused_shares(self.plan, self.software),
-        )
+        lasting = self.state.parameters + self.state.optimizer
+        shares = unused_shares(self.plan, self.software)
         return shares.lasting * lasting + shares.gathered * self.state.gathered + shares.passing * passing
 
     @property

@@ -1,0 +1,178 @@
+"""Memory forecasts beside the peaks of real runs on this machine's processors.
+
+    python -m benchmarks.planner.memory_runs --runs 3     # three that are not measured yet; again to carry on
+    python -m benchmarks.planner.memory_runs              # only the report
+
+State is in benchmarks/results/planner-memory-runs.json, the report a section of planner-memory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import RESULTS, machine, run_command
+from benchmarks.planner.memory import RUNS_HEADING
+from wanma.job.plan import Plan
+from wanma.job.sections import ModelSection
+from wanma.models.workload import section_dimensions, section_workload
+from wanma.planner.memory import CPU_RUNTIME_BYTES, memory_of_ranks
+
+STATE = RESULTS / "planner-memory-runs.json"
+SEQUENCE, BATCH, STEPS = 256, 8, 3
+"""From the third step on a process grows no more."""
+TIMEOUT_SECONDS = 300.0
+MIB = 1 << 20
+
+MODELS: dict[str, dict[str, Any]] = {
+    "deep": {"family": "decoder", "layers": 8, "hidden": 512, "heads": 8, "vocabulary": 8192},
+    "wide": {
+        "family": "decoder",
+        "layers": 6,
+        "hidden": 768,
+        "heads": 12,
+        "kv_heads": 4,
+        "vocabulary": 32000,
+    },
+}
+
+
+class Run(NamedTuple):
+    model: str
+    parallel: dict[str, Any]
+    precision: str = "fp32"
+    is_fitted: bool = True
+    """Whether the heap's allowance was chosen by it."""
+
+    @property
+    def name(self) -> str:
+        sizes = " ".join(f"{key} {value}" for key, value in self.parallel.items())
+        return f"{self.model}, {sizes}, {self.precision}"
+
+
+RUNS = (
+    Run("deep", {"micro_batch": 8}),
+    Run("deep", {"micro_batch": 2}),
+    Run("deep", {"micro_batch": 8, "recompute": "full"}),
+    Run("wide", {"micro_batch": 4}),
+    Run("deep", {"dp_replicate": 2, "micro_batch": 4}),
+    Run("deep", {"dp_shard": 2, "micro_batch": 2}),
+    Run("wide", {"tp": 2, "micro_batch": 8}),
+    Run("wide", {"pp": 2, "micro_batch": 1}),
+    Run("deep", {"dp_shard": 4, "micro_batch": 2}),
+    Run("wide", {"tp": 2, "dp_shard": 2, "micro_batch": 2}),
+    Run("deep", {"pp": 2, "dp_replicate": 2, "micro_batch": 1}),
+    Run("wide", {"cp": 2, "dp_replicate": 2, "micro_batch": 4}),
+    Run("deep", {"micro_batch": 8}, "bf16", is_fitted=False),
+    Run("wide", {"micro_batch": 2, "recompute": "selective"}, is_fitted=False),
+    Run("wide", {"dp_shard": 2, "shard": "optimizer", "micro_batch": 2}, is_fitted=False),
+    Run("deep", {"tp": 2, "micro_batch": 8}, is_fitted=False),
+    Run("wide", {"pp": 4, "micro_batch": 1}, is_fitted=False),
+    Run("deep", {"dp_replicate": 4, "micro_batch": 2}, is_fitted=False),
+    Run("wide", {"dp_shard": 2, "shard": "gradients", "micro_batch": 2}, "bf16", is_fitted=False),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=0, help="most runs to measure now")
+    left = parser.parse_args().runs
+    state: dict[str, Any] = json.loads(STATE.read_text()) if STATE.exists() else {}
+    for run in RUNS:
+        if left > 0 and run.name not in state:
+            state[run.name] = _measure(run)
+            STATE.write_text(json.dumps(state, indent=1) + "\n")
+            left -= 1
+    text = report(state)
+    print(text)
+    path = RESULTS / "planner-memory.md"
+    before = path.read_text().partition(RUNS_HEADING)[0].rstrip() if path.exists() else ""
+    path.write_text(f"{before}\n\n{text}")
+
+
+def _measure(run: Run) -> dict[str, Any]:
+    """The plan that ran, and the peak of rank 0's resident memory in bytes."""
+    with tempfile.TemporaryDirectory(prefix="wanma-memory-") as folder:
+        sections: dict[str, dict[str, Any]] = {
+            "model": MODELS[run.model],
+            "data": {"text": [str(Path(__file__).parent)], "sequence_length": SEQUENCE},
+            "train": {"steps": STEPS, "global_batch": BATCH, "precision": run.precision},
+            "parallel": run.parallel,
+            "checkpoint": {"every_steps": 0},
+            "cluster": {"device": "cpu"},
+        }
+        sections["data"]["cache"] = str(Path(folder) / "cache")
+        lines = [
+            line
+            for name, keys in sections.items()
+            for line in (f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()))
+        ]
+        job, directory = Path(folder) / "job.toml", Path(folder) / "run"
+        job.write_text("\n".join(lines) + "\n")
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_"))
+        }
+        command = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(directory)]
+        run_command(command, environment, Path(folder) / "output.log", TIMEOUT_SECONDS)
+        records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        planned = json.loads((directory / "plan.json").read_text())
+    peak = max(record["memory_bytes"] for record in records)
+    return {"plan": planned["plan"], "memory_bytes": peak, "machine": machine()}
+
+
+def report(state: dict[str, Any]) -> str:
+    lines = [
+        RUNS_HEADING,
+        "",
+        f"Peak resident memory of rank 0 in {STEPS} steps, in MiB. `tensors`: of the forecast, what torch",
+        f"allocates; the rest is {CPU_RUNTIME_BYTES / MIB:.0f} of Python and torch, and the heap's holes.",
+        "",
+        "| run | | measured | forecast | error | tensors |",
+        "|---|---|---|---|---|---|",
+    ]
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for run in RUNS:
+        if run.name not in state:
+            continue
+        measured, plan = state[run.name]["memory_bytes"], Plan.from_json(state[run.name]["plan"])
+        section = ModelSection(**MODELS[run.model])
+        workload = section_workload(
+            section, vocabulary=None, sequence_length=SEQUENCE, image_shape=None, classes=None
+        )
+        assert workload is not None
+        forecast = memory_of_ranks(
+            workload,
+            plan,
+            "adamw",
+            micro_batches=plan.accumulation(BATCH),
+            dimensions=section_dimensions(section, None),
+        )[0].forecast
+        error = forecast.memory_bytes / measured - 1
+        errors[run.is_fitted].append(error)
+        tensors = forecast.memory_bytes - forecast.runtime_bytes - forecast.fragmentation_bytes
+        mark = "fitted" if run.is_fitted else "checked"
+        lines.append(
+            f"| {run.name} | {mark} | {measured / MIB:.0f} | {forecast.memory_bytes / MIB:.0f} "
+            f"| {error:+.1%} | {tensors / MIB:.0f} |"
+        )
+    for which, found in (("fitted", errors[True]), ("checked", errors[False])):
+        if found:
+            mean = statistics.mean(map(abs, found))
+            lines.append(
+                f"| mean error | {which} | | | {mean:.1%}, {min(found):+.1%} to {max(found):+.1%} | |"
+            )
+    machines = {json.dumps(entry["machine"], sort_keys=True) for entry in state.values()}
+    lines += ["", *(f"Machine: {text}" for text in sorted(machines)), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
