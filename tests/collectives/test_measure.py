@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import run_ranks
-from wanma.collectives.measure import COLLECTIVES, collective_seconds
+from wanma.collectives.measure import COLLECTIVES, Collective, collective_seconds
 from wanma.job.plan import Plan
 from wanma.job.worker import Worker
 
 
-def measure(worker: Worker) -> tuple[dict[str, float], list[float]]:
+def measure(worker: Worker) -> tuple[dict[Collective, float], list[float]]:
     from wanma.parallel.mesh import process_grid
 
     with process_grid(worker, Plan(dp_replicate=2), 60):

@@ -89,7 +89,8 @@ def test_a_cpu_is_found_again_from_what_it_would_measure() -> None:
     assert found.chip.bandwidth_bytes_per_second == pytest.approx(20e9, rel=0.02)
     for point in points(truth, "fp32", 4e-6):
         if point.operator == "product":
-            expected = product_seconds(found.chip, *point.shape, "fp32")
+            m, n, k = point.shape
+            expected = product_seconds(found.chip, m, n, k, "fp32")
         elif point.operator == "attention":
             sequences, length, heads, width = point.shape
             expected = attention_seconds(
