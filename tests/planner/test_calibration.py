@@ -47,7 +47,7 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
 
 def test_where_nothing_was_kept_there_is_nothing(tmp_path: Path) -> None:
     assert load_calibration(tmp_path / "none.json") == Calibration()
-    assert Calibration().machine("CPU", 2, 1) is None
+    assert Calibration().find("CPU", 2, 1) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 0}', '{"version": 1, "measured": [{}]}'])
@@ -79,14 +79,6 @@ def test_the_nearest_number_of_ranks_and_threads_is_found() -> None:
     assert kept.find("CPU", 8, 1) == measured(ranks=4, threads=1)
     assert kept.find("CPU", 2, 4) == measured(ranks=1, threads=4)
     assert kept.find("another", 1, 1) is None
-
-
-def test_a_machine_has_as_many_devices_as_are_asked() -> None:
-    kept = Calibration((measured(ranks=2),))
-    for ranks in (1, 2, 8):
-        found = kept.machine("CPU", ranks, 1)
-        assert found is not None
-        assert found.devices == ranks
 
 
 def test_a_new_measurement_replaces_the_old_one_and_what_was_learned_beside_it() -> None:

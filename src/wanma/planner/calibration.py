@@ -2,7 +2,7 @@
 
 `wanma cluster --calibrate` runs operators and collectives and keeps their times (`Point`) with the curves
 fitted to them (`Measured.machine`). `wanma plan --learn RUN` keeps, apart from these, by how much forecasts
-missed (`Corrections`). `Calibration.machine` is both together. Pure data, without torch.
+missed (`Corrections`). `machines.machine_of` takes both. Pure data, without torch.
 """
 
 from __future__ import annotations
@@ -151,18 +151,6 @@ class Calibration:
     def correction(self, device: str) -> Corrections:
         """What runs on `device` taught; no correction where there were none."""
         return self.corrections.get(device, Corrections())
-
-    def machine(self, device: str, ranks: int, threads: int = 0) -> Machine | None:
-        """`ranks` devices at the rates measured and corrected; None where `device` was never measured.
-
-        Where another number of ranks was measured, the outermost link is taken to join as many as are asked.
-        """
-        found = self.find(device, ranks, threads)
-        if found is None:
-            return None
-        *inner, outermost = found.machine.links
-        links = (*(link for link in inner if link.devices < ranks), replace(outermost, devices=max(ranks, 1)))
-        return self.correction(device).applied(replace(found.machine, links=links))
 
     def with_measured(self, *measured: Measured) -> Calibration:
         """With these in place of earlier ones of the same device, ranks and threads.
