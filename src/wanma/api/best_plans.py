@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.machines import here, run_on
-from wanma.api.planning import job_dimensions, job_workload
+from wanma.api.planning import job_dimensions
+from wanma.api.read_model import read_model
 from wanma.hardware.cluster_file import read_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
@@ -110,13 +111,15 @@ def _workload(
             )
         from wanma.models.workload import module_workload
 
-        return module_workload(module, tuple(example), targets_per_sample)
+        return module_workload(
+            module, tuple(example), targets_per_sample, precision=job.train.precision, autocast=True
+        )
     if example is not None:
         raise JobError("example= describes the inputs of a module, and a job was given", "leave example= out")
-    workload = job_workload(job)
+    workload, reason = read_model(job)
     if workload is None:
         raise JobError(
-            f"model.factory = '{job.model.factory}': what goes into its forward is known only once it runs",
+            f"model.factory = '{job.model.factory}': {reason}",
             "give the module itself: wanma.plan(module, cluster, example=(tensor, ...))",
         )
     return workload
