@@ -21,12 +21,12 @@ from wanma.planner.module_timing import (
     told_of_tables,
 )
 from wanma.planner.operators import Software, product_precision
-from wanma.planner.pieces import Pieces, stages_of
+from wanma.planner.pieces import Blocks, Pieces, stages_of
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
 from wanma.planner.step import Anatomy, anatomy_of_stages, step_of
 from wanma.planner.timing import boundary_seconds as decoder_boundary_seconds
-from wanma.planner.timing import decoder_pieces
+from wanma.planner.timing import decoder_blocks, decoder_pieces
 
 SNAPSHOT_BYTES_PER_SECOND = 6.5e9
 """At which a rank copies its part of the state aside while training waits: 0.2 GB in 0.030 s, measured
@@ -129,6 +129,14 @@ def pieces_of(problem: Problem, plan: Plan) -> Pieces:
     if problem.dimensions is None:
         return module_pieces(problem.workload, plan, machine, habits)
     return decoder_pieces(problem.dimensions, problem.sequence, plan, machine, habits)
+
+
+def blocks_of(problem: Problem, plan: Plan) -> tuple[Blocks, ...]:
+    """As in `pieces_of`."""
+    machine, habits = problem.machine, software(problem, plan)
+    if problem.dimensions is None:
+        return module_pieces(problem.workload, plan, machine, habits).blocks
+    return decoder_blocks(problem.dimensions, problem.sequence, plan, machine, habits)
 
 
 def boundary_seconds(problem: Problem, plan: Plan) -> float:

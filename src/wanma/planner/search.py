@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Recompute, Schedule
-from wanma.planner.admits import micro_batches_fit
 from wanma.planner.candidates import Candidate, Found, pareto_front
 from wanma.planner.core import Core
 from wanma.planner.forecast import forecast, memory_setting, unknown_rates
@@ -41,6 +40,7 @@ from wanma.planner.space import (
     staged,
     states,
 )
+from wanma.planner.stages import wrong_micro_batches
 from wanma.planner.tables import Array, Tables
 
 SLOWEST = 1.5
@@ -215,15 +215,18 @@ class _Search:
                     plan.virtual_stages,
                     plan.stage_cuts,
                     recomputes(self.space, plan),
-                    [
-                        size
-                        for size in sizes
-                        if micro_batches_fit(replace(plan, micro_batch=size), self.space.batches)
-                    ],
+                    [size for size in sizes if self._runs(plan, size)],
                 )
                 for plan in staged(self.space, split, self.problem.workload)
             ]
         return self._schedules[key]
+
+    def _runs(self, plan: Plan, size: int) -> bool:
+        """As `admits.micro_batches_fit`, with micro-batches of `size`."""
+        return plan.pp == 1 or not any(
+            wrong_micro_batches(plan.schedule, plan.pp, _accumulation(plan, size, batch))
+            for batch in self.space.batches
+        )
 
     def _divide_split(self, grid: Grid, split: Plan, schedules: list[_Schedule], shared: States) -> None:
         for one in schedules:

@@ -16,11 +16,11 @@ import numpy.typing as npt
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
 from wanma.planner.data_parallel import DataParallel, block_key
+from wanma.planner.forecast import blocks_of, pieces_of, software, trained_share
 from wanma.planner.forecast import boundary_seconds as seconds_between
-from wanma.planner.forecast import pieces_of, software, trained_share
 from wanma.planner.memory_table import MemoryTable, table_key, tabulate
 from wanma.planner.operators import PartTime
-from wanma.planner.pieces import Pieces, pieces_key
+from wanma.planner.pieces import Blocks, Pieces, pieces_key
 from wanma.planner.problem import Problem
 from wanma.planner.step import Stage, optimizer_seconds, stage_cost
 
@@ -76,6 +76,7 @@ class Exchange(NamedTuple):
     optimizer: float
 
 
+_AGAIN: tuple[Recompute, ...] = ("selective", "full")
 _STEP = 1e-3
 """Share by which a line's slope is told; no stage recomputes less of its blocks, but for nothing."""
 
@@ -93,17 +94,25 @@ class Tables:
         return self._made[key]  # type: ignore[return-value]  # what this key's maker made
 
     def pieces(self, plan: Plan) -> Pieces:
-        return self._once(("pieces", pieces_key(plan)), lambda: pieces_of(self.problem, plan))
+        """With what full recompute would run again, whatever the plan's."""
+        key = ("pieces", pieces_key(plan))
+        return self._once(key, lambda: pieces_of(self.problem, replace(plan, recompute="full")))
+
+    def _blocks(self, plan: Plan, recompute: Recompute) -> tuple[Blocks, ...]:
+        if recompute != "selective":
+            return self.pieces(plan).blocks
+        key = ("selective", pieces_key(plan))
+        return self._once(key, lambda: blocks_of(self.problem, replace(plan, recompute="selective")))
 
     def blocks(self, plan: Plan, recompute: Recompute, micro_batches: int) -> tuple[UnitCost, ...]:
         """One block of each kind."""
         key = ("blocks", pieces_key(plan), recompute, block_key(plan), micro_batches)
 
         def make() -> tuple[UnitCost, ...]:
-            changed = replace(plan, recompute=recompute)
+            runs_again = recompute != "none"
             return tuple(
-                self._unit(kind.part, kind.parameters, changed, micro_batches)
-                for kind in self.pieces(changed).blocks
+                self._unit(kind.part, kind.parameters, plan, micro_batches, runs_again)
+                for kind in self._blocks(plan, recompute)
             )
 
         return self._once(key, make)
@@ -117,17 +126,18 @@ class Tables:
         key = ("ends", pieces_key(plan), block_key(plan), micro_batches)
 
         def make() -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
-            plain = replace(plan, recompute="none")
-            pieces = self.pieces(plain)
+            pieces = self.pieces(plan)
             before, after = (
-                tuple(self._unit(end.part, end.parameters, plain, micro_batches) for end in ends)
+                tuple(self._unit(end.part, end.parameters, plan, micro_batches, False) for end in ends)
                 for ends in (pieces.before, pieces.after)
             )
             return before, after
 
         return self._once(key, make)
 
-    def _unit(self, part: PartTime, parameters: float, plan: Plan, micro_batches: int) -> UnitCost:
+    def _unit(
+        self, part: PartTime, parameters: float, plan: Plan, micro_batches: int, runs_again: bool
+    ) -> UnitCost:
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plan, machine, habits, trained_share(self.problem))
         apart = replace(plan, schedule="zbv")
@@ -138,7 +148,7 @@ class Tables:
             return found.forward, found.backward + found.weights, found.weights
 
         forward, backward, weights = cost(0.0)
-        if plan.recompute == "none":
+        if not runs_again:
             flat = Line(backward, 0.0)
             return UnitCost(forward, weights, (flat, flat), parameters)
         whole = cost(1.0)[1]
@@ -154,32 +164,30 @@ class Tables:
 
     def _bare(self, plan: Plan, size: int) -> tuple[list[float] | tuple[float, float], ...]:
         # Nothing that is trained: there is nothing to add up, to reduce or to cast.
-        plain = replace(plan, micro_batch=size, recompute="none", shard="optimizer")
+        plain = replace(plan, micro_batch=size, shard="optimizer")
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plain, machine, habits, 0.0)
 
-        def cost(part: PartTime) -> tuple[float, float]:
-            alone = Stage(((part, 1, 0.0),), 1.0, (), 0.0)
+        def cost(part: PartTime, share: float) -> tuple[float, float]:
+            alone = Stage(((part, 1, 0.0),), share, (), 0.0)
             found = stage_cost(alone, plain, machine, habits, data)[0]
             return found.forward, found.backward + found.weights
 
         pieces = self.pieces(plain)
-        blocks = [cost(kind.part) for kind in pieces.blocks]
+        blocks = [cost(kind.part, 0.0) for kind in pieces.blocks]
         forward, backward = [one[0] for one in blocks], [one[1] for one in blocks]
         selective, full = (
             [
-                cost(kind.part)[1] - alone
-                for kind, alone in zip(
-                    self.pieces(replace(plain, recompute=again)).blocks, backward, strict=True
-                )
+                cost(kind.part, 1.0)[1] - alone
+                for kind, alone in zip(self._blocks(plain, again), backward, strict=True)
             ]
-            for again in ("selective", "full")
+            for again in _AGAIN
         )
         before, after = (
-            tuple(sum(part) for part in zip(*(cost(end.part) for end in ends), strict=True))
+            (sum(cost(end.part, 0.0)[0] for end in ends), sum(cost(end.part, 0.0)[1] for end in ends))
             for ends in (pieces.before, pieces.after)
         )
-        return forward, backward, selective, full, before or (0.0, 0.0), after or (0.0, 0.0)
+        return forward, backward, selective, full, before, after
 
     def exchange(self, plan: Plan, parameters: float) -> Exchange:
         """Of a rank that holds so many `parameters`, counted before `tp` and sharding."""

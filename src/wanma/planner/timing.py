@@ -69,6 +69,21 @@ def decoder_pieces(
     dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
 ) -> Pieces:
     """What a decoder is made of; of the plan, what `pieces_key` names counts."""
+    table = float(dimensions.vocabulary or 0) * dimensions.hidden
+    embedding = embedding_time(dimensions, sequence, plan, machine, software)
+    head = head_time(dimensions, sequence, plan, machine, software)
+    is_shared = dimensions.tie_embeddings and plan.pp == 1
+    return Pieces(
+        (End(embedding, table),),
+        decoder_blocks(dimensions, sequence, plan, machine, software),
+        (End(head, 0.0 if is_shared else table),),
+    )
+
+
+def decoder_blocks(
+    dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
+) -> tuple[Blocks, ...]:
+    """As in `decoder_pieces`."""
 
     def blocks(count: int, *, experts: bool) -> Blocks:
         part = block_time(dimensions, sequence, plan, machine, software, experts=experts)
@@ -76,14 +91,8 @@ def decoder_pieces(
 
     dense = dimensions.dense_layers if dimensions.experts else dimensions.layers
     sparse = dimensions.layers - dense
-    table = float(dimensions.vocabulary or 0) * dimensions.hidden
-    embedding = embedding_time(dimensions, sequence, plan, machine, software)
-    head = head_time(dimensions, sequence, plan, machine, software)
-    is_shared = dimensions.tie_embeddings and plan.pp == 1
-    return Pieces(
-        (End(embedding, table),),
-        tuple(blocks(count, experts=experts) for count, experts in ((dense, False), (sparse, True)) if count),
-        (End(head, 0.0 if is_shared else table),),
+    return tuple(
+        blocks(count, experts=experts) for count, experts in ((dense, False), (sparse, True)) if count
     )
 
 
