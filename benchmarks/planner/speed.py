@@ -1,0 +1,117 @@
+"""Time of a search against the number of devices: GPT-3 175B on A100s, on one core.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.planner.speed [--devices 64 1024 16384] [--repeats 5] [--write]
+
+The seconds are of the process's own CPU time, of which other programs take nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from pathlib import Path
+
+from benchmarks.common import RESULTS
+from benchmarks.planner.machines import cluster
+from wanma.job.sections import Job
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import decoder_workload
+from wanma.planner.candidates import Found
+from wanma.planner.problem import Problem, problem_of
+from wanma.planner.search import search
+from wanma.planner.space import Space
+
+GPT_3 = DecoderDimensions(96, 12288, 96, 96, 4 * 12288, 51200)
+SEQUENCE = 2048
+DEVICES = (64, 256, 1024, 4096, 16384, 100_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS / 'planner-search.md'}")
+    options = parser.parse_args()
+    lines = []
+    for devices in options.devices:
+        lines.append(measured(devices, options.repeats))
+        print(lines[-1], flush=True)
+    text = report(lines, options.repeats)
+    if options.write:
+        (RESULTS / "planner-search.md").write_text(text)
+
+
+def measured(devices: int, repeats: int) -> str:
+    """A line of the table."""
+    problem = gpt_3(devices)
+    space = Space.of_job(problem.job, problem.cluster, problem.dimensions)
+    seconds: list[float] = []
+    for _ in range(repeats):
+        began = time.process_time()
+        found = search(problem, space)
+        seconds.append(time.process_time() - began)
+    return _line(devices, problem, found, seconds)
+
+
+def gpt_3(devices: int) -> Problem:
+    """Of 1,536 sequences a step, as published for up to 1,024 A100s; of more devices, as many more."""
+    job = Job.model_validate(
+        {
+            "model": {"family": "decoder"},
+            "data": {"text": "stdlib", "sequence_length": SEQUENCE},
+            "train": {"global_batch": 1536 * max(devices // 1024, 1), "precision": "bf16"},
+        }
+    )
+    return problem_of(job, cluster("A100 SXM", devices), decoder_workload(GPT_3, SEQUENCE), GPT_3)
+
+
+def _line(devices: int, problem: Problem, found: Found, seconds: list[float]) -> str:
+    best = found.best
+    chosen = "nothing fits"
+    if best is not None:
+        step = best.forecast.step
+        assert step is not None
+        assert best.forecast.model_flops_utilisation is not None
+        chosen = f"{best.plan}; {step.seconds:.1f} s, MFU {best.forecast.model_flops_utilisation:.0%}"
+    return (
+        f"| {devices:,} | {problem.global_batch:,} | {found.considered:,} | {statistics.median(seconds):.2f} "
+        f"| {min(seconds):.2f} to {max(seconds):.2f} | {chosen} |"
+    )
+
+
+def report(lines: list[str], repeats: int) -> str:
+    return "\n".join(
+        [
+            "# Time of a search",
+            "",
+            "GPT-3 175B (96 layers, hidden 12,288, sequences of 2,048) on servers of eight A100 80 GB. The",
+            "space is that of a job which says nothing of [parallel]: pp, dp_replicate, dp_shard, cp, tp,",
+            "ZeRO 0 to 3, sequence parallelism, micro-batch, six schedules with up to 12 stages per rank,",
+            "selective and full recompute of each number of blocks, and torch.compile; on all devices and on",
+            "fewer. Every search is exact: what it finds is the best of all plans",
+            "(tests/planner/test_search.py).",
+            "",
+            f"CPU seconds on one core, median of {repeats}; {_processor()},",
+            f"Python {platform.python_version()}. Goals: 1 s for 1,024 devices, 5 s for 16,384.",
+            "",
+            "| devices | global batch | plans | CPU seconds | range | best plan |",
+            "|---|---|---|---|---|---|",
+            *lines,
+            "",
+            "    OMP_NUM_THREADS=1 python -m benchmarks.planner.speed --write",
+            "",
+        ]
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()
