@@ -25,8 +25,8 @@ from wanma.models.workload import section_dimensions, section_workload
 from wanma.planner.memory import CPU_RUNTIME_BYTES, memory_of_ranks
 
 STATE = RESULTS / "planner-memory-runs.json"
-SEQUENCE, BATCH, STEPS = 256, 8, 3
-"""From the third step on a process grows no more."""
+SEQUENCE, BATCH, STEPS = 256, 8, 4
+"""From the third step on a process grows no more; the last one saves, which takes a copy of the state."""
 TIMEOUT_SECONDS = 300.0
 MIB = 1 << 20
 
@@ -124,7 +124,7 @@ def _measure(run: Run) -> dict[str, Any]:
         run_command(command, environment, Path(folder) / "output.log", TIMEOUT_SECONDS)
         records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         planned = json.loads((directory / "plan.json").read_text())
-    peak = max(record["memory_bytes"] for record in records)
+    peak = max(record["memory_bytes"] for record in records[:-1])
     return {"plan": planned["plan"], "memory_bytes": peak, "machine": machine()}
 
 
@@ -132,8 +132,9 @@ def report(state: dict[str, Any]) -> str:
     lines = [
         RUNS_HEADING,
         "",
-        f"Peak resident memory of rank 0 in {STEPS} steps, in MiB. `tensors`: of the forecast, what torch",
-        f"allocates; the rest is {CPU_RUNTIME_BYTES / MIB:.0f} of Python and torch, and the heap's holes.",
+        f"Peak resident memory of rank 0 in {STEPS - 1} steps, in MiB, before anything is saved. `tensors`:",
+        f"of the forecast, what torch allocates; the rest is Python and torch ({CPU_RUNTIME_BYTES / MIB:.0f})",
+        "and the heap's holes.",
         "",
         "| run | | measured | forecast | error | tensors |",
         "|---|---|---|---|---|---|",
@@ -157,11 +158,10 @@ def report(state: dict[str, Any]) -> str:
         )[0].forecast
         error = forecast.memory_bytes / measured - 1
         errors[run.is_fitted].append(error)
-        tensors = forecast.memory_bytes - forecast.runtime_bytes - forecast.fragmentation_bytes
         mark = "fitted" if run.is_fitted else "checked"
         lines.append(
             f"| {run.name} | {mark} | {measured / MIB:.0f} | {forecast.memory_bytes / MIB:.0f} "
-            f"| {error:+.1%} | {tensors / MIB:.0f} |"
+            f"| {error:+.1%} | {forecast.tensor_bytes / MIB:.0f} |"
         )
     for which, found in (("fitted", errors[True]), ("checked", errors[False])):
         if found:
