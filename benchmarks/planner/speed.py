@@ -25,6 +25,7 @@ from wanma.planner.space import Space
 
 GPT_3 = DecoderDimensions(96, 12288, 96, 96, 4 * 12288, 51200)
 SEQUENCE = 2048
+TABLE = RESULTS / "planner-search.md"
 DEVICES = (64, 256, 1024, 4096, 16384, 100_000)
 
 
@@ -32,15 +33,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS / 'planner-search.md'}")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE}")
     options = parser.parse_args()
-    lines = []
+    lines = written(TABLE) if options.write else {}
     for devices in options.devices:
-        lines.append(measured(devices, options.repeats))
-        print(lines[-1], flush=True)
-    text = report(lines, options.repeats)
+        lines[devices] = measured(devices, options.repeats)
+        print(lines[devices], flush=True)
     if options.write:
-        (RESULTS / "planner-search.md").write_text(text)
+        TABLE.write_text(report([lines[devices] for devices in sorted(lines)], options.repeats))
+
+
+def written(table: Path) -> dict[int, str]:
+    """Lines of a table by devices; sizes that are not measured again keep theirs."""
+    if not table.exists():
+        return {}
+    lines = [line for line in table.read_text().splitlines() if line.startswith("| ") and line[2].isdigit()]
+    return {int(line.split("|")[1].replace(",", "")): line for line in lines}
 
 
 def measured(devices: int, repeats: int) -> str:
