@@ -61,10 +61,12 @@ def find_plans(
     """
     searches = _searches(job, cluster, workload, dimensions, calibration, worlds)
     found = [_marked(problem, search(problem, space, keep=keep)) for problem, space in searches]
-    if is_mixed(cluster) and dimensions is not None and not said_keys(job):
+    on_gpus = is_mixed(cluster) and device_of(job, cluster) == "cuda"
+    if on_gpus and dimensions is not None and not said_keys(job):
         problem = problem_of(job, cluster, workload, dimensions, calibration)
         fleet = fleet_of(cluster, MEMORY_SHARE, calibration)
-        placed = search_mixed(problem, fleet, _exact(job, problem.cluster), keep=keep)
+        start = replace(_exact(job, problem.cluster), compile=True)
+        placed = search_mixed(problem, fleet, start, keep=keep)
         found.append(_marked(problem, placed))
     return merged(found, keep)
 

@@ -76,7 +76,8 @@ def search_mixed(
 
     Args:
         problem: of it the model, the batch and the program count; the machines are the fleet's.
-        start: what holds for every replica: precision, compile, and whether `tp` shares the sequence.
+        start: what holds for every replica: precision and compile. Whether ranks of `tp` share the sequence
+            is as the job says.
         tolerance: what a more complicated plan must gain, as a share of the time; far below what a forecast
             can tell apart. With 0 the best of the space is found.
 
@@ -89,7 +90,7 @@ def search_mixed(
             "plans on unlike machines are searched for decoders only",
             "plan for one kind of machines of the cluster, or give parallel.batch_shares",
         )
-    costs = MixedCosts(problem, fleet, start)
+    costs = MixedCosts(problem, fleet, replace(start, sequence=problem.job.parallel.sequence))
     search = _Search(costs, space or MixedSpace.of_kinds(len(fleet.kinds)), tolerance)
     if not search.usable:
         names = ", ".join(kind.name for kind in fleet.kinds)

@@ -62,6 +62,8 @@ class MixedSpace:
     micro_batch: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     shard: tuple[Shard, ...] = ("optimizer", "nothing")
+    spanning: int = 10
+    """Most stages of a replica that spans two kinds."""
     rest: bool = True
     """Whether devices that spanning replicas leave have replicas of their own."""
 
@@ -69,11 +71,11 @@ class MixedSpace:
     def of_kinds(cls, number: int) -> MixedSpace:
         """For clusters of so many kinds of devices.
 
-        Of more than two, spanning replicas leave devices idle: what is left can rarely do better than each
-        kind by itself, and to rule it out takes most of the time. Nor is it tried to share nothing of the
-        optimizer's state, which needs more memory and saves next to no time.
+        Equal replicas share the optimizer's state: not to do so needs more memory and saves next to no time.
+        Of more than two kinds, spanning replicas leave devices idle: what is left can rarely do better than
+        each kind by itself, and to rule it out takes most of the time.
         """
-        return cls() if number <= 2 else cls(shard=("optimizer",), rest=False)
+        return cls(shard=("optimizer",), rest=number <= 2)
 
 
 class Options:
@@ -218,7 +220,8 @@ def _segments(costs: MixedCosts, space: MixedSpace, nodes: tuple[int, ...]) -> I
     layers = costs.dimensions.layers
     for order in itertools.permutations(range(len(nodes))):
         for split in itertools.product(space.stages, repeat=len(nodes)):
-            if sum(split) not in space.stages or sum(split) > layers + 2:
+            most = layers + 2 if len(nodes) == 1 else min(layers + 2, space.spanning)
+            if sum(split) not in space.stages or sum(split) > most:
                 continue
             for tps in itertools.product(*(widths[at] for at in order)):
                 segments = tuple(
