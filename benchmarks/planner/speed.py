@@ -8,6 +8,7 @@ The seconds are of the process's own CPU time, of which other programs take noth
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import time
@@ -101,8 +102,9 @@ def report(lines: list[str], repeats: int) -> str:
             "fewer. Every search is exact: what it finds is the best of all plans",
             "(tests/planner/test_search.py).",
             "",
-            f"CPU seconds on one core, median of {repeats}; {_processor()},",
-            f"Python {platform.python_version()}. Goals: 1 s for 1,024 devices, 5 s for 16,384.",
+            f"CPU seconds on one core, medians of up to {repeats}; {_processor()}, Python",
+            f"{platform.python_version()}; {os.cpu_count()} cores, which others kept busy (load "
+            f"{os.getloadavg()[1]:.1f}). Goals: 1 s for 1,024 devices, 5 s for 16,384.",
             "",
             "| devices | global batch | plans | CPU seconds | range | best plan |",
             "|---|---|---|---|---|---|",

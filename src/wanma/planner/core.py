@@ -45,7 +45,7 @@ class Core:
         if unknown_rates(problem, plan) is not None:
             return
         saving = checkpoint_seconds(problem, plan)
-        fits = (self.memory <= problem.memory_bytes).any(axis=0)
+        fits = self.memory.min(axis=0) <= problem.memory_bytes
         for alike in states.alike:
             columns = [column for column in alike if fits[column]]
             if not columns:
