@@ -16,9 +16,9 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.admits import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
 from wanma.planner.stages import (
     INTERLEAVED,
-    SPLIT_BACKWARD,
     wrong_cuts,
     wrong_micro_batches,
     wrong_stages,
@@ -132,15 +132,14 @@ def check_schedule(plan: Plan) -> None:
             f"parallel.virtual_stages = {plan.virtual_stages}: {reason}",
             f"leave parallel.virtual_stages out, or use a schedule of {' or '.join(INTERLEAVED)}",
         )
-    if plan.schedule not in SPLIT_BACKWARD:
-        return
-    if plan.compile:
+    excluded = takes_backward_apart(plan)
+    if excluded == "compile":
         raise JobError(
             f"{key} with parallel.compile: a compiled block computes the gradients of its inputs and of its "
             "weights in one piece, which this schedule takes apart",
             "set parallel.compile = false, or parallel.schedule = 'interleaved_1f1b'",
         )
-    if plan.recompute != "none":
+    if excluded == "recompute":
         raise JobError(
             f"{key} with parallel.recompute = '{plan.recompute}': the gradients of a block's inputs and of "
             "each of its weights are computed apart, and each of them would run the block again",
@@ -242,7 +241,7 @@ def _check_context(job: Job, plan: Plan) -> None:
             "set parallel.cp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
         )
     length, unit = job.data.sequence_length, plan.sequence_unit
-    if (job.data.text or job.data.sources) and length % unit:
+    if (job.data.text or job.data.sources) and not sequence_fits(plan, length):
         pieces = "twice as many pieces as ranks" if plan.context == "ring" else "as many pieces as ranks"
         shared = f", each shared by parallel.tp = {plan.tp}" if plan.sequence else ""
         raise JobError(
@@ -254,7 +253,7 @@ def _check_context(job: Job, plan: Plan) -> None:
 
 def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
     """All-to-all gives each context rank an equal share of the heads that `tp` leaves."""
-    if plan.cp > 1 and plan.context == "all_to_all" and dimensions.heads % (plan.tp * plan.cp):
+    if not heads_fit(dimensions, plan):
         raise JobError(
             f"parallel.cp = {plan.cp} with parallel.context = 'all_to_all' cannot share model.heads = "
             f"{dimensions.heads}" + (f" after parallel.tp = {plan.tp}" if plan.tp > 1 else ""),
@@ -268,13 +267,7 @@ def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
 
     Key and value heads need not divide: where they do not, each rank computes those it looks at.
     """
-    sizes = {"heads": dimensions.heads}
-    if dimensions.experts == 0 or dimensions.dense_layers:
-        sizes["feed_forward"] = dimensions.feed_forward
-    if dimensions.experts:
-        sizes["expert_feed_forward"] = dimensions.expert_width
-    if dimensions.vocabulary is not None:
-        sizes["vocabulary"] = dimensions.vocabulary
+    sizes = split_by_tensor(dimensions)
     for key, size in sizes.items():
         if size % plan.tp:
             smaller = [str(tp) for tp in range(1, plan.tp) if all(n % tp == 0 for n in sizes.values())]
