@@ -20,7 +20,7 @@ from wanma.planner.tables import Tables
 MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(MODELS), st.sampled_from([6, 8]), st.sampled_from([12, 24]), st.data())
 def test_no_plan_is_faster_or_smaller_than_its_sketch(
     dimensions: DecoderDimensions, devices: int, batch: int, data: st.DataObject
@@ -41,7 +41,9 @@ def test_no_plan_is_faster_or_smaller_than_its_sketch(
         given, ways.applied(column, replace(plan, recompute=again[row][0], recompute_share=again[row][1]))
     )
     assert found.step is not None
-    assert seconds <= found.step.seconds * (1 + 1e-9)
+    step = found.step
+    computing = step.compute + step.tensor + step.context + step.expert + step.bubble
+    assert seconds <= computing * (1 + 1e-9)
     assert least_bytes <= found.memory_bytes + 16
     # And no micro-batch computes a sample faster than an endless one.
     endless = tables.bare(one, [1 << 20])
