@@ -133,7 +133,7 @@ def report(state: dict[str, Any]) -> str:
         RUNS_HEADING,
         "",
         f"Peak resident memory of rank 0 in {STEPS - 1} steps, in MiB, before anything is saved. `tensors`:",
-        f"of the forecast, what torch allocates; the rest is Python and torch ({CPU_RUNTIME_BYTES / MIB:.0f})",
+        f"of the forecast, what torch allocates; the rest: Python and torch ({CPU_RUNTIME_BYTES / MIB:.0f})",
         "and the heap's holes.",
         "",
         "| run | | measured | forecast | error | tensors |",
