@@ -48,7 +48,7 @@ what they reserved (benchmarks/results/planner-memory.md)."""
 
 _ON_CPU = Unused(0.28, 0.0, 0.28)
 """Of glibc's heap, which keeps what was freed, and puts a large tensor at its end wherever the holes are
-smaller: 9 to 53 % of everything in twelve real runs, by their median (likewise)."""
+smaller: 9 to 37 % of everything in twelve real runs, half of them below 26 % (likewise)."""
 
 
 def unused_shares(plan: Plan, software: Software) -> Unused:
