@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.compare import one_process, same_numbers, spread_over
 from support.ranks import Outcome, run_ranks
+from support.text import REAL_TEXT
 from wanma.data.batch import Batch
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
@@ -52,7 +53,7 @@ def job(folder: Path, model: dict[str, Any], data: dict[str, Any], **train: Any)
     return {
         "model": model,
         "data": {
-            "text": [str(Path(__file__).parent)],
+            "text": [REAL_TEXT],
             "sequence_length": 16,
             "cache": str(folder / "cache"),
             **data,

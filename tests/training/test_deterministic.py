@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.compare import same_bits, spread_over
+from support.text import REAL_TEXT
 from wanma.job.plan import Plan
 
 
@@ -23,7 +24,7 @@ from wanma.job.plan import Plan
 def test_two_runs_are_bitwise_equal(plan: Plan, tmp_path: Path) -> None:
     job = {
         "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(tmp_path)},
+        "data": {"text": [REAL_TEXT], "sequence_length": 32, "cache": str(tmp_path)},
         "train": {"steps": 4, "global_batch": 6, "learning_rate": 1e-2, "deterministic": True},
         "checkpoint": {"every_steps": 0},
     }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from support.compare import one_process, same_numbers, spread_over
+from support.text import REAL_TEXT
 from wanma.job.plan import Plan
 from wanma.training.muon import Muon, orthogonalize
 
@@ -66,7 +67,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     job = {
         # The two rows of a key projection do not divide among four ranks: some hold nothing of it.
         "model": {"family": "decoder", "layers": 2, "hidden": 8, "heads": 4, "kv_heads": 1},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 16, "cache": str(folder)},
+        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder)},
         "train": {
             "precision": "fp64",
             "optimizer": "muon",

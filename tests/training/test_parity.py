@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.ranks import Outcome, run_job
+from support.text import REAL_TEXT
 from wanma.job.plan import Plan
 
 STEPS = 5
@@ -17,7 +18,7 @@ def job(precision: str, folder: Path, **train: Any) -> dict[str, Any]:
     """A small decoder on real text; 7 samples per step, which no world divides."""
     return {
         "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
+        "data": {"text": [REAL_TEXT], "sequence_length": 32, "cache": str(folder / "cache")},
         "train": {
             "steps": STEPS,
             "global_batch": 7,

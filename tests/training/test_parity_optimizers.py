@@ -10,6 +10,7 @@ import torch
 
 from support.compare import one_process, same_numbers, same_tensors, spread_over
 from support.own import Tagger, seeded
+from support.text import REAL_TEXT
 from wanma.job.plan import Plan
 
 STEPS = 4
@@ -18,7 +19,7 @@ STEPS = 4
 def job(folder: Path, model: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     return {
         "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, **(model or {})},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 16, "cache": str(folder / "cache")},
+        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache")},
         "train": {
             "precision": "fp64",
             "steps": STEPS,

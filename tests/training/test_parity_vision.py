@@ -12,6 +12,7 @@ import torch
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Noisy, Normalised, Numbers, Poisoned, Tagger, save_images, seeded
 from support.ranks import Outcome
+from support.text import REAL_TEXT
 from wanma.job.plan import Plan
 
 STEPS = 3
@@ -170,7 +171,7 @@ def test_dropout_of_ones_own_module_drops_the_same_everywhere(plan: Plan, tmp_pa
 def test_dropout_of_a_decoder_drops_the_same_when_it_is_split(plan: Plan, tmp_path: Path) -> None:
     job = {
         "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.2},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 16, "cache": str(tmp_path)},
+        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(tmp_path)},
         "train": {"precision": "fp64", "steps": STEPS, "global_batch": 6, "validation_samples": 3},
         "checkpoint": {"every_steps": 0},
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch import nn
 
 from wanma.job.errors import JobError
@@ -31,9 +30,10 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
         return layout
     if layout is None and type(model) is nn.Sequential:
         _refuse_shared(model, key)
-        if plan.schedule in SPLIT_BACKWARD and installed_torch() < (2, 13):
+        version = installed_torch()
+        if plan.schedule in SPLIT_BACKWARD and version < (2, 13):
             raise JobError(
-                f"parallel.schedule = '{plan.schedule}' on one's own module: torch {torch.__version__} "
+                f"parallel.schedule = '{plan.schedule}' on one's own module: torch {version[0]}.{version[1]} "
                 "computes wrong gradients under it for parameters that a forward uses several times",
                 "use parallel.schedule = 'interleaved_1f1b', or torch 2.13",
             )
