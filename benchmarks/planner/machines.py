@@ -7,8 +7,8 @@ from functools import cache
 from wanma.hardware.catalogue import named
 from wanma.hardware.machines import Cards, machines
 from wanma.job.cluster import Cluster
-from wanma.planner.machine import Machine
-from wanma.planner.machines import machine_of
+from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.machines import machine_of
 
 
 @cache

@@ -17,8 +17,8 @@ from benchmarks.common import RESULTS
 from benchmarks.planner.rows import Case, Record, UnusableRowError, case_of
 from wanma.job.forecast import Workload
 from wanma.models.workload import decoder_workload
-from wanma.planner.memory import RankMemory, memory_of_ranks
-from wanma.planner.operators import Software
+from wanma.planner.cost.operators import Software
+from wanma.planner.memory.ranks import RankMemory, memory_of_ranks
 
 GIB = 1 << 30
 

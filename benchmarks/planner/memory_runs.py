@@ -22,7 +22,7 @@ from benchmarks.planner.memory import RUNS_HEADING
 from wanma.job.plan import Plan
 from wanma.job.sections import ModelSection
 from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.memory import CPU_RUNTIME_BYTES, memory_of_ranks
+from wanma.planner.memory.ranks import CPU_RUNTIME_BYTES, memory_of_ranks
 
 STATE = RESULTS / "planner-memory-runs.json"
 SEQUENCE, BATCH, STEPS = 256, 8, 4

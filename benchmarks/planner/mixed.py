@@ -23,12 +23,12 @@ from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.presets import PUBLISHED_PRESETS
 from wanma.models.workload import decoder_workload
-from wanma.planner.candidates import Candidate
-from wanma.planner.fleet import Fleet, fleet_of
-from wanma.planner.mixed import search_mixed
-from wanma.planner.mixed_timing import MixedCosts
+from wanma.planner.mixed.best import search_mixed
+from wanma.planner.mixed.fleet import Fleet, fleet_of
+from wanma.planner.mixed.simulate import simulated_seconds
+from wanma.planner.mixed.timing import MixedCosts
 from wanma.planner.problem import MEMORY_SHARE, Problem, problem_of
-from wanma.planner.simulate import simulated_seconds
+from wanma.planner.search.candidates import Candidate
 
 SAILOR = "16x8 A100 SXM 40GB, 4x100G + 48x8 V100 SXM2 16GB, 4x100G"
 # As wide and deep as the published ones, but with three matrices of 8/3 hidden in each feed-forward network,
@@ -182,8 +182,8 @@ def page(kept: dict[str, Any]) -> str:
         f"## {SAILOR}",
         "",
         "Sailor's mixture (Strati et al. 2025); 2,048 sequences of 2,048 tokens a step, fp16. `played`:",
-        "every micro-batch, message and exchange of all replicas as events (`wanma.planner.simulate`). The",
-        "even split is the best plan of the smaller devices on all of them, with equal shares of the batch.",
+        "each micro-batch, message and exchange of all replicas as events (`wanma.planner.mixed.simulate`).",
+        "The even split: the best plan of the smaller devices on all of them with equal shares of the batch.",
     ]
     for model, found in kept["gain"].items():
         best = found["rows"][0][3]

@@ -25,8 +25,8 @@ from wanma.job.forecast import StepTime, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Precision
 from wanma.models.workload import module_workload
-from wanma.planner.module_timing import module_step_time
-from wanma.planner.operators import Software
+from wanma.planner.cost.module import module_step_time
+from wanma.planner.cost.operators import Software
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from benchmarks.planner.real_report import report
 from wanma.data.open import prepare
 from wanma.hardware.discover import discover
 from wanma.job.load import load_job
-from wanma.planner.calibration import Calibration, load_calibration
+from wanma.planner.measure.calibration import Calibration, load_calibration
 
 STATE = RESULTS / "planner-real.json"
 RANKS = (1, 2, 4)

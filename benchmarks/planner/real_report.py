@@ -16,9 +16,9 @@ from wanma.job.forecast import Forecast
 from wanma.job.load import job_from
 from wanma.job.plan import Plan
 from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.calibration import Calibration, Corrections
 from wanma.planner.forecast import forecast
-from wanma.planner.learning import Observed, learned
+from wanma.planner.measure.calibration import Calibration, Corrections
+from wanma.planner.measure.learning import Observed, learned
 from wanma.planner.problem import problem_of
 
 LEAST_STEPS = 5

@@ -14,8 +14,8 @@ from wanma.hardware.catalogue import find_named
 from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
 from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.machine import Machine
-from wanma.planner.operators import Software
+from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.operators import Software
 
 Record = dict[str, str]
 

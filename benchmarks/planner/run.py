@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 from benchmarks.planner.rows import Case, read_cases
 from wanma.job.forecast import StepTime
-from wanma.planner.timing import step_time
+from wanma.planner.cost.decoder import step_time
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from benchmarks.planner.machines import cluster
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
-from wanma.planner.candidates import Found
 from wanma.planner.problem import Problem, problem_of
-from wanma.planner.search import search
-from wanma.planner.space import Space
+from wanma.planner.search.best import search
+from wanma.planner.search.candidates import Found
+from wanma.planner.search.space import Space
 
 GPT_3 = DecoderDimensions(96, 12288, 96, 96, 4 * 12288, 51200)
 SEQUENCE = 2048

@@ -17,9 +17,9 @@ from wanma.hardware.discover import discover
 from wanma.hardware.limits import cpu_model
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.run_directory import RunDirectory
-from wanma.planner.calibration import load_calibration
-from wanma.planner.compute import product_seconds
-from wanma.planner.machines import machine_of
+from wanma.planner.cost.compute import product_seconds
+from wanma.planner.cost.machines import machine_of
+from wanma.planner.measure.calibration import load_calibration
 
 ON_CPU = not discover().nodes[0].devices
 

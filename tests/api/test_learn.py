@@ -15,8 +15,14 @@ from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory, write_json
-from wanma.planner.calibration import Calibration, Corrections, Measured, load_calibration, save_calibration
-from wanma.planner.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
+from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
+from wanma.planner.measure.calibration import (
+    Calibration,
+    Corrections,
+    Measured,
+    load_calibration,
+    save_calibration,
+)
 
 JOB = """\
 [model]

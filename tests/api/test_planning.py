@@ -9,8 +9,8 @@ from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from
 from wanma.planner import capabilities
-from wanma.planner.calibration import Calibration
 from wanma.planner.choose import Planned
+from wanma.planner.measure.calibration import Calibration
 
 JOB = {"model": {"preset": "gpt-1m"}, "parallel": {"compile": True}, "cluster": {"device": "cpu"}}
 

@@ -22,7 +22,7 @@ from wanma.models.workload import decoder_workload
 from wanma.parallel.offload import offload_activations
 from wanma.parallel.recompute import recompute
 from wanma.parallel.scratch import Scratch
-from wanma.planner.memory import forecast_memory, memory_of_ranks
+from wanma.planner.memory.ranks import forecast_memory, memory_of_ranks
 from wanma.training.cross_entropy import cross_entropy_sum
 from wanma.training.optimizer import GroupRule, Updater
 from wanma.training.state_home import StateHome

@@ -15,16 +15,16 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
-from wanma.planner import space
 from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
-from wanma.planner.calibration import Calibration, Measured
 from wanma.planner.capabilities import not_runnable
 from wanma.planner.choose import Planned, automatic, complete, layout, plan_for
+from wanma.planner.cost.machines import machine_of
 from wanma.planner.forecast import forecast
-from wanma.planner.machines import machine_of
+from wanma.planner.measure.calibration import Calibration, Measured
 from wanma.planner.problem import MEMORY_SHARE, equal_machines, problem_of
-from wanma.planner.search import search
-from wanma.planner.space import Space
+from wanma.planner.search import space
+from wanma.planner.search.best import search
+from wanma.planner.search.space import Space
 
 H100 = parse_cluster("8 H100")
 SMALL = DecoderDimensions(4, 512, 8, 8, 2048, 8192)

@@ -9,9 +9,9 @@ import pytest
 from support.problems import SMALL, job, problem
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
-from wanma.planner.energy import run_cost
+from wanma.planner.cost.decoder import step_time
+from wanma.planner.cost.energy import run_cost
 from wanma.planner.forecast import SNAPSHOT_BYTES_PER_SECOND, forecast, where_time_goes
-from wanma.planner.timing import step_time
 
 PLAN = Plan(dp_shard=4, tp=2, sequence=True, shard="parameters", precision="bf16", device="cuda")
 

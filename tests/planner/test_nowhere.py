@@ -15,9 +15,9 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
-from wanma.planner.advice import advice
 from wanma.planner.automatic import run_worlds
 from wanma.planner.choose import plan_for
+from wanma.planner.explain.advice import advice
 from wanma.planner.forecast import memory
 from wanma.planner.nowhere import check_open
 from wanma.planner.problem import MEMORY_SHARE, problem_of

@@ -12,7 +12,7 @@ from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.planner.choose import Planned, complete, layout
-from wanma.planner.memory import CUDA_CONTEXT_BYTES, forecast_memory
+from wanma.planner.memory.ranks import CUDA_CONTEXT_BYTES, forecast_memory
 from wanma.planner.problem import MEMORY_SHARE
 from wanma.planner.recompute import least_recompute
 

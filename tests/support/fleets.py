@@ -8,9 +8,9 @@ from support.machines import CHIP, machine
 from support.problems import SMALL, job, problem
 from wanma.job.plan import Plan
 from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.fleet import Fleet, Kind
-from wanma.planner.machine import Link
-from wanma.planner.mixed_timing import MixedCosts
+from wanma.planner.cost.machine import Link
+from wanma.planner.mixed.fleet import Fleet, Kind
+from wanma.planner.mixed.timing import MixedCosts
 
 START = Plan(precision="bf16", device="cuda", sequence=True)
 SLOW = replace(

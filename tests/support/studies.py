@@ -7,13 +7,13 @@ from dataclasses import replace
 from support.problems import job, problem
 from wanma.api.study import Answers, Study, WhatIf, Why
 from wanma.job.plan import Plan
-from wanma.planner.candidates import Candidate, Found, pareto_front
 from wanma.planner.choose import Planned
-from wanma.planner.compare import compare
+from wanma.planner.explain.compare import compare
+from wanma.planner.explain.scaling import ScalePoint
+from wanma.planner.explain.timeline import timeline_of
 from wanma.planner.forecast import forecast
 from wanma.planner.problem import Problem
-from wanma.planner.scaling import ScalePoint
-from wanma.planner.timeline import timeline_of
+from wanma.planner.search.candidates import Candidate, Found, pareto_front
 
 PLANS = (
     Plan(dp_replicate=8, precision="bf16", device="cuda", micro_batch=2),

@@ -19,11 +19,11 @@ from wanma.job.load import job_from
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
-from wanma.planner.calibration import Calibration, load_calibration
 from wanma.planner.choose import plan_for
+from wanma.planner.measure.calibration import Calibration, load_calibration
 from wanma.planner.nowhere import no_plan
 from wanma.planner.problem import equal_machines
-from wanma.planner.space import usable_devices
+from wanma.planner.search.space import usable_devices
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -23,16 +23,16 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
 from wanma.job.worker import Worker
-from wanma.planner.calibration import Measured, Point, load_calibration, save_calibration
-from wanma.planner.fitting import fitted_machine
-from wanma.planner.machine import Chip
-from wanma.planner.machines import machine_of
+from wanma.planner.cost.machine import Chip
+from wanma.planner.cost.machines import machine_of
+from wanma.planner.measure.calibration import Measured, Point, load_calibration, save_calibration
+from wanma.planner.measure.fitting import fitted_machine
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ENTRY = "wanma.api.calibrate:measure_worker"
-PRELOAD = ("torch", "wanma.planner.microbenchmarks", "wanma.parallel.mesh")
+PRELOAD = ("torch", "wanma.planner.measure.microbenchmarks", "wanma.parallel.mesh")
 RESULT = "measured.json"
 PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
 DEFAULT_SECONDS = 60.0
@@ -101,7 +101,7 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
     import torch.distributed as dist
 
     from wanma.parallel.mesh import process_grid
-    from wanma.planner.microbenchmarks import measure
+    from wanma.planner.measure.microbenchmarks import measure
 
     request: Request = pickle.loads(payload)
     plan = request.plan

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from wanma.job.plan import Plan
 from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.explain import Axis, Holding, Stage, axes, holding, stages
+from wanma.planner.explain.layout import Axis, Holding, Stage, axes, holding, stages
 
 SHOWN_STAGES = 16
 SHOWN_COPIES = 8

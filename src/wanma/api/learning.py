@@ -14,10 +14,10 @@ from wanma.job.load import load_job
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.units import bytes_text, duration_text
-from wanma.planner.calibration import Calibration, Corrections, load_calibration, save_calibration
+from wanma.planner.cost.machines import measured_name
 from wanma.planner.forecast import forecast
-from wanma.planner.learning import Lesson, Observed, learned
-from wanma.planner.machines import measured_name
+from wanma.planner.measure.calibration import Calibration, Corrections, load_calibration, save_calibration
+from wanma.planner.measure.learning import Lesson, Observed, learned
 from wanma.planner.problem import problem_of
 from wanma.report.promise import LEAST_STEPS, WARM_UP, peak_memory_bytes, phase_medians, usual_step_seconds
 from wanma.report.read import Report, read_report

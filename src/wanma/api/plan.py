@@ -18,7 +18,7 @@ from wanma.job.sections import Job
 from wanma.models.build import model_spec
 from wanma.models.described import model_kind
 from wanma.observe.units import bytes_text
-from wanma.planner.explain import group_of
+from wanma.planner.explain.layout import group_of
 
 if TYPE_CHECKING:
     from wanma.parallel.recording import Collective

@@ -9,7 +9,7 @@ from wanma.api.plan_page import answers_page
 from wanma.api.study import Answers
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run_directory import write_atomically
-from wanma.planner.timeline import chrome_trace
+from wanma.planner.explain.timeline import chrome_trace
 
 
 def write_page(answers: Answers, path: Path, title: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from wanma.api.study import Answers, Study, WhatIf, Why
-from wanma.planner.candidates import Candidate, Found
-from wanma.planner.changes import Change
-from wanma.planner.compare import Comparison
-from wanma.planner.scaling import ScalePoint
+from wanma.planner.explain.changes import Change
+from wanma.planner.explain.compare import Comparison
+from wanma.planner.explain.scaling import ScalePoint
+from wanma.planner.search.candidates import Candidate, Found
 
 
 def answers_json(answers: Answers) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from wanma.api.words import (
 )
 from wanma.job.forecast import Forecast, StepTime, Workload
 from wanma.observe.units import NONE, bytes_text, count_text, duration_text, number_text, share_text
-from wanma.planner.candidates import Candidate, Found
-from wanma.planner.scaling import ScalePoint
+from wanma.planner.explain.scaling import ScalePoint
+from wanma.planner.search.candidates import Candidate, Found
 from wanma.report.chart import figure
 from wanma.report.page import Tile, bar, card, document, heads, key, reasons, row, tiles, under_bar
 

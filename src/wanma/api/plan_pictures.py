@@ -9,9 +9,9 @@ from wanma.api.words import rate, rate_unit, spread
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.observe.units import bytes_text, duration_text, share_text
-from wanma.planner.candidates import Candidate, Found
-from wanma.planner.scaling import ScalePoint
-from wanma.planner.timeline import Span, SpanKind, Timeline
+from wanma.planner.explain.scaling import ScalePoint
+from wanma.planner.explain.timeline import Span, SpanKind, Timeline
+from wanma.planner.search.candidates import Candidate, Found
 from wanma.report.chart import Chart, Line
 from wanma.report.rows import Interval, Row, rows_figure
 from wanma.report.scale import Scale

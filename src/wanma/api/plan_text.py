@@ -28,9 +28,9 @@ from wanma.job.cluster import Cluster
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.observe.units import count_text, duration_text, share_text
-from wanma.planner.candidates import Candidate, Found
-from wanma.planner.compare import Comparison
-from wanma.planner.scaling import ScalePoint
+from wanma.planner.explain.compare import Comparison
+from wanma.planner.explain.scaling import ScalePoint
+from wanma.planner.search.candidates import Candidate, Found
 
 SHOWN_PLANS = 8
 SHOWN_FRONT = 8

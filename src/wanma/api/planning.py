@@ -22,9 +22,9 @@ from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import section_dimensions
 from wanma.planner.automatic import why_not_by_time
-from wanma.planner.calibration import load_calibration
 from wanma.planner.capabilities import check_runnable
 from wanma.planner.choose import Planned, automatic, complete, layout
+from wanma.planner.measure.calibration import load_calibration
 
 
 @dataclass(frozen=True)

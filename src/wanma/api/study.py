@@ -21,17 +21,17 @@ from wanma.job.load import job_from
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
-from wanma.planner.calibration import Calibration, load_calibration
-from wanma.planner.candidates import Candidate, Found
 from wanma.planner.capabilities import not_runnable
 from wanma.planner.choose import Planned, complete, layout
-from wanma.planner.compare import Comparison, compare
+from wanma.planner.explain.compare import Comparison, compare
+from wanma.planner.explain.scaling import ScalePoint, scale_counts, scaling
+from wanma.planner.explain.timeline import Timeline, timeline_of
+from wanma.planner.explain.what_if import changed, parse
+from wanma.planner.measure.calibration import Calibration, load_calibration
 from wanma.planner.nowhere import no_plan
 from wanma.planner.problem import Problem, equal_machines, problem_of
-from wanma.planner.scaling import ScalePoint, scale_counts, scaling
-from wanma.planner.space import usable_devices
-from wanma.planner.timeline import Timeline, timeline_of
-from wanma.planner.what_if import changed, parse
+from wanma.planner.search.candidates import Candidate, Found
+from wanma.planner.search.space import usable_devices
 
 _NO_LAYOUT = {"auto", "allow", "compile"}
 """Keys of [parallel] that leave the layout open."""

@@ -10,7 +10,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.forecast import Forecast, StepTime, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text
-from wanma.planner.compare import MEMORY_KINDS
+from wanma.planner.explain.compare import MEMORY_KINDS
 
 
 class TimeKind(NamedTuple):

@@ -21,7 +21,7 @@ class Attained:
     """Of one kind of accelerator, what its generation's curves leave open."""
 
     generation: str
-    """A key of `wanma.planner.curves.GENERATIONS`."""
+    """A key of `wanma.planner.cost.curves.GENERATIONS`."""
     multiprocessors: int
     """What computes one tile of a product at a time."""
     sustained: float

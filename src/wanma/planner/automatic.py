@@ -15,13 +15,12 @@ from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.calibration import Calibration
-from wanma.planner.candidates import Candidate, Found, pareto_front
 from wanma.planner.capabilities import allowed_approximations, not_runnable
-from wanma.planner.fleet import fleet_of
+from wanma.planner.cost.machines import is_measured
 from wanma.planner.forecast import unknown_rates
-from wanma.planner.machines import is_measured
-from wanma.planner.mixed import search_mixed
+from wanma.planner.measure.calibration import Calibration
+from wanma.planner.mixed.best import search_mixed
+from wanma.planner.mixed.fleet import fleet_of
 from wanma.planner.problem import (
     MEMORY_SHARE,
     Problem,
@@ -30,8 +29,9 @@ from wanma.planner.problem import (
     host_overflow,
     problem_of,
 )
-from wanma.planner.search import rank_of, search
-from wanma.planner.space import Space, divisors
+from wanma.planner.search.best import rank_of, search
+from wanma.planner.search.candidates import Candidate, Found, pareto_front
+from wanma.planner.search.space import Space, divisors
 
 
 def find_plans(

@@ -12,10 +12,9 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
-from wanma.planner.calibration import Calibration
-from wanma.planner.candidates import Found
 from wanma.planner.forecast import forecast, memory
 from wanma.planner.groups import Group, group_of
+from wanma.planner.measure.calibration import Calibration
 from wanma.planner.nowhere import does_not_fit, no_plan
 from wanma.planner.problem import Problem, device_of, host_overflow, problem_of
 from wanma.planner.recompute import least_recompute
@@ -29,8 +28,9 @@ from wanma.planner.rules import (
     check_stage_cuts,
     global_batches,
 )
-from wanma.planner.search import search
-from wanma.planner.space import Space
+from wanma.planner.search.best import search
+from wanma.planner.search.candidates import Found
+from wanma.planner.search.space import Space
 from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts
 
 CPU_TOKENS = 4096

@@ -1,7 +1,7 @@
 """What a plan will cost: memory, the time of a step by kind, and how well it uses the machines.
 
-Memory is `memory`'s, time `timing`'s; here they are put together for one problem. Pure functions, without
-torch.
+Memory is `memory.ranks`'s, time `cost.decoder`'s; here they are put together for one problem. Pure
+functions, without torch.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from functools import lru_cache
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, StepTime
 from wanma.job.plan import Plan
-from wanma.planner.energy import run_cost
-from wanma.planner.memory import Setting, forecast_memory
-from wanma.planner.module_timing import (
+from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
+from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
+from wanma.planner.cost.energy import run_cost
+from wanma.planner.cost.module import (
     knows_operators,
     module_boundary_seconds,
     module_pieces,
     told_of_tables,
 )
-from wanma.planner.operators import Software, product_precision
-from wanma.planner.pieces import Blocks, Pieces, stages_of
+from wanma.planner.cost.operators import Software, product_precision
+from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
+from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
+from wanma.planner.memory.ranks import Setting, forecast_memory
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
-from wanma.planner.step import Anatomy, anatomy_of_stages, step_of
-from wanma.planner.timing import boundary_seconds as decoder_boundary_seconds
-from wanma.planner.timing import decoder_blocks, decoder_pieces
 
 SNAPSHOT_BYTES_PER_SECOND = 6.5e9
 """At which a rank copies its part of the state aside while training waits: 0.2 GB in 0.030 s, measured

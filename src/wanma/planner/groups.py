@@ -8,9 +8,9 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.admits import groups_are_whole
 from wanma.planner.rules import global_batches
-from wanma.planner.space import samples_together
+from wanma.planner.search.admits import groups_are_whole
+from wanma.planner.search.space import samples_together
 
 
 @dataclass(frozen=True)

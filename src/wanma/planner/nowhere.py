@@ -15,13 +15,13 @@ from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.observe.units import bytes_text, count_text
-from wanma.planner.advice import advice
 from wanma.planner.automatic import said_keys
-from wanma.planner.candidates import Candidate, Found
+from wanma.planner.explain.advice import advice
 from wanma.planner.problem import Problem, equal_machines, problem_of
 from wanma.planner.rules import check_dimensions, global_batches
+from wanma.planner.search.candidates import Candidate, Found
+from wanma.planner.search.space import Space, plans
 from wanma.planner.smallest import smallest_cluster
-from wanma.planner.space import Space, plans
 
 
 def no_plan(

@@ -11,10 +11,10 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.observe.units import bytes_text
-from wanma.planner.calibration import Calibration
-from wanma.planner.machine import Machine
-from wanma.planner.machines import machine_of
-from wanma.planner.operators import Software
+from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.machines import machine_of
+from wanma.planner.cost.operators import Software
+from wanma.planner.measure.calibration import Calibration
 
 MEMORY_SHARE = 0.85
 """Of a device's memory, what a forecast may fill."""

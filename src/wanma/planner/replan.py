@@ -19,9 +19,9 @@ from wanma.job.forecast import Forecast
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.observe.units import bytes_text, duration_text
-from wanma.planner.calibration import Calibration
 from wanma.planner.choose import plan_for
 from wanma.planner.forecast import forecast
+from wanma.planner.measure.calibration import Calibration
 from wanma.planner.problem import Problem, device_of, problem_of
 
 RESTART_SECONDS = 10.0

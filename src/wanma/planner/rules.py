@@ -16,7 +16,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.admits import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
+from wanma.planner.search.admits import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
 from wanma.planner.stages import (
     INTERLEAVED,
     wrong_cuts,

@@ -16,7 +16,7 @@ from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.forecast import memory
 from wanma.planner.problem import Problem, equal_machines, problem_of
-from wanma.planner.space import Space, plans
+from wanma.planner.search.space import Space, plans
 
 
 def smallest_cluster(

@@ -1,0 +1,1 @@
+"""How long a plan takes: operators, links, pipelines and whole steps on given devices; energy and price."""

@@ -1,0 +1,140 @@
+"""What ranks that share or repeat a stage's state exchange, and how much of it computing hides.
+
+For every kind of model: state is counted in parameters, however a forecast came to them. Pure functions,
+without torch.
+"""
+
+from __future__ import annotations
+
+from wanma.job.plan import Plan
+from wanma.planner.cost.communication import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+)
+from wanma.planner.cost.compute import ELEMENT_BYTES, streaming_seconds
+from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.operators import Software
+
+INTERFERENCE = 0.15
+"""Of the time of communication that runs beside compute, what the compute loses: collectives occupy some of
+the multiprocessors and of the memory's bandwidth (NCCL uses 16 to 24 blocks of 108 to 132)."""
+
+
+class DataParallel:
+    """Communication over the ranks that share or repeat a stage's state.
+
+    Args:
+        trained_share: of the parameters, those that are trained: nothing is reduced of the others.
+    """
+
+    def __init__(self, plan: Plan, machine: Machine, software: Software, trained_share: float = 1.0) -> None:
+        self.plan, self.machine, self.software = plan, machine, software
+        self.shards = Group(plan.shard_ranks, plan.tp)
+        self.replicas = Group(plan.replicas, plan.tp * plan.shard_ranks)
+        self.trained_share = 0.0 if software.frozen else trained_share
+        self.gradient_bytes = software.gradient_bytes * self.trained_share
+        """Per parameter, as it is reduced."""
+        self.weight_bytes = ELEMENT_BYTES[plan.precision]
+        """Per parameter, as it is gathered to be computed with."""
+        self.is_by_block = is_by_block(plan)
+        self.is_beside_compute = plan.device != "cpu"
+        """Collectives of a CPU run on the cores that compute."""
+
+    def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
+        """What gathering a block's sharded parameters for forward and backward, and reducing its gradients
+        beside the latter, adds to these.
+
+        The next block's are gathered while one computes; a pipeline keeps them gathered. Of sharded gradients
+        (ZeRO-2) a block's are reduced as well, but its parameters stay whole within a step.
+        """
+        if not self.is_by_block or self.shards.size == 1:
+            return 0.0, 0.0
+        whole = parameters / self.plan.tp
+        gather = 0.0
+        if self.plan.shard == "parameters":
+            gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
+        reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
+        if not self.is_beside_compute:
+            gather += self._copied(whole) if gather else 0.0
+            return gather, gather + reduce + self._filed(whole)
+        return exposed(gather, forward), exposed(gather + reduce, backward)
+
+    def _copied(self, whole: float) -> float:
+        """FSDP2 puts a unit's weights into one buffer to gather them, and takes them out of another. On a GPU
+        that runs beside computing."""
+        parts = whole / self.shards.size
+        moved = parts * (4.0 + self.weight_bytes) + whole * 2 * self.weight_bytes
+        return streaming_seconds(self.machine.chip, moved, 2)
+
+    def _filed(self, whole: float) -> float:
+        """Likewise gradients into the buffer that is reduced."""
+        moved = whole * self.trained_share * (self.weight_bytes + self.software.gradient_bytes)
+        return streaming_seconds(self.machine.chip, moved, 1 if moved else 0)
+
+    def casting_seconds(self, parameters: float) -> float:
+        """Of each forward: a block's master weights cast to the precision that computes (autocast). Sharded
+        ones are cast before they are gathered, each rank its part."""
+        whole = parameters / self.plan.tp
+        if self.software.weights == "copies" or self.plan.shard != "nothing" or self.weight_bytes >= 4.0:
+            return 0.0
+        return streaming_seconds(self.machine.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
+
+    def adding_seconds(self, parameters: float, micro_batches: int) -> float:
+        """Of each micro-batch: a block's gradients added to those of the micro-batches before.
+
+        By autograd, which casts to the master weights' precision before it adds; by one kernel that does
+        both (Megatron's `main_grad`); or by the products themselves.
+        """
+        software = self.software
+        if not parameters or not self.trained_share:
+            return 0.0
+        fresh, kept = ELEMENT_BYTES[self.plan.precision], float(software.accumulated_bytes)
+        whole = parameters * self.trained_share / self.plan.tp
+        if self.is_by_block:
+            whole /= self.shards.size  # each block's are reduced first
+        added = (micro_batches - 1) / micro_batches
+        if software.adds_in_product:
+            # Beyond the result that every product writes; half of it hides behind other tiles' products.
+            moved, kernels = added * 0.5 * (2 * kept - 2.0), 0
+        elif software.weights == "copies":
+            moved, kernels = added * (fresh + 2 * kept), 1
+        else:
+            moved, kernels = (fresh + kept) * (fresh != kept) + added * 3 * kept, 2
+        return streaming_seconds(self.machine.chip, whole * moved, kernels)
+
+    def once_a_step(self, parameters: float) -> tuple[float, float]:
+        """(reduce, gather) of a rank's parameters: gradients, and what the optimizer's shards give back.
+
+        Of experts a rank holds its part, which fewer ranks share: as many bytes move.
+        """
+        whole = parameters / self.plan.tp
+        gradients = whole * self.gradient_bytes
+        reduce = all_reduce_seconds(self.machine, self.replicas, gradients / self.shards.size)
+        if self.is_by_block and self.plan.shard == "parameters":
+            return reduce, 0.0  # the rest was done block by block
+        changed = 0.0 if self.software.frozen else whole * self.weight_bytes
+        gather = all_gather_seconds(self.machine, self.shards, changed)
+        if not self.is_beside_compute:
+            gather += self._copied(whole)
+        if self.is_by_block:
+            return reduce, gather
+        reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
+        return reduce if self.is_beside_compute else reduce + self._filed(whole), gather
+
+
+def is_by_block(plan: Plan) -> bool:
+    """Whether each micro-batch exchanges its blocks' gradients one by one: a pipeline waits to the end."""
+    return plan.shard in ("gradients", "parameters") and plan.pp == 1
+
+
+def block_key(plan: Plan) -> tuple[object, ...]:
+    """Plans with the same key exchange, cast and add a block's parameters alike, in every micro-batch."""
+    by_block = (plan.shard, plan.shard_ranks) if is_by_block(plan) else None
+    return plan.shard == "nothing", by_block
+
+
+def exposed(communication: float, compute: float) -> float:
+    """What communication beside `compute` adds to it."""
+    return max(0.0, communication - compute) + INTERFERENCE * min(communication, compute)

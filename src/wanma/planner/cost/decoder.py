@@ -1,0 +1,119 @@
+"""Step time of a decoder under a plan: what its operators cost, stage by stage; `step` makes a step of them.
+
+Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from wanma.job.forecast import StepTime
+from wanma.job.plan import Plan
+from wanma.models.block_workload import attention_half, feed_forward_half
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.cost.communication import Group, all_gather_seconds, send_seconds
+from wanma.planner.cost.compute import ELEMENT_BYTES
+from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.operators import Software, block_time, embedding_time, head_time
+from wanma.planner.cost.pieces import Blocks, End, Pieces, stages_of
+from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
+from wanma.planner.stages import blocks_of_stages
+
+
+def step_time(
+    dimensions: DecoderDimensions,
+    sequence: int,
+    plan: Plan,
+    global_batch: int,
+    machine: Machine,
+    software: Software | None = None,
+    in_flight: int | None = None,
+) -> StepTime:
+    """Forecast of one optimizer step of `global_batch` sequences of `sequence` tokens.
+
+    Args:
+        in_flight: as of `pipeline_seconds`.
+
+    Raises:
+        ValueError: the machine has fewer devices than the plan's ranks, or no rate for its precision.
+    """
+    return step_of(step_anatomy(dimensions, sequence, plan, global_batch, machine, software, in_flight))
+
+
+def step_anatomy(
+    dimensions: DecoderDimensions,
+    sequence: int,
+    plan: Plan,
+    global_batch: int,
+    machine: Machine,
+    software: Software | None = None,
+    in_flight: int | None = None,
+) -> Anatomy:
+    """What `step_time` adds up; arguments and errors as there."""
+    software = software or Software(fused=plan.compile)
+    return anatomy_of_stages(
+        stages_of(decoder_pieces(dimensions, sequence, plan, machine, software), plan),
+        plan,
+        plan.accumulation(global_batch),
+        machine,
+        software,
+        boundary_seconds=boundary_seconds(dimensions, sequence, plan, machine),
+        in_flight=in_flight,
+    )
+
+
+def stage_blocks(dimensions: DecoderDimensions, plan: Plan) -> list[int]:
+    """As `stages.blocks_of_stages`."""
+    return blocks_of_stages(dimensions.layers, plan)
+
+
+def decoder_pieces(
+    dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
+) -> Pieces:
+    """What a decoder is made of; of the plan, what `pieces_key` names counts."""
+    table = float(dimensions.vocabulary or 0) * dimensions.hidden
+    embedding = embedding_time(dimensions, sequence, plan, machine, software)
+    head = head_time(dimensions, sequence, plan, machine, software)
+    is_shared = dimensions.tie_embeddings and plan.pp == 1
+    return Pieces(
+        (End(embedding, table),),
+        decoder_blocks(dimensions, sequence, plan, machine, software),
+        (End(head, 0.0 if is_shared else table),),
+    )
+
+
+def decoder_blocks(
+    dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
+) -> tuple[Blocks, ...]:
+    """As in `decoder_pieces`."""
+
+    def blocks(count: int, *, experts: bool) -> Blocks:
+        part = block_time(dimensions, sequence, plan, machine, software, experts=experts)
+        return Blocks(part, count, _block_parameters(dimensions, plan, software, experts=experts))
+
+    dense = dimensions.dense_layers if dimensions.experts else dimensions.layers
+    sparse = dimensions.layers - dense
+    return tuple(
+        blocks(count, experts=experts) for count, experts in ((dense, False), (sparse, True)) if count
+    )
+
+
+def _block_parameters(
+    dimensions: DecoderDimensions, plan: Plan, software: Software, *, experts: bool
+) -> float:
+    attention = attention_half(dimensions).parameters
+    half = feed_forward_half(dimensions, experts=experts)
+    dense = half.parameters - half.experts
+    if not software.gated and not experts:
+        dense = 2 * dimensions.hidden * dimensions.feed_forward
+    return attention + dense + half.experts / plan.ep
+
+
+def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine) -> float:
+    """A stage's output to the next rank: each rank of `tp` sends its part, and gathers the others' inside
+    where the sequence is not split (Narayanan et al. 2021, section 4.1)."""
+    if plan.pp == 1:
+        return 0.0
+    element = ELEMENT_BYTES[plan.precision]
+    whole = plan.micro_batch * sequence / plan.cp * dimensions.hidden * element
+    distance = plan.world_size // plan.pp
+    seconds = send_seconds(machine, distance, whole / plan.tp)
+    return seconds if plan.sequence else seconds + all_gather_seconds(machine, Group(plan.tp), whole)

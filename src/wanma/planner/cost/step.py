@@ -1,0 +1,265 @@
+"""One optimizer step out of what stages cost: compute and the communication that waits inside it fill each
+stage's forward and backward; the pipeline's schedule is played with these; gradients' reduction, gathered
+parameters and the optimizer come around it.
+
+For every kind of model; `decoder` fills the stages of decoders, `module` those of any module. Pure
+functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from wanma.job.forecast import StepTime
+from wanma.job.plan import Plan
+from wanma.planner.cost.compute import streaming_seconds
+from wanma.planner.cost.data_parallel import DataParallel, exposed
+from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.operators import PartTime, Software
+from wanma.planner.cost.pipeline import StageCost, pipeline_seconds
+from wanma.planner.stages import SPLIT_BACKWARD
+
+OPTIMIZER_KERNELS = 20
+"""Of an update fused over many parameters, with norm and clipping."""
+
+_KINDS = ("compute", "tensor", "context", "expert", "data")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage holds."""
+
+    blocks: tuple[tuple[PartTime, int, float], ...]
+    """Equal blocks: what one costs, how many, parameters of one that this rank gathers and reduces."""
+    again: float
+    """Share of its blocks that recompute."""
+    ends: tuple[tuple[PartTime, float], ...]
+    """What is no block, such as embedding and head, each with its parameters."""
+    parameters: float
+    """Of the whole stage, before `tp`, on one rank of `ep`."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a step is put together from: `step_of` adds it up, `timeline` draws it."""
+
+    plan: Plan
+    micro_batches: int
+    costs: tuple[StageCost, ...]
+    """Of every stage, in the model's order."""
+    forward: tuple[dict[str, float], ...]
+    """The same by kind: a stage's forward of one micro-batch."""
+    backward: tuple[dict[str, float], ...]
+    """Likewise its backward, weights' gradients included."""
+    boundary_seconds: float
+    """What a stage's output takes to the next rank."""
+    in_flight: int | None
+    """As of `pipeline_seconds`."""
+    reduce_seconds: float
+    """Once a step: of the fullest rank's gradients."""
+    gather_seconds: float
+    """Once a step: of its changed weights."""
+    is_overlapped: bool
+    """Whether these two run beside the last backward and the first forward."""
+    optimizer_seconds: float
+    uncertainty: float
+    waiting_seconds: float = 0.0
+    """Of each cost's forward and backward, in which the rank computes nothing while it sends and receives."""
+    shared: float = 1.0
+    """As of `Machine.shared`."""
+
+    def exchange_seconds(self, busiest: int) -> tuple[float, float]:
+        """What reducing and gathering add to the step, where `busiest` is the pipeline rank that computes
+        longest: its last micro-batch's backward hides the one, its first one's forward the other."""
+        if not self.is_overlapped:
+            return self.reduce_seconds, self.gather_seconds
+        mine = [self.costs[stage] for stage in self.plan.stages_of(busiest)]
+        forward = sum(cost.forward for cost in mine)
+        backward = sum(cost.seconds - cost.forward for cost in mine)
+        return exposed(self.reduce_seconds, backward), exposed(self.gather_seconds, forward)
+
+
+def step_of_stages(
+    stages: Sequence[Stage],
+    plan: Plan,
+    micro_batches: int,
+    machine: Machine,
+    software: Software,
+    *,
+    boundary_seconds: float = 0.0,
+    in_flight: int | None = None,
+    trained_share: float = 1.0,
+) -> StepTime:
+    """Forecast of one optimizer step; arguments and errors as of `anatomy_of_stages`."""
+    return step_of(
+        anatomy_of_stages(
+            stages,
+            plan,
+            micro_batches,
+            machine,
+            software,
+            boundary_seconds=boundary_seconds,
+            in_flight=in_flight,
+            trained_share=trained_share,
+        )
+    )
+
+
+def anatomy_of_stages(
+    stages: Sequence[Stage],
+    plan: Plan,
+    micro_batches: int,
+    machine: Machine,
+    software: Software,
+    *,
+    boundary_seconds: float = 0.0,
+    in_flight: int | None = None,
+    trained_share: float = 1.0,
+) -> Anatomy:
+    """The parts of one optimizer step.
+
+    Args:
+        stages: all of them, in the model's order.
+        micro_batches: of the step, on each data rank.
+        boundary_seconds: what a stage's output takes to the next rank.
+        in_flight: as of `pipeline_seconds`.
+        trained_share: of the parameters, those that are trained.
+
+    Raises:
+        ValueError: the machine has fewer devices than the plan's ranks.
+    """
+    if plan.world_size > machine.devices:
+        raise ValueError(f"{plan.world_size} ranks on {machine.devices} devices")
+    data = DataParallel(plan, machine, software, trained_share)
+    parts = [stage_cost(stage, plan, machine, software, data, micro_batches) for stage in stages]
+    costs = [cost for cost, _, _ in parts]
+    waiting_seconds = 0.0
+    if software.waits_for_sends and plan.virtual_stages > 1:
+        waiting_seconds, boundary_seconds = boundary_seconds, 0.0
+        costs = [
+            StageCost(cost.forward + waiting_seconds, cost.backward + waiting_seconds, cost.weights)
+            for cost in costs
+        ]
+    parameters = max(
+        sum(stages[stage].parameters for stage in plan.stages_of(rank)) for rank in range(plan.pp)
+    )
+    reduce, gather = data.once_a_step(parameters)
+    return Anatomy(
+        plan=plan,
+        micro_batches=micro_batches,
+        costs=tuple(costs),
+        forward=tuple(forward for _, forward, _ in parts),
+        backward=tuple(backward for _, _, backward in parts),
+        boundary_seconds=boundary_seconds,
+        in_flight=in_flight,
+        reduce_seconds=reduce,
+        gather_seconds=gather,
+        is_overlapped=software.data_overlap and data.is_beside_compute,
+        optimizer_seconds=optimizer_seconds(parameters, plan, machine, software, trained_share),
+        waiting_seconds=waiting_seconds,
+        uncertainty=_uncertainty(plan, machine.doubt),
+        shared=machine.shared,
+    )
+
+
+def optimizer_seconds(
+    parameters: float, plan: Plan, machine: Machine, software: Software, trained_share: float = 1.0
+) -> float:
+    """Of an update of the fullest rank's `parameters`, counted before `tp` and sharding."""
+    updated = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
+    seconds = streaming_seconds(machine.chip, updated * software.optimizer_bytes, OPTIMIZER_KERNELS)
+    return seconds * machine.optimizer_factor
+
+
+def step_of(anatomy: Anatomy) -> StepTime:
+    """The step's parts, played and added up."""
+    plan = anatomy.plan
+    played = pipeline_seconds(
+        plan.schedule,
+        anatomy.costs,
+        plan.pp,
+        anatomy.micro_batches,
+        anatomy.boundary_seconds,
+        anatomy.in_flight,
+    )
+    busiest = max(range(plan.pp), key=lambda rank: played.busy[rank])
+    mine = [part[stage] for stage in plan.stages_of(busiest) for part in (anatomy.forward, anatomy.backward)]
+    by_kind = {name: anatomy.micro_batches * sum(kind[name] for kind in mine) for name in _KINDS}
+    exchanged = sum(anatomy.exchange_seconds(busiest))
+    waiting = 2 * plan.virtual_stages * anatomy.micro_batches * anatomy.waiting_seconds
+    seconds, bubble = played.seconds, played.bubble_seconds + waiting
+    if anatomy.shared > 1:
+        # Ranks that wait leave their cores to the others: no step is faster than all the work on all cores,
+        # nor than its longest way with cores to itself.
+        seconds = max(played.seconds / anatomy.shared, fmean(played.busy))
+        mine_seconds = sum(by_kind.values())
+        by_kind = {name: min(1.0, seconds / mine_seconds) * one for name, one in by_kind.items()}
+        bubble = seconds - sum(by_kind.values())
+    return StepTime(
+        seconds=seconds + exchanged + anatomy.optimizer_seconds,
+        compute=by_kind["compute"],
+        tensor=by_kind["tensor"],
+        context=by_kind["context"],
+        expert=by_kind["expert"],
+        data=by_kind["data"] + exchanged,
+        bubble=bubble,
+        optimizer=anatomy.optimizer_seconds,
+        uncertainty=anatomy.uncertainty,
+    )
+
+
+def _uncertainty(plan: Plan, doubt: float) -> float:
+    """Half a 90 % interval: a rank computes as forecast within 12 %, and each kind of communication adds its
+    doubt; experts most, whose load and host are known least. About that share of the published measurements
+    lies inside (benchmarks/results/planner.md). `doubt` is the machine's own."""
+    axes = (plan.pp, plan.tp, plan.cp, plan.data_ranks)
+    doubts = [0.12, doubt, *[0.06 for size in axes if size > 1], *[0.25 for size in (plan.ep,) if size > 1]]
+    return math.sqrt(sum(doubt * doubt for doubt in doubts))
+
+
+def stage_cost(
+    stage: Stage, plan: Plan, machine: Machine, software: Software, data: DataParallel, micro_batches: int = 1
+) -> tuple[StageCost, dict[str, float], dict[str, float]]:
+    """Seconds of one of `micro_batches`, and those of its forward and of its backward by kind."""
+    weights = 0.0
+    ahead_kinds, back_kinds = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)
+    parts = [(part, count, size, stage.again) for part, count, size in stage.blocks]
+    parts += [(part, 1, size, 0.0) for part, size in stage.ends]
+    for part, count, size, share in parts:
+        ahead = _with_host(part.forward, part.kernels_forward, machine, software)
+        again = share * _with_host(part.again, part.kernels_again, machine, software)
+        both = part.backward_inputs + part.backward_weights
+        back = _with_host(both, part.kernels_backward, machine, software)
+        scale = back / both if both else 1.0
+        tensor_again = share * part.tensor_again
+        expert_forward, expert_backward = part.expert_forward, part.expert_backward
+        if software.expert_overlap:
+            expert_forward = exposed(expert_forward, ahead)
+            expert_backward = exposed(expert_backward, back)
+        gathered_forward, gathered_backward = data.per_micro_batch(
+            size, ahead + part.tensor_forward, again + back + part.tensor_backward
+        )
+        ahead_kinds["compute"] += count * (ahead + data.casting_seconds(size))
+        ahead_kinds["tensor"] += count * part.tensor_forward
+        ahead_kinds["context"] += count * part.context_forward
+        ahead_kinds["expert"] += count * expert_forward
+        ahead_kinds["data"] += count * gathered_forward
+        adding = data.adding_seconds(size, micro_batches)
+        back_kinds["compute"] += count * (again + back + adding)
+        back_kinds["tensor"] += count * (part.tensor_backward + tensor_again)
+        back_kinds["context"] += count * part.context_backward
+        back_kinds["expert"] += count * expert_backward
+        back_kinds["data"] += count * gathered_backward
+        weights += count * (scale * part.backward_weights + adding)
+    forward, backward = sum(ahead_kinds.values()), sum(back_kinds.values())
+    if plan.schedule in SPLIT_BACKWARD:
+        return StageCost(forward, backward - weights, weights), ahead_kinds, back_kinds
+    return StageCost(forward, backward), ahead_kinds, back_kinds
+
+
+def _with_host(seconds: float, kernels: int, machine: Machine, software: Software) -> float:
+    """The device waits where the host needs longer to issue kernels than they take."""
+    return seconds if software.graphs else max(seconds, kernels * machine.dispatch_seconds)

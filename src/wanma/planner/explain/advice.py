@@ -1,0 +1,111 @@
+"""What to do about a plan that does not fit: the smallest changes that make it fit, cheapest first.
+
+    for change in advice(problem, plan):
+        print(change, change.slowdown)
+
+By forecast, so that advice is as good as those. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from wanma.job.forecast import Forecast
+from wanma.job.plan import Plan
+from wanma.planner.explain.changes import Change, families, settings_between
+from wanma.planner.forecast import forecast, memory
+from wanma.planner.problem import Problem, host_overflow
+from wanma.planner.refusal import refusal
+
+Fits = Callable[[Plan], bool]
+
+CHEAP = 0.10
+"""Slowdown up to which a single change is all that is asked for."""
+
+
+def advice(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
+    """Single changes that make `plan` fit into `problem.memory_bytes`; where none does, or only such as are
+    dear, pairs of changes too.
+
+    Of each kind of change the smallest that fits, and the one that costs least time first. Empty where the
+    plan fits, or where no two changes make it fit.
+    """
+    if plan.placement or memory(problem, plan).memory_bytes <= problem.memory_bytes:
+        return []
+    plan = replace(plan, batch_shares=())
+
+    def fits(other: Plan) -> bool:
+        needed = memory(problem, other)
+        if needed.memory_bytes > problem.memory_bytes or refusal(problem, other) is not None:
+            return False
+        return host_overflow(problem, other, needed) is None
+
+    before = forecast(problem, plan)
+    found: dict[Plan, Change] = {}
+    for options in (_singles, _pairs):
+        for other in _first_of_each(options(problem, plan), fits):
+            if other not in found:
+                found[other] = _change(problem, plan, before, other)
+        ranked = sorted(found.values(), key=_dearness)
+        if ranked and (ranked[0].slowdown or 0.0) <= CHEAP and ranked[0].slowdown is not None:
+            break
+    return ranked[:keep]
+
+
+def savings(problem: Problem, plan: Plan, *, keep: int = 5) -> list[Change]:
+    """What single changes would save, whether or not that is enough: of each kind the one that saves most."""
+    if plan.placement:
+        return []
+    plan = replace(plan, batch_shares=())
+    before = forecast(problem, plan)
+    found = []
+    for options in _singles(problem, plan):
+        possible = [other for other in options if refusal(problem, other) is None]
+        if possible:
+            least = min(possible, key=lambda other: memory(problem, other).memory_bytes)
+            found.append(_change(problem, plan, before, least))
+    helpful = [change for change in found if change.saved_bytes > 0]
+    return sorted(helpful, key=lambda change: -change.saved_bytes)[:keep]
+
+
+def _singles(problem: Problem, plan: Plan) -> Iterator[Iterable[Plan]]:
+    for family in families(problem).values():
+        yield family(plan)
+
+
+def _pairs(problem: Problem, plan: Plan) -> Iterator[Iterable[Plan]]:
+    """Of every two families, each change of the second upon each of the first; the smallest changes first."""
+    for first, second in itertools.combinations(families(problem).values(), 2):
+        both = [
+            (number + further, other)
+            for number, half in enumerate(first(plan))
+            for further, other in enumerate(second(half))
+        ]
+        yield [other for _, other in sorted(both, key=lambda pair: pair[0])]
+
+
+def _first_of_each(options: Iterable[Iterable[Plan]], fits: Fits) -> Iterator[Plan]:
+    for plans in options:
+        fitting = next(filter(fits, plans), None)
+        if fitting is not None:
+            yield fitting
+
+
+def _change(problem: Problem, before: Plan, needed: Forecast, after: Plan) -> Change:
+    then = forecast(problem, after)
+    slowdown = None
+    moves = any(key.startswith("parallel.offload") for key in settings_between(before, after))
+    if needed.step is not None and then.step is not None and not moves:
+        slowdown = then.step.seconds / needed.step.seconds - 1.0
+    return Change(
+        settings_between(before, after), after, then, needed.memory_bytes - then.memory_bytes, slowdown
+    )
+
+
+def _dearness(change: Change) -> tuple[float, int, int, str]:
+    """The faster first, those of unknown time last; then the fewest settings, then what saves most."""
+    slowdown = change.slowdown if change.slowdown is not None else math.inf
+    return slowdown, len(change.settings), -change.saved_bytes, str(change)

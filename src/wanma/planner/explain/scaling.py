@@ -1,0 +1,77 @@
+"""How the best plan grows with the cluster: throughput and efficiency over numbers of devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.planner.explain.what_if import with_gpus
+from wanma.planner.search.candidates import Candidate, Found
+
+MOST_POINTS = 24
+_RANGE = re.compile(r"(\d[\d_]*)\s*\.\.\s*(\d[\d_]*)")
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """The best plan on one number of devices."""
+
+    devices: int
+    best: Candidate | None
+    reason: str = ""
+    """Why there is none."""
+    efficiency: float | None = None
+    """Samples per second and device, as a share of those at the first point that has a plan."""
+
+
+def scale_counts(text: str) -> list[int]:
+    """'64..4096' as 64, 128, ... 4096: doublings, and the end where it is none of them.
+
+    Raises:
+        JobError: it is no range, or a range of nothing.
+    """
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        raise JobError(f"--scale {text}: this is no range", "write two numbers of GPUs: 64..4096")
+    low, high = (int(number.replace("_", "")) for number in match.groups())
+    if not 1 <= low <= high:
+        raise JobError(f"--scale {text}: it begins at 1 or more and ends no lower", "write 64..4096")
+    counts = [low]
+    while counts[-1] * 2 <= high:
+        counts.append(counts[-1] * 2)
+    if counts[-1] < high:
+        counts.append(high)
+    if len(counts) > MOST_POINTS:
+        raise JobError(f"--scale {text}: that is more than {MOST_POINTS} doublings", "write a narrower range")
+    return counts
+
+
+def scaling(
+    cluster: Cluster, counts: Iterable[int], plans: Callable[[Cluster], Found]
+) -> tuple[ScalePoint, ...]:
+    """The best of `plans` on as many of the cluster's machines as make each of `counts` devices.
+
+    A count that fills no whole machines, and one on which nothing fits, is a point without a plan.
+    """
+    points = []
+    per_device = None
+    for count in counts:
+        try:
+            found = plans(with_gpus(cluster, count))
+        except JobError as error:
+            points.append(ScalePoint(count, None, error.message))
+            continue
+        best = found.best
+        if best is None:
+            points.append(ScalePoint(count, None, "no plan fits" if found.nearest else "there is no plan"))
+            continue
+        efficiency = None
+        if best.forecast.samples_per_second is not None:
+            rate = best.forecast.samples_per_second / count
+            per_device = per_device or rate
+            efficiency = rate / per_device
+        points.append(ScalePoint(count, best, "", efficiency))
+    return tuple(points)

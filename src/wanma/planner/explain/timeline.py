@@ -1,0 +1,254 @@
+"""One step as it would be seen on a clock: what every pipeline rank does when, as intervals.
+
+    steps = timeline_of(problem, plan)
+    Path("step.json").write_text(json.dumps(chrome_trace(steps)))     # open in ui.perfetto.dev
+
+Ranks that differ only in data, context, tensor or expert coordinates do the same at the same time, so that
+one row stands for all of a pipeline rank. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from wanma.job.plan import Plan
+from wanma.planner.cost.pipeline import Interval, pipeline_intervals
+from wanma.planner.cost.step import Anatomy, step_of
+from wanma.planner.forecast import anatomy as anatomy_of
+from wanma.planner.forecast import checkpoint_seconds, unknown_rates
+from wanma.planner.problem import Problem
+from wanma.planner.stages import SPLIT_BACKWARD
+
+SpanKind = Literal[
+    "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"
+]
+Track = Literal["compute", "exchange", "send"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes time on one pipeline rank."""
+
+    rank: int
+    """Of the pipeline."""
+    track: Track
+    """What runs beside what: computing, the data-parallel exchange, messages to other stages."""
+    kind: SpanKind
+    start: float
+    """Seconds from the step's begin."""
+    seconds: float
+    stage: int | None = None
+    micro_batch: int | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of `seconds`, what is computing and what is exposed communication, by axis; as in `StepTime`."""
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step."""
+
+    plan: Plan
+    micro_batches: int
+    seconds: float
+    spans: tuple[Span, ...]
+    """Of each rank and track in order of time."""
+
+
+def timeline_of(problem: Problem, plan: Plan) -> Timeline | None:
+    """One step of `plan`; None where there is no forecast of its time, or no grid of equal ranks."""
+    if plan.placement or unknown_rates(problem, plan) is not None:
+        return None
+    return timeline(anatomy_of(problem, plan), checkpoint_seconds(problem, plan))
+
+
+def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
+    """Play one step.
+
+    Weights changed by the step before are gathered at its begin, beside the first forward; gradients are
+    reduced beside the last backward. What of both the ranks must wait for is that of the forecast. All
+    ranks wait for the norm of all gradients before the optimizer runs.
+
+    Args:
+        checkpoint_seconds: that a step's share of saving takes, at its end.
+    """
+    plan = anatomy.plan
+    played = pipeline_intervals(
+        plan.schedule,
+        anatomy.costs,
+        plan.pp,
+        anatomy.micro_batches,
+        anatomy.boundary_seconds,
+        anatomy.in_flight,
+    )
+    if anatomy.shared > 1:
+        played = _on_shared_cores(played, anatomy)
+    by_rank: list[list[Interval]] = [[] for _ in range(plan.pp)]
+    for interval in played:
+        by_rank[interval.rank].append(interval)
+    reducing, gathering = anatomy.exchange_seconds(_busiest(played))
+    computed = gathering + max(interval.start + interval.seconds for interval in played)
+    update = computed + reducing
+    end = update + anatomy.optimizer_seconds
+    spans: list[Span] = []
+    for rank, mine in enumerate(by_rank):
+        compute = [_computing(interval, anatomy, gathering) for interval in mine]
+        last = [span.start for span in compute if span.kind == "backward"][-len(plan.stages_of(rank)) :]
+        reduce_start = computed
+        if anatomy.is_overlapped:
+            reduce_start = min(min(last), update - anatomy.reduce_seconds)
+        compute.append(Span(rank, "compute", "optimizer", update, anatomy.optimizer_seconds))
+        if checkpoint_seconds:
+            compute.append(Span(rank, "compute", "snapshot", end, checkpoint_seconds))
+        spans += _with_waits(compute, rank)
+        exchange = [
+            Span(rank, "exchange", "gather", 0.0, anatomy.gather_seconds),
+            Span(rank, "exchange", "reduce", reduce_start, anatomy.reduce_seconds),
+        ]
+        spans += [span for span in exchange if span.seconds > 0]
+        if anatomy.boundary_seconds > 0:
+            spans += _sends(compute, plan, anatomy.boundary_seconds)
+    return Timeline(plan, anatomy.micro_batches, end + checkpoint_seconds, tuple(spans))
+
+
+def _on_shared_cores(played: list[Interval], anatomy: Anatomy) -> list[Interval]:
+    """Ranks that share cores are faster while others wait; all are drawn as fast as that makes the whole."""
+    step = step_of(anatomy)
+    exchanged = anatomy.exchange_seconds(_busiest(played))
+    pipelined = step.seconds - sum(exchanged) - anatomy.optimizer_seconds
+    pace = pipelined / max(interval.start + interval.seconds for interval in played)
+    return [each._replace(start=each.start * pace, seconds=each.seconds * pace) for each in played]
+
+
+def _busiest(played: list[Interval]) -> int:
+    """The rank that computes longest."""
+    busy: defaultdict[int, float] = defaultdict(float)
+    for interval in played:
+        busy[interval.rank] += interval.seconds
+    return min(busy, key=lambda rank: (-busy[rank], rank))
+
+
+def _computing(interval: Interval, anatomy: Anatomy, delay: float) -> Span:
+    kind, stage, micro_batch = interval.operation
+    weights = anatomy.costs[stage].weights
+    if kind == "forward":
+        parts = anatomy.forward[stage]
+    elif kind == "weights":
+        parts = {"compute": weights}
+    else:
+        apart = weights if anatomy.plan.schedule in SPLIT_BACKWARD else 0.0
+        parts = {**anatomy.backward[stage], "compute": anatomy.backward[stage]["compute"] - apart}
+    pace = interval.seconds / sum(parts.values()) if anatomy.shared > 1 else 1.0
+    known = {name: pace * seconds for name, seconds in parts.items() if seconds > 0}
+    sent = interval.seconds - sum(known.values())
+    if sent > 1e-9 * interval.seconds:  # where a program waits for what it sends
+        known["send"] = sent
+    return Span(
+        interval.rank, "compute", kind, interval.start + delay, interval.seconds, stage, micro_batch, known
+    )
+
+
+def _with_waits(spans: list[Span], rank: int) -> Iterable[Span]:
+    """`spans` in order, and between them what the rank waits."""
+    clock = 0.0
+    shortest = 1e-9 * spans[-1].end
+    for span in spans:
+        if span.start - clock > shortest:
+            yield Span(rank, "compute", "wait", clock, span.start - clock)
+        yield span
+        clock = span.end
+
+
+def _sends(compute: list[Span], plan: Plan, seconds: float) -> Iterable[Span]:
+    """Outputs, and gradients of inputs, to stages on other ranks."""
+    for span in compute:
+        if span.stage is None or span.kind == "weights":
+            continue
+        target = span.stage + (1 if span.kind == "forward" else -1)
+        if 0 <= target < plan.stages and target not in plan.stages_of(span.rank):
+            yield Span(span.rank, "send", "send", span.end, seconds, span.stage, span.micro_batch)
+
+
+def chrome_trace(steps: Timeline) -> dict[str, Any]:
+    """The step in the Trace Event Format, which Perfetto and chrome://tracing read.
+
+    A process is a pipeline rank. Inside a forward or backward lie its computing and what communication it
+    waits for, one after the other, though they take turns layer by layer. Times are in µs.
+    """
+    events: list[dict[str, Any]] = []
+    per_stage = steps.plan.world_size // steps.plan.pp
+    for rank in range(steps.plan.pp):
+        numbers = ", ".join(map(str, steps.plan.stages_of(rank)))
+        last = (rank + 1) * per_stage - 1
+        ranks = f"rank {last}" if per_stage == 1 else f"ranks {rank * per_stage}–{last}"
+        events.append(_named(rank, 0, "process_name", f"stage {numbers} on {ranks}"))
+        events.append(
+            {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
+        )
+        mine = [span for span in steps.spans if span.rank == rank]
+        thread = 0
+        for track, name in (("compute", "computing"), ("exchange", "data parallel"), ("send", "sends")):
+            for lane in _lanes(span for span in mine if span.track == track):
+                events.append(_named(rank, thread, "thread_name", name))
+                for span in lane:
+                    events += _events(span, thread)
+                thread += 1
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"plan": str(steps.plan), "step_seconds": steps.seconds},
+    }
+
+
+def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Threads in none of which two spans overlap: viewers draw one below another."""
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        free = next((lane for lane in lanes if lane[-1].end <= span.start + 1e-12), None)
+        if free is None:
+            lanes.append([span])
+        else:
+            free.append(span)
+    return lanes
+
+
+def _events(span: Span, thread: int) -> list[dict[str, Any]]:
+    name = span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}"
+    arguments = {
+        key: value
+        for key, value in (("stage", span.stage), ("micro_batch", span.micro_batch))
+        if value is not None
+    }
+    events = [_complete(span.rank, thread, name, span.kind, span.start, span.seconds, arguments)]
+    if len(span.parts) > 1:
+        start = span.start
+        for part, seconds in span.parts.items():
+            inside = min(seconds, span.end - start)  # rounding must not let a part outlast its whole
+            events.append(_complete(span.rank, thread, part, part, start, inside, {}))
+            start += inside
+    return events
+
+
+def _complete(
+    rank: int, thread: int, name: str, category: str, start: float, seconds: float, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "name": name,
+        "cat": category,
+        "ts": start * 1e6,
+        "dur": seconds * 1e6,
+        "args": arguments,
+    }
+
+
+def _named(rank: int, thread: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}}

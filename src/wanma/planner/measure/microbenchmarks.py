@@ -1,0 +1,280 @@
+"""Operators and collectives measured one by one on the device at hand, by all ranks at the same time.
+
+What ranks share (a memory, cores, links) is then shared as in training. What the times mean is `fitting`'s
+affair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from wanma.collectives.measure import COLLECTIVES, collective_seconds
+from wanma.hardware.load import busy_cpu_seconds
+from wanma.planner.measure.calibration import Operator, Point
+from wanma.planner.measure.rounds import Judged, Round, chosen_seconds, is_enough, judged
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+LEAST_ROUNDS, MOST_ROUNDS = 4, 40
+"""Of each point: as many as it takes until enough were quiet (`rounds`)."""
+EMULATED_FACTOR = 3.0
+"""Time of a small product over that of one in 64 bits, beyond which it is emulated, and nobody trains so."""
+
+# (m, n, k). A step has products with many rows and two sides of a matrix, and for the weights' gradients with
+# many terms; small ones show what starting one costs.
+CPU_PRODUCTS = (
+    (64, 64, 64),
+    (64, 512, 512),
+    (256, 128, 128),
+    (256, 512, 512),
+    (1024, 128, 128),
+    (1024, 512, 512),
+    (2048, 1024, 384),
+    (1024, 1024, 1024),
+    (1024, 4096, 512),
+)
+GPU_PRODUCTS = (
+    (128, 4096, 4096),
+    (512, 4096, 4096),
+    (1024, 1024, 1024),
+    (2048, 2048, 2048),
+    (4096, 4096, 1024),
+    (4096, 4096, 4096),
+    (8192, 8192, 2048),
+    (8192, 8192, 8192),
+)
+CPU_STREAMS = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Elements of an operand."""
+GPU_STREAMS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+# (sequences, queries, heads, width of one)
+CPU_ATTENTION = ((8, 64, 4, 32), (4, 256, 4, 64), (2, 512, 8, 64), (1, 1024, 8, 64))
+GPU_ATTENTION = ((8, 1024, 16, 128), (4, 2048, 16, 128), (2, 4096, 16, 128), (1, 8192, 16, 128))
+DISPATCHED = 64
+"""Small operators in a row, by which dispatch is measured."""
+CPU_BUFFERS = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes that a collective takes."""
+GPU_BUFFERS = (1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 29)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured, the same on every rank."""
+
+    points: tuple[Point, ...]
+    disturbed: int
+    """Of them, those without enough rounds in which other programs left the machine alone."""
+
+
+def measure(
+    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], seconds: float
+) -> Measurements:
+    """Measure every operator, those that compute in each of `precisions`, and every collective of `group`.
+
+    All are run in turn, several times over: other work on the machine comes and goes by seconds.
+
+    Args:
+        group: all its ranks call this; their devices are of one kind. A single rank measures no collectives.
+        precisions: what this device only emulates is left out.
+        seconds: for all rounds, about; up to as many again where other programs disturb them.
+    """
+    native = _native(group, device, precisions)
+    cases = list(_cases(group, device, native))
+    each = seconds / LEAST_ROUNDS / len(cases)
+    found: list[list[Judged]] = [[] for _ in cases]
+    began, is_over = time.monotonic(), False
+    for number in range(MOST_ROUNDS):
+        if number >= LEAST_ROUNDS and (is_over or all(map(is_enough, found))):
+            break
+        taken = judged(_agreed([_round(case, each, group) for case in cases], group))
+        is_over = bool(_total([float(time.monotonic() - began > 2 * seconds)], group)[0])
+        for rounds, one in zip(found, taken, strict=True):
+            rounds.append(one)
+    points = tuple(
+        Point(case.operator, case.shape, chosen_seconds(rounds), case.precision)
+        for case, rounds in zip(cases, found, strict=True)
+    )
+    return Measurements(points, sum(not is_enough(rounds) for rounds in found))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One operator or collective, yet to be measured."""
+
+    operator: Operator
+    shape: tuple[int, ...]
+    precision: str
+    measure: Callable[[float], float]
+    """About how long to run it -> seconds of one run."""
+
+
+def _cases(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> Iterator[_Case]:
+    on_cpu = device.type == "cpu"
+    products, streams, attentions, buffers = (
+        (CPU_PRODUCTS, CPU_STREAMS, CPU_ATTENTION, CPU_BUFFERS)
+        if on_cpu
+        else (GPU_PRODUCTS, GPU_STREAMS, GPU_ATTENTION, GPU_BUFFERS)
+    )
+    largest = max(max(m * n, m * k, n * k) for m, n, k in products)
+    for name in precisions:
+        # Operands are parts of one buffer, so that numbers are drawn only once.
+        noise = torch.randn(3 * largest, device=device).to(DTYPES[name])
+        for shape in products:
+            yield from _products(noise, shape, name)
+        for of_attention in attentions:
+            yield from _attention(device, of_attention, name)
+    for elements in streams:
+        yield _Case("stream", (2 * 4 * elements,), "", _timed(device, partial(_stream, device, elements)))
+    yield _Case("dispatch", (DISPATCHED,), "", _timed(device, partial(_dispatch, device)))
+    if group.size() == 1:
+        return
+    for collective in COLLECTIVES:
+        for size in buffers:
+            run = partial(collective_seconds, collective, size, group, device)
+            yield _Case(collective, (group.size(), size), "", run)
+
+
+def _products(noise: Tensor, shape: tuple[int, int, int], name: str) -> Iterator[_Case]:
+    """A linear layer's three: forward, the gradient of its input, and that of its weight; the matrices lie
+    as they do there."""
+    m, n, k = shape
+    third = len(noise) // 3
+    x, weight, gradient = (
+        noise[number * third :][: rows * columns].view(rows, columns)
+        for number, (rows, columns) in enumerate(((m, k), (n, k), (m, n)))
+    )
+    device = noise.device
+    yield _Case("product", (m, n, k), name, _timed(device, lambda: lambda: F.linear(x, weight)))
+    yield _Case("product", (m, k, n), name, _timed(device, lambda: lambda: gradient @ weight))
+    yield _Case("product", (n, k, m), name, _timed(device, lambda: lambda: gradient.t() @ x))
+
+
+def _attention(device: torch.device, shape: tuple[int, int, int, int], name: str) -> Iterator[_Case]:
+    def parts() -> list[Tensor]:
+        made = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
+        return [part.transpose(1, 2) for part in made]
+
+    def forward() -> Callable[[], object]:
+        query, key, value = parts()
+        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def backward() -> Callable[[], object]:
+        query, key, value = parts()
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        gradient = torch.randn_like(attended)
+        return lambda: torch.autograd.grad(attended, (query, key, value), gradient, retain_graph=True)
+
+    yield _Case("attention", shape, name, _timed(device, forward))
+    yield _Case("attention_backward", shape, name, _timed(device, backward))
+
+
+def _stream(device: torch.device, elements: int) -> Callable[[], object]:
+    """One operand read and one written, into memory that the allocator gives each time anew."""
+    x = torch.ones(elements, device=device)
+    return lambda: x * 0.5
+
+
+def _dispatch(device: torch.device) -> Callable[[], object]:
+    """Small operators under autograd, forward and backward, as an eager program issues them."""
+    x = torch.ones(64, device=device, requires_grad=True)
+
+    def run() -> None:
+        y = x
+        for _ in range(DISPATCHED // 2):
+            y = y * 0.5
+        torch.autograd.grad(y, x, x.detach())
+
+    return run
+
+
+def _timed(device: torch.device, make: Callable[[], Callable[[], object]]) -> Callable[[float], float]:
+    """What measures what `make` prepares."""
+
+    def measure_for(seconds: float) -> float:
+        run = make()
+        run()  # the first one also builds its kernel
+        return (_for_so_long if device.type == "cpu" else _so_often)(run, seconds)
+
+    return measure_for
+
+
+def _for_so_long(run: Callable[[], object], seconds: float) -> float:
+    """Seconds of one of the runs that fill `seconds`: all ranks are busy for as long, so that where they are
+    more than cores each gets its share of these."""
+    count, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < seconds or not count:
+        run()
+        count += 1
+    return passed / count
+
+
+def _so_often(run: Callable[[], object], seconds: float) -> float:
+    """Likewise on a device that works behind the host's back."""
+
+    def repeat(times: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / times
+
+    return repeat(max(1, int(seconds / max(repeat(1), 1e-9))))
+
+
+def _round(case: _Case, seconds: float, group: dist.ProcessGroup) -> list[float]:
+    """[seconds of one run, CPU seconds of this process, of all programs, wall seconds]."""
+    wall, own, busy = time.monotonic(), time.process_time(), busy_cpu_seconds()
+    _total([0.0], group)  # when it is back, all ranks have come
+    took = case.measure(seconds)
+    after = busy_cpu_seconds()
+    others = after - busy if after is not None and busy is not None else 0.0
+    return [took, time.process_time() - own, others, time.monotonic() - wall]
+
+
+def _agreed(rows: list[list[float]], group: dist.ProcessGroup) -> list[Round]:
+    """One round of every case, over all ranks: their mean time, their own CPU seconds, and the machine's."""
+    ranks = group.size()
+    summed = _total([number for row in rows for number in row], group)
+    return [
+        Round(summed[at] / ranks, summed[at + 1], summed[at + 2] / ranks, summed[at + 3] / ranks)
+        for at in range(0, len(summed), 4)
+    ]
+
+
+def _total(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
+    """Added up over the ranks; on the CPU, whatever the ranks compute on."""
+    summed = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(summed, group=group)
+    result: list[float] = summed.tolist()
+    return result
+
+
+def _native(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that this device computes in rather than emulates: a product is no slower than in 64 bits."""
+    if device.type != "cpu":
+        return precisions
+    plain = _product_seconds(torch.float64)
+    emulated = [float(_product_seconds(DTYPES[name]) > EMULATED_FACTOR * plain) for name in precisions]
+    counts = _total(emulated, group)
+    return tuple(name for name, count in zip(precisions, counts, strict=True) if 2 * count < group.size())
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    """Of a small product, at its best of many: others may be busy."""
+    x = torch.ones(256, 256, dtype=dtype)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        torch.mm(x, x)
+        return time.perf_counter() - start
+
+    seconds()  # the first one builds its kernel
+    return min(seconds() for _ in range(10))

@@ -1,0 +1,286 @@
+"""What a block keeps for its backward on one rank: every tensor, how it is split, and under which recompute.
+
+For decoders by operator, for this runtime and for other programs, whose published formulas are special
+cases (Korthikanti et al. 2022, equations 1 to 4); for any other model by what was counted of its layers.
+Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from wanma.job.forecast import Layer
+from wanma.job.plan import Plan
+from wanma.job.sections import Recompute
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.cost.operators import Software
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+WHOLE_SHARE = 0.25
+"""Share of a block's kept activations that tensor parallelism does not split, where the operators are not
+known: inputs and outputs of its normalisations, 4 hidden of about 16 to 20 (Korthikanti et al. 2022, section
+4.2.1: 10 of 34 bytes)."""
+
+INPUT_SHARE = 1 / 16
+"""Share of a block's kept activations that is its input, where nobody counted; about 1 of 16 hidden-sized
+tensors in a decoder."""
+
+COSTLY_SHARE = 3 / 8
+"""Share of them that selective recompute keeps beside the input, likewise; about 6 of 16 in a decoder."""
+
+Split = Literal["tp", "sequence", "nothing"]
+"""Which ranks share a tensor: those of `tp`; those of `tp` under sequence parallelism; or none."""
+
+
+class Kept(NamedTuple):
+    """One tensor that a block keeps for backward."""
+
+    name: str
+    elements: float
+    """Of one token, on all ranks of `tp` together where they share it."""
+    split: Split
+    recompute: tuple[Recompute, ...] = ("none",)
+    """Policies under which it is kept."""
+    element_bytes: float | None = None
+    """None: as the precision that computes has."""
+
+
+class BlockBytes(NamedTuple):
+    """Of one block, micro-batch and rank."""
+
+    kept: float
+    """For backward, where nothing runs again."""
+    inputs: float
+    """Of a block that runs again: what it starts from."""
+    costly: float
+    """Of such a block: what selective recompute keeps beside it."""
+    working: float
+    """What backward makes beside it, at most: gradients of the widest tensors."""
+
+
+def decoder_block(
+    dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software, *, experts: bool
+) -> BlockBytes:
+    """
+    Args:
+        sequence: tokens of one sample.
+        experts: whether the block has experts instead of one feed-forward network.
+    """
+    tensors = kept_tensors(dimensions, sequence, plan, software, experts=experts)
+    tokens = plan.micro_batch * sequence / plan.cp
+
+    def size(policy: Recompute) -> float:
+        held = (tensor for tensor in tensors if policy in tensor.recompute)
+        return tokens * bytes_per_token(held, plan)
+
+    inputs = size("full")
+    return BlockBytes(
+        size("none"),
+        inputs,
+        size("selective") - inputs,
+        tokens * _working(dimensions, sequence, plan, software),
+    )
+
+
+def bytes_per_token(tensors: Iterable[Kept], plan: Plan) -> float:
+    """Of these on one rank of `tp`."""
+    compute = BYTES[plan.precision]
+    ranks = {"tp": plan.tp, "sequence": plan.tp if plan.sequence else 1, "nothing": 1}
+    return sum(
+        tensor.elements
+        / ranks[tensor.split]
+        * (compute if tensor.element_bytes is None else tensor.element_bytes)
+        for tensor in tensors
+    )
+
+
+def kept_tensors(
+    dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software, *, experts: bool
+) -> list[Kept]:
+    """What autograd keeps of one block, tensor by tensor.
+
+    Of GPT (`Software.gated` false) in 16 bits these are 34 bytes per token and hidden element, with the masks
+    of three dropouts, and 5 bytes per score where scores are kept (Korthikanti et al. 2022, equation 1).
+    """
+    tensors = [*_around("attention", dimensions, software), *_attention(dimensions, sequence, plan, software)]
+    tensors += _around("feed_forward", dimensions, software)
+    if experts:
+        tensors += _experts(dimensions, software)
+    else:
+        tensors += _network("feed_forward", dimensions.feed_forward, software)
+    tensors[0] = tensors[0]._replace(recompute=("none", "selective", "full"))
+    if software.selective == "attention":
+        return [_unless_score(tensor) for tensor in tensors]
+    return tensors + _costly(dimensions, plan, experts=experts)
+
+
+def layer_block(layer: Layer, plan: Plan) -> BlockBytes:
+    """Of a block of which only the elements were counted."""
+    every = layer.activation_elements_per_sample
+    whole = WHOLE_SHARE / plan.tp if plan.sequence else WHOLE_SHARE
+    share = (whole + (1 - WHOLE_SHARE) / plan.tp) / plan.cp
+    size = share * plan.micro_batch * BYTES[plan.precision]
+    inputs = _known(layer.input_elements_per_sample, every * INPUT_SHARE)
+    costly = _known(layer.costly_elements_per_sample, every * COSTLY_SHARE)
+    return BlockBytes(every * size, inputs * size, costly * size, 2 * inputs * size)
+
+
+def _known(counted: float | None, typical: float) -> float:
+    return typical if counted is None else counted
+
+
+# ---------------------------------------------------------------- tensors of a decoder's block
+
+_COSTLY: tuple[Recompute, ...] = ("none", "selective")
+_SCORES = "scores"
+
+
+def _around(half: str, dimensions: DecoderDimensions, software: Software) -> list[Kept]:
+    """The normalisation before a half, and the dropout after it."""
+    hidden = dimensions.hidden
+    tensors = [
+        Kept(f"{half} norm's input", hidden, "sequence"),
+        Kept(f"{half}'s input", hidden, "sequence" if software.regathers else "nothing"),
+    ]
+    if software.gated:
+        tensors.append(Kept(f"{half} norm's scale", 1, "sequence", element_bytes=4))
+    if dimensions.dropout > 0 or not software.gated:
+        tensors.append(Kept(f"{half} dropout's mask", hidden, "sequence", element_bytes=1))
+    return tensors
+
+
+def _attention(dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software) -> list[Kept]:
+    heads = dimensions.heads
+    if dimensions.is_latent:
+        rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
+        plain, turned, width = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+        # Every rank makes the narrow vectors, and uses them for its own heads.
+        tensors = [
+            Kept("query's vector, before and after its norm", 2 * query_rank, "nothing"),
+            Kept("key and value's vector, likewise, and the rotary key", 2 * rank + turned, "nothing"),
+            Kept("scales of both norms", 2, "nothing", element_bytes=4),
+            Kept("query", heads * (plain + turned), "tp"),
+            Kept("key", heads * (plain + turned), "tp"),
+            Kept("plain key and value", heads * (plain + width), "tp"),
+        ]
+    else:
+        width = dimensions.head_width
+        seen = kv_heads_seen(dimensions, plan)
+        tensors = [
+            Kept("query", heads * width, "tp"),
+            Kept("key", seen * width, "tp"),
+            Kept("value", seen * width, "tp"),
+        ]
+        if dimensions.head_norm:
+            tensors.append(Kept("head norms' inputs", (heads + seen) * width, "tp"))
+            tensors.append(Kept("head norms' scales", heads + seen, "tp", element_bytes=4))
+    tensors.append(Kept("attended", heads * width, "tp", _COSTLY))
+    if plan.cp > 1 and plan.context == "all_to_all":
+        tensors.append(Kept("attended, given back", heads * width, "tp"))
+    if software.attention == "scores":
+        # Softmax, its dropout's mask, and what the mask leaves: 2 + 1 + 2 bytes.
+        compute = BYTES[plan.precision]
+        tensors.append(Kept(_SCORES, heads * sequence, "tp", element_bytes=2 * compute + 1))
+    elif software.gated:
+        tensors.append(Kept("log-sum-exp", heads, "tp", _COSTLY, element_bytes=4))
+    return tensors
+
+
+def kv_heads_seen(dimensions: DecoderDimensions, plan: Plan) -> int:
+    """Key and value heads of all ranks of `tp` together: each has at least one; and repeated until the ranks
+    of an all-to-all can share them."""
+    seen = max(dimensions.kv_heads, plan.tp)
+    if plan.cp > 1 and plan.context == "all_to_all":
+        seen *= plan.cp // math.gcd(max(seen // plan.tp, 1), plan.cp)
+    return seen
+
+
+def _network(name: str, wide: int, software: Software) -> list[Kept]:
+    if not software.gated:
+        return [Kept(f"{name}'s activation: input and output", 2 * wide, "tp")]
+    if software.fused:
+        return [Kept(f"{name}'s gate, up and their product", 3 * wide, "tp")]
+    return [Kept(f"{name}'s gate, its SiLU, up and their product", 4 * wide, "tp")]
+
+
+def _experts(dimensions: DecoderDimensions, software: Software) -> list[Kept]:
+    """A token's vector is copied to where the others of its experts are; ranks of `ep` have as many copies as
+    they sent away, where experts are used evenly."""
+    choices, width = dimensions.experts_per_token, dimensions.expert_width
+    tensors = [
+        Kept("router's scores, before and after", 2 * dimensions.experts, "sequence", element_bytes=4),
+        Kept("copies for experts", choices * dimensions.hidden, "nothing"),
+        Kept("experts' gate, up and weighted product", 3 * choices * width, "tp"),
+        Kept("weights of experts", choices, "nothing", element_bytes=4),
+    ]
+    if dimensions.shared_experts:
+        tensors += _network("shared experts", dimensions.shared_experts * width, software)
+    return tensors
+
+
+def _unless_score(tensor: Kept) -> Kept:
+    """Attention's core alone runs again (Korthikanti et al. 2022, section 5)."""
+    if tensor.name == _SCORES or "full" in tensor.recompute:
+        return tensor
+    return tensor._replace(recompute=_COSTLY)
+
+
+def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list[Kept]:
+    """Results that `models.costly` keeps: of every second product, and what other ranks sent."""
+    hidden, width = dimensions.hidden, dimensions.expert_width
+    products: list[tuple[float, Split]] = []
+    if dimensions.is_latent:
+        plain, turned, value = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+        products += [
+            (dimensions.query_rank, "nothing"),
+            (dimensions.heads * (plain + turned), "tp"),
+            (dimensions.key_value_rank + turned, "nothing"),
+            (dimensions.heads * (plain + value), "tp"),
+            (hidden, "nothing"),
+        ]
+        attended = dimensions.heads * value
+        exchanged = attended + dimensions.heads * (2 * (plain + turned) + value)
+    else:
+        of_keys = kv_heads_seen(dimensions, plan) * dimensions.head_width
+        attended = dimensions.heads * dimensions.head_width
+        products += [(attended, "tp"), (of_keys, "tp"), (of_keys, "tp"), (hidden, "nothing")]
+        exchanged = 2 * attended + 2 * of_keys
+    networks = 1
+    if experts:
+        choices = dimensions.experts_per_token
+        of_experts = choices * width
+        products += [(dimensions.experts, "sequence"), (of_experts, "tp"), (of_experts, "tp")]
+        products.append((choices * hidden, "nothing"))
+        if dimensions.shared_experts:
+            shared = dimensions.shared_experts * width
+            products += [(shared, "tp"), (shared, "tp"), (hidden, "nothing")]
+            networks = 2
+    else:
+        wide = dimensions.feed_forward
+        products += [(wide, "tp"), (wide, "tp"), (hidden, "nothing")]
+    only: tuple[Recompute, ...] = ("selective",)
+    tensors = [Kept(f"product {2 * at}", size, split, only) for at, (size, split) in enumerate(products[::2])]
+    if plan.sequence:
+        tensors.append(Kept("scattered sums", (1 + networks) * hidden, "sequence", only))
+    if plan.cp > 1 and plan.context == "all_to_all":
+        tensors.append(Kept("exchanged heads", exchanged, "tp", only))
+    if experts and plan.ep > 1:
+        tensors.append(Kept("exchanged copies", 2 * dimensions.experts_per_token * hidden, "nothing", only))
+    return tensors
+
+
+def _working(dimensions: DecoderDimensions, sequence: int, plan: Plan, software: Software) -> float:
+    """Bytes per token: gradients of two of the widest tensors, or of two sets of scores, and of what a half
+    is given and gives."""
+    widest = max(
+        dimensions.feed_forward,
+        dimensions.heads * dimensions.head_width,
+        dimensions.heads * sequence if software.attention == "scores" else 0,
+        dimensions.experts_per_token * max(dimensions.expert_width, dimensions.hidden * plan.tp)
+        if dimensions.experts
+        else 0,
+    )
+    return BYTES[plan.precision] * 2 * (widest / plan.tp + dimensions.hidden)

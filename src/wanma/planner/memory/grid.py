@@ -1,0 +1,175 @@
+"""Memory of many plans at once: those that differ only in recompute, and in how ranks share their state.
+
+What a rank keeps of activations depends on the one, what it holds of state on the other, so that both are
+computed once and put together as arrays. The numbers are those of `ranks.forecast_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Recompute
+from wanma.planner.cost.data_parallel import block_key
+from wanma.planner.memory.ranks import (
+    Setting,
+    boundary_bytes,
+    kept_of_stages,
+    runtime_bytes,
+    stage_counts,
+    unlike_ranks,
+    unused_shares,
+)
+from wanma.planner.memory.state import Parameters, State, state_of
+from wanma.planner.memory.table import MemoryTable
+
+Array = npt.NDArray[np.float64]
+
+
+class States:
+    """Ways in which the data ranks of one grid can share the state.
+
+    Args:
+        plans: each with its own; all else is the grid's.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans = tuple(plans)
+        alike: dict[object, list[int]] = {}
+        for number, plan in enumerate(self.plans):
+            alike.setdefault(block_key(plan), []).append(number)
+        self.alike = list(alike.values())
+        """Numbers of those whose blocks cost the same."""
+        self._runtime = np.array([runtime_bytes(plan) for plan in self.plans])
+        self._known: dict[tuple[object, ...], dict[str, Array]] = {}
+
+    def applied(self, number: int, plan: Plan) -> Plan:
+        """`plan` with the way of that number."""
+        way = self.plans[number]
+        return replace(plan, dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard)
+
+    def held(self, mine: Parameters, table: MemoryTable, setting: Setting) -> dict[str, Array]:
+        """Bytes of a rank with these parameters, by field of `State`, of every way."""
+        key = (mine, setting.micro_batches > 1, setting.software)
+        if key not in self._known:
+            found = [
+                state_of(
+                    mine,
+                    plan,
+                    setting.optimizer,
+                    micro_batches=setting.micro_batches,
+                    weight_average=setting.weight_average,
+                    trained_share=table.trained_share,
+                    software=setting.software,
+                )
+                for plan in self.plans
+            ]
+            arrays = {name: np.array([getattr(one, name) for one in found]) for name in State._fields}
+            arrays["runtime"] = self._runtime
+            self._known[key] = arrays
+        return self._known[key]
+
+
+def memory_grid(
+    table: MemoryTable,
+    plan: Plan,
+    recomputes: Sequence[tuple[Recompute, float]],
+    states: States,
+    setting: Setting,
+) -> Array:
+    """Bytes of the fullest rank, (recomputes, states).
+
+    Args:
+        table: of `plan`.
+        recomputes: kinds and shares that take the place of the plan's.
+    """
+    stages = stage_counts(table, plan)
+    ranks = unlike_ranks(plan, stages, setting)
+    of_ranks = [_of_rank(rank, table, plan, recomputes, states, stages, setting) for rank in ranks]
+    fullest: Array = np.stack(of_ranks).max(axis=0)
+    return fullest
+
+
+def _of_rank(
+    rank: int,
+    table: MemoryTable,
+    plan: Plan,
+    recomputes: Sequence[tuple[Recompute, float]],
+    states: States,
+    stages: list[tuple[int, ...]],
+    setting: Setting,
+) -> Array:
+    numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
+    logits, head = (table.logits, table.head) if len(stages) - 1 in numbers else (0.0, 0.0)
+    boundary = boundary_bytes(table, plan, setting, numbers)
+    held = states.held(parameters_of(rank, table, plan, stages), table, setting)
+    kept, working = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
+    at_loss = kept + head + setting.software.logits_copies * logits
+    at_first_block = kept + working + logits + table.travelling
+    peak = np.maximum(
+        held["accumulated"] + np.maximum(at_loss[:, None], held["reducing"] + at_first_block[:, None]),
+        held["final"] + held["receiving"] + (logits if plan.pp == 1 else 0.0),
+    )
+    peak = peak + boundary
+    lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan, setting.software)
+    unused = shares.lasting * lasting + shares.gathered * held["gathered"] + shares.passing * peak
+    whole: Array = lasting + held["runtime"] + peak + unused
+    return whole
+
+
+def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]]) -> Parameters:
+    """Of one pipeline rank.
+
+    Args:
+        stages: blocks of each kind in every stage.
+    """
+    numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
+    shared = experts = block = shapes = 0.0
+    for index, kind in enumerate(table.kinds):
+        count = sum(stages[number][index] for number in numbers)
+        shared += count * kind.shared
+        experts += count * kind.experts
+        if count:
+            block = max(block, kind.shared + kind.experts)
+            shapes = max(shapes, kind.shared + kind.expert)
+    last = table.last if len(stages) - 1 in numbers else 0.0
+    ends = last + (table.first if 0 in numbers else 0.0)
+    return Parameters(shared, experts, ends, block, shapes + last)
+
+
+def _activations(
+    rank: int,
+    table: MemoryTable,
+    plan: Plan,
+    recomputes: Sequence[tuple[Recompute, float]],
+    mine: list[tuple[int, ...]],
+    setting: Setting,
+) -> tuple[Array, Array]:
+    """Bytes that wait for their backward on the device, and that are beside them in it; of each recompute."""
+    runs_again = np.array([kind != "none" for kind, _ in recomputes])
+    shares = np.array([share for _, share in recomputes]) * runs_again
+    is_selective = np.array([kind == "selective" for kind, _ in recomputes])
+    stays = plan.offload_activations == "nothing"
+    kept = np.zeros(len(recomputes))
+    deepest = np.zeros(len(recomputes))
+    working = 0.0
+    for counts, flight in zip(mine, kept_of_stages(rank, plan, setting), strict=True):
+        blocks = sum(counts)
+        again = np.ceil(np.round(blocks * shares, 9))
+        share = again / blocks if blocks else again
+        for kind, count in zip(table.kinds, counts, strict=True):
+            if not count:
+                continue
+            parts = kind.bytes
+            if stays:
+                kept += count * flight * ((1 - share) * parts.kept + share * parts.inputs)
+            kept += count * flight * share * parts.costly * is_selective
+            working = max(working, parts.working)
+            here = again > 0 if stays else np.ones(len(recomputes), dtype=bool)
+            deepest = np.maximum(deepest, parts.kept * here)
+    around = 2 if plan.device == "cuda" and not stays else 1
+    return kept, working + around * deepest

@@ -1,0 +1,178 @@
+"""Parameters, gradients and optimizer state of one rank: what is there all the time, and what a step adds.
+
+Sharded state follows Rajbhandari et al. 2020, section 5; what FSDP2 holds beside it is from its own
+behaviour (one unit of communication per block, another for the rest), which tests measure. Programs that
+keep whole copies follow Megatron-LM: 2 bytes of weights, 2 or 4 of gradients, and 12 of state per parameter,
+which a distributed optimizer shares among the data ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from wanma.job.plan import UPDATED_TOGETHER, Plan
+from wanma.planner.cost.operators import Software
+from wanma.planner.memory.activations import BYTES
+
+
+class Parameters(NamedTuple):
+    """Of one pipeline rank, on one rank of `tp`."""
+
+    blocks: float
+    """Those of its blocks, but for routed experts."""
+    experts: float
+    """Of routed experts, on one rank of `ep`."""
+    ends: float
+    """Of what is no block: embedding, head."""
+    block: float
+    """Of its largest block, with the experts that are here."""
+    shapes: float = 0.0
+    """Of its products' matrices, one of every shape."""
+
+    @property
+    def held(self) -> float:
+        return self.blocks + self.experts + self.ends
+
+
+class State(NamedTuple):
+    """Bytes of one rank."""
+
+    parameters: float
+    """With what is gathered of them."""
+    gathered: float
+    """Of them, what is gathered for a step."""
+    optimizer: float
+    """With an averaged copy of the weights."""
+    accumulated: float
+    """Gradients that are there from one micro-batch to the next."""
+    reducing: float
+    """What is there beside them while backward hands one unit's gradients over."""
+    final: float
+    """All gradients, as backward ends, with what reduces them."""
+    receiving: float
+    """Beside `final`, parts that come from others."""
+    host: float
+    disk: float
+
+
+STATE_COPIES = {"adamw": (2, 2), "sgd": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
+"""Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD one momentum; Muon
+keeps one for the blocks' matrices and leaves the rest to AdamW; Adafactor keeps a row and a column for each
+matrix, which is next to nothing."""
+
+
+def state_of(
+    mine: Parameters,
+    plan: Plan,
+    optimizer: str,
+    *,
+    micro_batches: int,
+    weight_average: bool,
+    trained_share: float,
+    software: Software,
+) -> State:
+    """
+    Args:
+        optimizer: `train.optimizer`.
+        micro_batches: of one step and rank, at most.
+        trained_share: of the parameters, those that are trained.
+    """
+    sharded_blocks = mine.blocks / plan.shard_ranks
+    if mine.experts:
+        sharded_blocks += mine.experts / plan.expert_ranks[1]
+    sharded_ends = mine.ends / plan.shard_ranks
+    of_blocks, of_ends = STATE_COPIES[optimizer]
+    elements = (of_blocks * sharded_blocks + of_ends * sharded_ends) * trained_share
+    shards = sharded_blocks + sharded_ends
+    if software.weights == "copies":
+        return _copies(mine, shards, elements, trained_share, software)
+    return _shards(mine, shards, elements, plan, micro_batches, weight_average, trained_share)
+
+
+def _copies(
+    mine: Parameters, shards: float, elements: float, trained_share: float, software: Software
+) -> State:
+    gradients = mine.held * software.accumulated_bytes * trained_share
+    if software.empty_gradients:
+        gradients += 2 * mine.shapes
+    return State(
+        parameters=2 * mine.held,
+        gathered=0.0,
+        optimizer=4 * (elements + shards * trained_share),
+        accumulated=gradients,
+        reducing=0.0,
+        final=gradients,
+        receiving=0.0,
+        host=0.0,
+        disk=0.0,
+    )
+
+
+def _shards(
+    mine: Parameters,
+    shards: float,
+    elements: float,
+    plan: Plan,
+    micro_batches: int,
+    weight_average: bool,
+    trained_share: float,
+) -> State:
+    master = 8 if plan.precision == "fp64" else 4
+    compute = BYTES[plan.precision]
+    # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
+    # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
+    # In a pipeline blocks stay gathered from their backward on, and gradients whole to the step's end.
+    around = 1 if plan.device == "cpu" else 2
+    away = plan.offload_parameters != "nothing"
+    by_block = (plan.shard == "parameters" or away) and plan.pp == 1
+    gathered = mine.ends + around * mine.block if by_block else mine.held
+    parameters = shards * master
+
+    # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
+    # micro-batch, whole gradients are accumulated in fp32 until the last.
+    # On a CPU they are one unit where they are whole anyway (`parallel.shard`), and with one shard the
+    # buffer becomes the gradient.
+    whole_kind = plan.shard in ("nothing", "optimizer")
+    one_unit = plan.device == "cpu" and whole_kind and not away
+    unit = mine.held if one_unit else max(mine.ends, mine.block)
+    accumulates = micro_batches > 1 and (plan.pp > 1 or whole_kind)
+    if accumulates:
+        accumulated = mine.held * master
+        reducing = 0.0 if one_unit or compute == master else unit * compute
+        final = accumulated + unit * master
+    else:
+        accumulated = shards * master if micro_batches > 1 else 0.0
+        reducing = 0.0 if one_unit else unit * (compute + master)
+        if one_unit and plan.shard_ranks == 1:
+            final = mine.held * (compute + master)
+        else:
+            final = shards * master + unit * (compute + master)
+    # Gloo's parts of a scattered sum come from all other ranks at once.
+    receiving = unit * master * (1 - 1 / plan.shard_ranks) if plan.device == "cpu" else 0.0
+
+    average = shards * master * int(weight_average)
+    state = elements * master
+    elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
+    elsewhere[plan.offload_parameters] += parameters
+    if away and plan.device == "cuda":
+        # Then the update runs on the host: what belongs to the shards is there.
+        here = "host" if plan.offload_optimizer == "nothing" else plan.offload_optimizer
+        elsewhere[here] += state
+        of_shards = 0.0 if accumulates else shards * master
+        elsewhere["host"] += average + shards * master * trained_share
+        accumulated, final = max(accumulated - of_shards, 0.0), final - of_shards
+        state = average = 0.0
+    elif plan.offload_optimizer != "nothing":
+        elsewhere[plan.offload_optimizer] += state
+        state = min(state, state / max(shards, 1) * UPDATED_TOGETHER)
+    return State(
+        parameters=(0 if away else parameters) + gathered * compute,
+        gathered=gathered * compute,
+        optimizer=state + average,
+        accumulated=accumulated * trained_share,
+        reducing=reducing * trained_share,
+        final=final * trained_share,
+        receiving=receiving * trained_share,
+        host=elsewhere["host"],
+        disk=elsewhere["disk"],
+    )

@@ -1,0 +1,171 @@
+"""Plans that differ only in recompute, and in how ranks share their state: all of them at once, as arrays.
+
+Of each its memory, and the least time of a step; playing a pipeline's schedule then gives the time itself, of
+all plans with the same recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Recompute
+from wanma.planner.cost.bounds import busy_seconds, least_seconds
+from wanma.planner.cost.data_parallel import INTERFERENCE
+from wanma.planner.cost.pipeline import StageCost, pipeline_seconds
+from wanma.planner.forecast import checkpoint_seconds, memory_setting, software, unknown_rates
+from wanma.planner.memory.grid import States, memory_grid
+from wanma.planner.search.tables import Array, Integers, Tables, UnitCost, counts_of, run_again_shares
+from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
+
+Recomputes = Sequence[tuple[Recompute, float]]
+"""Kinds and shares."""
+
+
+class Core:
+    """Arrays are (recomputes, states).
+
+    Args:
+        plan: all that its plans share.
+        states: ways to share the state among the plan's data ranks.
+    """
+
+    def __init__(self, tables: Tables, plan: Plan, recomputes: Recomputes, states: States) -> None:
+        self.plan, self.recomputes, self.states = plan, recomputes, states
+        problem = tables.problem
+        setting = memory_setting(problem, plan)
+        self.memory = memory_grid(tables.memory(plan), plan, recomputes, states, setting)
+        """Bytes of the fullest rank."""
+        self.least = np.zeros(self.memory.shape)
+        """No step is shorter; zero where the machine's rates are unknown, or no recompute makes it fit."""
+        self._variants: list[tuple[list[int], _Variant]] = []
+        if unknown_rates(problem, plan) is not None:
+            return
+        saving = checkpoint_seconds(problem, plan)
+        fits = self.memory.min(axis=0) <= problem.memory_bytes
+        for alike in states.alike:
+            columns = [column for column in alike if fits[column]]
+            if not columns:
+                continue
+            variant = _Variant(tables, states.applied(columns[0], plan), recomputes)
+            plans = [states.plans[column] for column in columns]
+            self.least[:, columns] = variant.step_seconds(tables, plans) + saving
+            self._variants.append((columns, variant))
+
+    def play(self, row: int) -> Array:
+        """Seconds of a step under the recompute of that number, of every state."""
+        for columns, variant in self._variants:
+            self.least[row, columns] += variant.more_when_played(row)
+        seconds: Array = self.least[row]
+        return seconds
+
+    def plan_of(self, row: int, column: int) -> Plan:
+        recompute, share = self.recomputes[row]
+        return self.states.applied(column, replace(self.plan, recompute=recompute, recompute_share=share))
+
+
+class _Variant:
+    """Stages' costs of states whose blocks cost the same, under every recompute."""
+
+    def __init__(self, tables: Tables, plan: Plan, recomputes: Recomputes) -> None:
+        self._plan = plan
+        self._micro_batches = plan.accumulation(tables.problem.global_batch)
+        kinds = {
+            kind: tables.blocks(plan, kind, self._micro_batches) for kind in {kind for kind, _ in recomputes}
+        }
+        ends = tables.ends(plan, self._micro_batches)
+        numbers = tables.block_numbers(plan)
+        sizes = np.array(blocks_of_stages(sum(numbers), plan) if plan.pp > 1 else [sum(numbers)])
+        counts = counts_of(sizes, numbers)  # (stages, kinds)
+        some = kinds[recomputes[0][0]]
+        forward = _of_stages([block.forward for block in some], counts, ends, "forward")
+        backward = _of_stages([0.0] * len(some), counts, ends, "backward_alone")
+        backward = backward + self._of_blocks(recomputes, kinds, counts, sizes)
+        self._send = tables.boundary(plan) if plan.pp > 1 else 0.0
+        if software(tables.problem, plan).waits_for_sends and plan.virtual_stages > 1:
+            forward, backward, self._send = forward + self._send, backward + self._send, 0.0
+        self._weights: Array | None = None
+        self._forward: Array = np.broadcast_to(forward, backward.shape)
+        self._backward: Array = backward
+        if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
+            weights = _of_stages([block.weights for block in some], counts, ends, "weights")
+            self._weights = np.broadcast_to(weights, backward.shape)
+            self._backward = backward - self._weights
+        costs = (self._forward, self._backward, self._weights)
+        busy = busy_seconds(plan.schedule, forward + backward, plan.pp, self._micro_batches)
+        self._busy = busy.mean(axis=1)
+        self._shared = tables.problem.machine.shared
+        least = least_seconds(plan.schedule, *costs, plan.pp, self._micro_batches, self._send)
+        self._least = np.array([self._on_shared_cores(*of_one) for of_one in enumerate(least)])
+        self._is_played = np.full(len(recomputes), plan.pp == 1)
+        every, busiest = np.arange(len(recomputes)), busy.argmax(axis=1)
+        self._busiest_forward = busy_seconds(plan.schedule, self._forward, plan.pp, 1)[every, busiest]
+        self._busiest_backward = busy[every, busiest] / self._micro_batches - self._busiest_forward
+        parameters = _of_stages([block.parameters for block in some], counts, ends, "parameters")
+        self._parameters = float(busy_seconds(plan.schedule, parameters[None], plan.pp, 1).max())
+
+    @staticmethod
+    def _of_blocks(
+        recomputes: Recomputes,
+        kinds: dict[Recompute, tuple[UnitCost, ...]],
+        counts: Integers,
+        sizes: Integers,
+    ) -> Array:
+        """Backward of every stage's blocks, with what runs again; (recomputes, stages)."""
+        share = run_again_shares(recomputes, sizes)
+        total = np.zeros(share.shape)
+        for number in range(counts.shape[1]):
+            lines = np.array([kinds[kind][number].backward for kind, _ in recomputes])
+            first, second = (lines[:, line, :1] + lines[:, line, 1:] * share for line in (0, 1))
+            total += counts[:, number] * np.maximum(first, second)
+        return total
+
+    def step_seconds(self, tables: Tables, states: Sequence[Plan]) -> Array:
+        """Of a step, at least; (recomputes, states)."""
+        exchanges = np.array([tables.exchange(state, self._parameters) for state in states])
+        reduce, gather, optimizer = exchanges.T
+        if tables.is_overlapped(self._plan):
+            reduce = _exposed(reduce, self._busiest_backward[:, None])
+            gather = _exposed(gather, self._busiest_forward[:, None])
+        seconds: Array = self._least[:, None] + reduce + gather + optimizer
+        return seconds
+
+    def more_when_played(self, row: int) -> float:
+        """Seconds that the pipelined part takes beyond its least, where nobody asked before."""
+        if self._is_played[row]:
+            return 0.0
+        self._is_played[row] = True
+        weights = np.zeros_like(self._forward[row]) if self._weights is None else self._weights[row]
+        rows = (self._forward[row].tolist(), self._backward[row].tolist(), weights.tolist())
+        costs = [StageCost(*cost) for cost in zip(*rows, strict=True)]
+        plan = self._plan
+        played = pipeline_seconds(plan.schedule, costs, plan.pp, self._micro_batches, self._send)
+        return self._on_shared_cores(row, played.seconds) - float(self._least[row])
+
+    def _on_shared_cores(self, row: int, seconds: float) -> float:
+        """As of `step.step_of`: ranks that wait leave their cores to the others."""
+        return seconds if self._shared <= 1 else max(seconds / self._shared, float(self._busy[row]))
+
+
+def _of_stages(
+    blocks: Sequence[float],
+    counts: Integers,
+    ends: tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]],
+    name: str,
+) -> Array:
+    """What blocks and ends make of every stage; (stages,)."""
+    total: Array = np.asarray(counts @ np.array(blocks), dtype=np.float64)
+    for stage, of_stage in ((0, ends[0]), (-1, ends[1])):
+        total[stage] += sum(getattr(end, name) for end in of_stage)
+    return total
+
+
+def _exposed(communication: Array, compute: Array) -> Array:
+    """As `data_parallel.exposed`."""
+    exposed: Array = np.maximum(0.0, communication - compute) + INTERFERENCE * np.minimum(
+        communication, compute
+    )
+    return exposed

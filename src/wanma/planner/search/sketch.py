@@ -1,0 +1,121 @@
+"""Bounds on all plans of one schedule at once, before any is forecast: a least time and a least memory.
+
+Time counts what computes, and what computing waits for: on average over the ranks, and on the last rank,
+which begins late. Memory counts what the first rank holds, which goes ahead farthest. Arrays are
+(micro-batches, recomputes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Recompute
+from wanma.planner.memory.grid import States, parameters_of
+from wanma.planner.memory.ranks import Setting, boundary_bytes, kept_of_stages, stage_counts, unused_shares
+from wanma.planner.search.tables import Bare, Tables, counts_of, run_again_shares
+from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
+
+Array = npt.NDArray[np.float64]
+
+
+class Sketch:
+    """Of a schedule with its stages, whatever the micro-batch.
+
+    Args:
+        plan: in micro-batches of one sample.
+        recomputes: kinds and shares.
+        states: ways to share the state among the plan's data ranks.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        plan: Plan,
+        recomputes: Sequence[tuple[Recompute, float]],
+        states: States,
+    ) -> None:
+        self.plan, self.recomputes, self.states = plan, recomputes, states
+        self._is_selective = np.array([float(kind == "selective") for kind, _ in recomputes])
+        self._is_full = np.array([float(kind == "full") for kind, _ in recomputes])
+        self._shares = np.array([share for _, share in recomputes]) * (self._is_selective + self._is_full)
+        self._tables = tables
+        self._table = tables.memory(plan)
+        stages = stage_counts(self._table, plan)
+        self._numbers = plan.stages_of(0) if plan.pp > 1 else (0,)
+        self._mine = parameters_of(0, self._table, plan, stages)
+        self._kept = self._kept_bytes([stages[number] for number in self._numbers])
+
+    def _kept_bytes(self, mine: list[tuple[int, ...]]) -> Array:
+        """Of one sample in each stage of the first rank; (stages, recomputes)."""
+        shares = run_again_shares(self.recomputes, np.array([sum(counts) for counts in mine])).T
+        parts = [kind.bytes for kind in self._table.kinds]
+        costly = shares * self._is_selective
+        stays = self.plan.offload_activations == "nothing"
+        kept = np.zeros(shares.shape)
+        for kind, part in enumerate(parts):
+            blocks = np.array([[counts[kind]] for counts in mine])
+            plain = (1 - shares) * part.kept + shares * part.inputs
+            kept += blocks * (plain * stays + costly * part.costly)
+        return kept
+
+    def least_seconds(self, bare: Bare, micro_batches: Array) -> Array:
+        """Of a step.
+
+        Args:
+            bare: of one micro-batch of each size.
+            micro_batches: of a step; (micro-batches, 1).
+        """
+        plan = self.plan
+        numbers = self._tables.block_numbers(plan)
+        every = bare.before + bare.after
+        whole = self._with_again(bare, every[:, 0] + every[:, 1], np.array(numbers))
+        average = micro_batches * whole / plan.pp
+        if plan.pp == 1:
+            return average
+        counts = counts_of(np.array(blocks_of_stages(sum(numbers), plan)), numbers)
+        last = list(plan.stages_of(plan.pp - 1))
+        before_last, on_last = counts[: plan.pp - 1].sum(axis=0), counts[last].sum(axis=0)
+        ends = bare.after.sum(axis=1) if plan.stages - 1 in last else np.zeros(len(bare.after))
+        busy = micro_batches * self._with_again(bare, ends, on_last)
+        if plan.schedule in SPLIT_BACKWARD:
+            late: Array = (bare.forward @ before_last + bare.before[:, 0])[:, None]
+        else:
+            late = self._with_again(bare, bare.before.sum(axis=1), before_last)
+        # Ranks that share cores have more of them while others wait.
+        return np.maximum(average, (busy + late) / max(self._tables.problem.machine.shared, 1.0))
+
+    def _with_again(self, bare: Bare, ends: Array, counts: npt.NDArray[np.int64]) -> Array:
+        """Of `counts` blocks of each kind, and of `ends`; (micro-batches, recomputes)."""
+        blocks = (bare.forward + bare.backward) @ counts + ends
+        again = np.outer(bare.selective @ counts, self._is_selective)
+        again += np.outer(bare.full @ counts, self._is_full)
+        total: Array = blocks[:, None] + self._shares * again
+        return total
+
+    def least_bytes(self, sizes: Sequence[int], settings: Sequence[Setting]) -> Array:
+        """Of the fullest rank.
+
+        Args:
+            sizes: of micro-batches.
+            settings: with their numbers in a step.
+        """
+        plan, more = self.plan, 1 + unused_shares(self.plan, settings[0].software).passing
+        flights = np.array([kept_of_stages(0, plan, setting) for setting in settings], dtype=np.float64)
+        boundary = np.array([boundary_bytes(self._table, plan, one, self._numbers) for one in settings])
+        passing = (flights @ self._kept + boundary[:, None]) * np.array(sizes)[:, None]
+        accumulating = {one.micro_batches > 1: one for one in settings}
+        by_kind = {accumulates: self._always(one) for accumulates, one in accumulating.items()}
+        always = np.array([by_kind[one.micro_batches > 1] for one in settings])
+        least: Array = always[:, None] + more * passing
+        return least
+
+    def _always(self, setting: Setting) -> float:
+        unused = unused_shares(self.plan, setting.software)
+        held = self.states.held(self._mine, self._table, setting)
+        state = (held["parameters"] + held["optimizer"]) * (1 + unused.lasting) + held["runtime"]
+        passing = held["accumulated"] * (1 + unused.passing)
+        return float((state + passing + held["gathered"] * unused.gathered).min())

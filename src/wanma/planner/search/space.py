@@ -1,0 +1,414 @@
+"""The plans that a search looks at: which values each choice may take, and which of them go together.
+
+What a job says is kept, the rest is free. The rules that refuse a job's own plan (`rules`) hold here without
+a word, by the same questions (`admits`); and no two plans of a space run the same. Pure functions, without
+torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from wanma.job.cluster import Cluster
+from wanma.job.forecast import Layer, Workload
+from wanma.job.plan import Plan
+from wanma.job.sections import ContextKind, Job, Offload, Recompute, Schedule, Shard
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.capabilities import can_compile_again, installed_torch
+from wanma.planner.rules import global_batches
+from wanma.planner.search.admits import (
+    experts_fit,
+    groups_are_whole,
+    heads_fit,
+    micro_batch_sizes,
+    micro_batches_fit,
+    sequence_fits,
+    shard_fits,
+    takes_backward_apart,
+    tensor_fits,
+)
+from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, wrong_stages
+
+Sizes = tuple[int, ...] | None
+"""Of an axis; None: every size that divides the devices."""
+
+OffloadKinds = tuple[Offload, Offload, Offload]
+"""Of parameters, optimizer and activations."""
+
+SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
+VIRTUAL: Mapping[Schedule, tuple[int, ...]] = MappingProxyType(
+    {"interleaved_1f1b": (2, 3, 4, 6, 8, 12), "interleaved_zero_bubble": (1, 2)}
+)
+"""Stages per rank that interleaved schedules are tried with. One without bubbles gains little by more."""
+LEAST_TOKENS = 1024
+"""Of a sequence, what context parallelism leaves each rank: the fewest for which a job that says nothing of
+it gets any."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Values of every choice. A plan of the space has one of each; `plans` lists them."""
+
+    start: Plan
+    """What no choice says: precision, device, threads."""
+    devices: tuple[int, ...]
+    """Sizes of the world."""
+    batches: tuple[int, ...]
+    """Global batches of the job's steps, all of which a plan must be able to run."""
+    dimensions: DecoderDimensions | None
+    length: int | None
+    """Tokens of every sample; None where nobody says."""
+    group: int = 1
+    """Samples that one micro-batch must hold together."""
+    pp: Sizes = None
+    dp_replicate: Sizes = None
+    dp_shard: Sizes = None
+    cp: Sizes = None
+    tp: Sizes = None
+    ep: Sizes = None
+    shard: tuple[Shard, ...] = SHARDS
+    sequence: tuple[bool, ...] = (True, False)
+    context: tuple[ContextKind, ...] = ("ring", "all_to_all")
+    micro_batch: Sizes = None
+    """None: the smallest of each number of micro-batches."""
+    schedules: tuple[tuple[Schedule, int], ...] = ()
+    """With stages per rank."""
+    stage_cuts: tuple[int, ...] | None = None
+    """None: by cost."""
+    recompute: tuple[tuple[Recompute, float | None], ...] = (
+        ("none", 1.0),
+        ("selective", None),
+        ("full", None),
+    )
+    """With the share of a stage's blocks; None: each number of them."""
+    compile: tuple[bool, ...] = (False,)
+    offload: tuple[OffloadKinds, ...] = (("nothing", "nothing", "nothing"),)
+
+    @classmethod
+    def of_job(
+        cls,
+        job: Job,
+        cluster: Cluster,
+        dimensions: DecoderDimensions | None,
+        *,
+        start: Plan | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> Space:
+        """What a job leaves open on a cluster.
+
+        Args:
+            dimensions: of a decoder; any other model is split over samples only, beside what the job says.
+            start: what no choice says; default: the job's precision, on the cluster's kind of device.
+            devices: sizes of the world; default: `usable_devices`.
+        """
+        parallel = job.parallel
+        said = parallel.model_fields_set
+        kind = "cuda" if all(node.devices for node in cluster.nodes) else "cpu"
+        start = start or Plan(
+            precision=job.train.precision,
+            fp8=job.train.fp8,
+            device="cpu" if job.cluster.device == "cpu" else kind,
+            approximate=("fp8",) if job.train.fp8 else (),
+        )
+
+        def sizes(axis: str, otherwise: Sizes) -> Sizes:
+            return (getattr(parallel, axis),) if axis in said else otherwise
+
+        def kept(key: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (getattr(parallel, key),) if key in said else otherwise
+
+        is_decoder = dimensions is not None
+        alone: Sizes = None if is_decoder else (1,)
+        has_text = bool(job.data.text or job.data.sources)
+        offload: OffloadKinds = (
+            parallel.offload_parameters,
+            parallel.offload_optimizer,
+            parallel.offload_activations,
+        )
+        return cls(
+            start=start,
+            devices=tuple(devices) if devices is not None else usable_devices(cluster),
+            batches=tuple(global_batches(job)),
+            dimensions=dimensions,
+            length=job.data.sequence_length if has_text else None,
+            group=samples_together(job, dimensions),
+            pp=sizes("pp", (1,) if job.model.loss is not None else alone),
+            dp_replicate=sizes("dp_replicate", None),
+            dp_shard=sizes("dp_shard", None),
+            cp=sizes("cp", _context_sizes(job) if is_decoder else (1,)),
+            tp=sizes("tp", alone),
+            ep=sizes("ep", alone if dimensions is not None and dimensions.experts else (1,)),
+            shard=(parallel.shard,) if parallel.shard is not None else SHARDS,
+            sequence=kept("sequence", (True, False)),
+            context=kept("context", ("ring", "all_to_all")),
+            micro_batch=(parallel.micro_batch,) if parallel.micro_batch is not None else None,
+            schedules=_schedules(job),
+            stage_cuts=tuple(parallel.stage_cuts) or None,
+            recompute=_recompute(job),
+            compile=kept("compile", (False, True) if is_decoder and start.device == "cuda" else (False,)),
+            offload=(offload,),
+        )
+
+    @classmethod
+    def everything(
+        cls, job: Job, cluster: Cluster, dimensions: DecoderDimensions | None, **choices: Any
+    ) -> Space:
+        """As if the job said nothing of [parallel]; `choices` take the place of what that gives."""
+        free = job.model_copy(update={"parallel": type(job.parallel)()})
+        space = cls.of_job(free, cluster, dimensions)
+        return replace(space, **{"cp": None, "compile": (False, True), **choices})
+
+    @property
+    def layers(self) -> int:
+        return self.dimensions.layers if self.dimensions is not None else 0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the axes, but for how the data ranks share the state."""
+
+    pp: int
+    cp: int
+    tp: int
+    ep: int
+    data_ranks: int
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.cp * self.tp * self.data_ranks
+
+
+def plans(space: Space, workload: Workload | None) -> Iterator[Plan]:
+    """All plans of the space, each once, in a fixed order."""
+    for grid in grids(space):
+        ways = states(space, grid)
+        for plan in cores(space, grid, workload):
+            for recompute, share in recomputes(space, plan):
+                again = replace(plan, recompute=recompute, recompute_share=share)
+                for way in ways:
+                    yield replace(
+                        again, dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard
+                    )
+
+
+def grids(space: Space) -> Iterator[Grid]:
+    """Sizes that multiply up to the devices, and that the model and the batch can be split into."""
+    for devices in space.devices:
+        for tp in _sizes(space.tp, devices):
+            if space.dimensions is not None and not tensor_fits(space.dimensions, tp):
+                continue
+            for cp in _sizes(space.cp, devices // tp):
+                if space.length is not None and space.length % cp:
+                    continue
+                for pp in _sizes(space.pp, devices // tp // cp):
+                    data_ranks = devices // (tp * cp * pp)
+                    if data_ranks > min(space.batches) or (pp > 1 and pp > space.layers + 2):
+                        continue
+                    for ep in _sizes(space.ep, data_ranks * cp):
+                        if ep == 1 or (space.dimensions and space.dimensions.experts % ep == 0):
+                            yield Grid(pp, cp, tp, ep, data_ranks)
+
+
+def states(space: Space, grid: Grid) -> list[Plan]:
+    """The grid with each way in which the data ranks can share the state; all else is `space.start`'s."""
+    found = []
+    plain = replace(space.start, pp=grid.pp, cp=grid.cp, tp=grid.tp, ep=grid.ep)
+    for dp_shard in _sizes(space.dp_shard, grid.data_ranks):
+        dp_replicate = grid.data_ranks // dp_shard
+        if space.dp_replicate is not None and dp_replicate not in space.dp_replicate:
+            continue
+        for shard in space.shard:
+            way = replace(plain, dp_replicate=dp_replicate, dp_shard=dp_shard, shard=shard)
+            if shard_fits(way) and experts_fit(space.dimensions, way):
+                found.append(way)
+    return found
+
+
+def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]:
+    """All that sets the pace of a step, but for recompute; the data ranks are taken as replicas."""
+    sizes = micro_batches(space, grid)
+    for split in splits(space, grid):
+        for plan in staged(space, split, workload):
+            for size in sizes:
+                sized = replace(plan, micro_batch=size)
+                if micro_batches_fit(sized, space.batches):
+                    yield sized
+
+
+def splits(space: Space, grid: Grid) -> Iterator[Plan]:
+    """How samples and matrices are cut and computed, as one stage and in micro-batches of one sample."""
+    plain = replace(
+        space.start,
+        pp=grid.pp,
+        dp_replicate=grid.data_ranks,
+        dp_shard=1,
+        cp=grid.cp,
+        tp=grid.tp,
+        ep=grid.ep,
+        shard="nothing",
+        micro_batch=1,
+        virtual_stages=1,
+        stage_cuts=(),
+        recompute="none" if len(space.recompute) > 1 else space.recompute[0][0],
+    )
+    contexts = space.context if grid.cp > 1 else space.context[:1]
+    sequences = space.sequence if grid.tp > 1 else (False,)
+    for sequence, context in itertools.product(sequences, contexts):
+        split = replace(plain, sequence=sequence, context=context)
+        if space.length is not None and not sequence_fits(split, space.length):
+            continue
+        if space.dimensions is not None and not heads_fit(space.dimensions, split):
+            continue
+        for compiled, (parameters, optimizer, activations) in itertools.product(space.compile, space.offload):
+            yield replace(
+                split,
+                compile=compiled,
+                offload_parameters=parameters,
+                offload_optimizer=optimizer,
+                offload_activations=activations,
+            )
+
+
+def micro_batches(space: Space, grid: Grid) -> list[int]:
+    """Sizes that hold whole groups on every data rank."""
+    rows = math.ceil(max(space.batches) / grid.data_ranks)
+    sizes = micro_batch_sizes(rows) if space.micro_batch is None else space.micro_batch
+    plain = Plan(dp_replicate=grid.data_ranks)
+    return [
+        size
+        for size in sizes
+        if groups_are_whole(replace(plain, micro_batch=size), space.batches, space.group)
+    ]
+
+
+def staged(space: Space, split: Plan, workload: Workload | None) -> Iterator[Plan]:
+    """`split` with each pipeline schedule and its stages."""
+    if split.pp == 1:
+        yield split
+        return
+    for schedule, virtual in space.schedules:
+        if split.pp * virtual > space.layers + 2:
+            continue
+        plan = replace(split, schedule=schedule, virtual_stages=virtual)
+        if takes_backward_apart(plan) is not None:
+            continue
+        cuts = space.stage_cuts or stage_cuts(workload, plan, space.layers)
+        if len(cuts) == plan.stages - 1:
+            yield replace(plan, stage_cuts=cuts)
+
+
+def recomputes(space: Space, plan: Plan) -> list[tuple[Recompute, float]]:
+    """Kinds and shares of recompute that differ for the plan's stages."""
+    largest = max(stage_sizes(plan, space.layers), default=0)
+    found: list[tuple[Recompute, float]] = []
+    for kind, share in space.recompute:
+        again = replace(plan, recompute=kind)
+        if takes_backward_apart(again) is not None or not can_compile_again(again, installed_torch()):
+            continue
+        if kind == "none":
+            found.append((kind, 1.0))
+        elif share is not None or not largest:
+            found.append((kind, share if share is not None else 1.0))
+        else:
+            found += [(kind, count / largest) for count in range(1, largest + 1)]
+    return found
+
+
+def stage_sizes(plan: Plan, layers: int) -> list[int]:
+    """Blocks of each stage."""
+    bounds = (0, *plan.stage_cuts, layers)
+    return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+
+def usable_devices(cluster: Cluster) -> tuple[int, ...]:
+    """Sizes of the world to try on a cluster: all devices first; then whole machines, in numbers that many
+    sizes divide; then what one machine can be halved into. Where more devices do not help, fewer are best."""
+    per_node = min((len(node.devices) or 1) for node in cluster.nodes)
+    machines = cluster.node_count
+    counts = {machines} | {
+        count
+        for count in (2**twos * 3**threes for twos in range(machines.bit_length()) for threes in (0, 1, 2))
+        if count <= machines and (count > machines // 2 or count & (count - 1) == 0)
+    }
+    within = [size for size in range(1, per_node) if per_node % size == 0]
+    sizes = sorted({count * per_node for count in counts} | set(within), reverse=True)
+    return (cluster.device_count or machines, *[size for size in sizes if size != cluster.device_count])
+
+
+def samples_together(job: Job, dimensions: DecoderDimensions | None) -> int:
+    """Samples that must be computed in one micro-batch, because something is defined over them."""
+    if (job.model.preset or job.model.family or "").startswith("resnet"):
+        return job.model.statistics_group
+    if dimensions is not None and dimensions.couples_samples:
+        return dimensions.balance_group
+    return 1
+
+
+def _schedules(job: Job) -> tuple[tuple[Schedule, int], ...]:
+    parallel, said = job.parallel, job.parallel.model_fields_set
+    kinds: tuple[Schedule, ...] = (
+        (parallel.schedule,) if "schedule" in said else tuple(VIRTUAL_STAGES)  # all there are
+    )
+    found = []
+    for kind in kinds:
+        if parallel.virtual_stages is not None:
+            numbers: tuple[int, ...] = (parallel.virtual_stages,)
+        else:
+            numbers = VIRTUAL.get(kind, (VIRTUAL_STAGES[kind],))
+        found += [(kind, number) for number in numbers if wrong_stages(kind, number) is None]
+    return tuple(found)
+
+
+def _context_sizes(job: Job) -> Sizes:
+    """Those that leave each rank enough of a sequence to compute with."""
+    most = max(job.data.sequence_length // LEAST_TOKENS, 1)
+    return tuple(range(1, most + 1))
+
+
+def _recompute(job: Job) -> tuple[tuple[Recompute, float | None], ...]:
+    parallel, said = job.parallel, job.parallel.model_fields_set
+    if "recompute" not in said or parallel.recompute == "auto":
+        return (("none", 1.0), ("selective", None), ("full", None))
+    if parallel.recompute == "none":
+        return (("none", 1.0),)
+    return ((parallel.recompute, parallel.recompute_share),)
+
+
+def _sizes(allowed: Sizes, devices: int) -> Sequence[int]:
+    if allowed is None:
+        return divisors(devices)
+    return [size for size in allowed if devices % size == 0]
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """In rising order."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return (*small, *(number // size for size in reversed(small) if size * size != number))
+
+
+def stage_cuts(workload: Workload | None, plan: Plan, layers: int) -> tuple[int, ...]:
+    """As `stages.planned_cuts`, computed once for all plans with as many stages."""
+    again = plan.recompute_share if plan.recompute == "full" else 0.0
+    costs = None
+    if workload is not None:
+        costs = tuple((layer.count, layer.flops_per_sample) for layer in workload.layers)
+    return _cuts(costs, plan.stages, again, layers)
+
+
+@lru_cache(maxsize=4096)
+def _cuts(
+    costs: tuple[tuple[int, float], ...] | None, stages: int, again: float, layers: int
+) -> tuple[int, ...]:
+    workload = None
+    if costs is not None:
+        workload = Workload(tuple(Layer("", count, 0, flops, 0.0) for count, flops in costs), 1)
+    recompute: Recompute = "full" if again else "none"
+    plan = Plan(pp=stages, recompute=recompute, recompute_share=again or 1.0)
+    return planned_cuts(workload, plan, layers)

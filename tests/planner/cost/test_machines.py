@@ -1,0 +1,274 @@
+"""From clusters to machines: what links and devices attain, what is assumed, what stays unknown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanma.hardware.attained import ATTAINED
+from wanma.hardware.catalogue import CATALOGUE, named
+from wanma.hardware.cluster_file import load_cluster, read_cluster
+from wanma.hardware.machines import Cards, machines
+from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.job.plan import Plan
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.cost.curves import GENERATIONS
+from wanma.planner.cost.decoder import step_time
+from wanma.planner.cost.machine import Link, Machine
+from wanma.planner.cost.machines import machine_of, nearest_kind
+from wanma.planner.measure.calibration import Calibration, Corrections, Measured
+
+MODEL = DecoderDimensions(8, 2048, 16, 16, 8192, 32000)
+ACCELERATORS = [kind.name for kind in CATALOGUE if kind.kind != "cpu"]
+PROCESSORS = [kind.name for kind in CATALOGUE if kind.kind == "cpu"]
+
+
+def step_seconds(machine: Machine, **plan: object) -> float:
+    precision = next(one for one in ("bf16", "fp16", "fp32") if one in machine.chip.products)
+    return step_time(MODEL, 1024, Plan(precision=precision, **plan), 32, machine).seconds  # type: ignore[arg-type]
+
+
+def described(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return load_cluster(path)
+
+
+def test_a_dgx_h100_attains_what_was_measured_on_one() -> None:
+    machine = machine_of(read_cluster("4x8 H100 SXM, 8x400G"))
+    inside, between = machine.links
+    assert (inside.devices, between.devices) == (8, 32)
+    assert inside.bandwidth_bytes_per_second == pytest.approx(351e9)
+    assert between.bandwidth_bytes_per_second == pytest.approx(0.9 * 50e9)
+    assert (inside.latency_seconds, between.latency_seconds) == pytest.approx((1e-6, 8.1e-6))
+    assert (machine.chip.multiprocessors, machine.chip.sustained) == (132, 0.81)
+    assert machine.chip.products["bf16"].attainable == 0.82
+    assert (machine.doubt, machine.assumed, machine.unknown) == (0.0, (), "")
+
+
+def test_trays_of_one_nvlink_domain_are_one_level() -> None:
+    machine = machine_of(read_cluster("36x4 GB200, 4x400G"))
+    assert [link.devices for link in machine.links] == [72, 144]
+    part = machine_of(read_cluster("2x4 GB200, 4x400G"))
+    assert [link.devices for link in part.links] == [8]
+    assert part.links[0].bandwidth_bytes_per_second == pytest.approx(658e9, rel=1e-3)
+
+
+def test_cards_that_devices_share_are_split_between_them() -> None:
+    (_, between) = machine_of(read_cluster("16x8 A100, 4x100G")).links
+    assert between.bandwidth_bytes_per_second == pytest.approx(0.9 * 4 * 12.5e9 / 8)
+
+
+def test_pcie_is_shared_beyond_a_pair() -> None:
+    pair, rest = machine_of(read_cluster("1x8 L40S")).links
+    assert (pair.devices, rest.devices) == (2, 8)
+    assert pair.bandwidth_bytes_per_second == pytest.approx(19.5e9, rel=0.01)
+    assert rest.bandwidth_bytes_per_second < pair.bandwidth_bytes_per_second / 5
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_every_accelerator_of_the_catalogue_is_forecast_at_a_plausible_rate(name: str) -> None:
+    machine = machine_of(Cluster((machines(named(name), cards=None),)))
+    flops = 6.0 * 8 * (4 * 2048 * 2048 + 3 * 2048 * 8192) * 1024 * 32
+    precision = "bf16" if "bf16" in machine.chip.products else "fp16"
+    share = flops / step_seconds(machine) / machine.chip.peak_flops_per_second[precision]
+    assert 0.1 < share < 0.8
+    assert machine.unknown == ""
+    assert bool(machine.assumed) == (machine.doubt > 0) == bool(ATTAINED[name].guess)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processor_of_the_catalogue_is_forecast_and_says_it_is_not_calibrated(name: str) -> None:
+    machine = machine_of(Cluster((machines(named(name), cards=None),)), ranks=4)
+    assert 0 < step_seconds(machine, dp_replicate=4) < 1e4
+    assert machine.doubt > 0.3
+    assert "--calibrate" in machine.assumed[0]
+
+
+def test_every_kind_attained_has_its_generation_and_is_in_the_catalogue() -> None:
+    assert set(ATTAINED) == set(ACCELERATORS)
+    assert {one.generation for one in ATTAINED.values()} == set(GENERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "reference"),
+    [
+        ({"bf16": 300e12, "fp8": 600e12, "nvfp4": 1e15}, "B200"),
+        ({"bf16": 300e12, "fp8": 600e12}, "H100 SXM"),
+        ({"fp32": 20e12, "bf16": 300e12}, "A100 SXM 80 GB"),
+        ({"fp32": 20e12, "fp16": 100e12}, "V100 SXM2 32 GB"),
+        ({"fp32": 20e12}, "V100 SXM2 32 GB"),
+    ],
+)
+def test_an_unknown_device_attains_as_the_nearest_generation(peaks: dict[str, float], reference: str) -> None:
+    device = Device("cuda", "Brand New", 80 * 10**9, peaks, 2e12)
+    assert nearest_kind(device) == reference
+    machine = machine_of(Cluster((Node("box", 64, 10**12, (device,)),)))
+    assert machine.chip.sustained == ATTAINED[reference].sustained
+    assert machine.chip.peak_flops_per_second == peaks
+    assert machine.doubt == 0.2
+    assert reference in machine.assumed[0]
+
+
+def test_a_catalogued_device_with_other_figures_keeps_its_curves_and_takes_the_figures(
+    tmp_path: Path,
+) -> None:
+    cluster = described(
+        tmp_path,
+        """
+        [[devices]]
+        name = "H100 SXM"
+        memory_gb = 80
+        peak_teraflops = { bf16 = 500 }
+        gb_per_second = 3350
+        [[nodes]]
+        device = "H100 SXM"
+        devices = 2
+        """,
+    )
+    machine = machine_of(cluster)
+    assert machine.chip.peak_flops_per_second == {"bf16": 500e12}
+    assert machine.chip.products == {"bf16": GENERATIONS["hopper"].products["bf16"]}
+    # Its own description names no link, so that of every server is assumed.
+    assert "PCIe" in machine.assumed[0]
+    assert machine.links[0].bandwidth_bytes_per_second == pytest.approx(31.5e9 * 0.06)
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ("peak_teraflops = { bf16 = 300 }", "memory bandwidth of 'New': give gb_per_second"),
+        ("gb_per_second = 2000", "peak rate of 'New': give peak_teraflops"),
+    ],
+)
+def test_an_unknown_rate_leaves_a_machine_without_products_that_says_why(
+    tmp_path: Path, device: str, told: str
+) -> None:
+    cluster = described(
+        tmp_path,
+        f"""
+        [[devices]]
+        name = "New"
+        memory_gb = 80
+        {device}
+        [[nodes]]
+        count = 2
+        device = "New"
+        devices = 4
+        network = "1x100G"
+        """,
+    )
+    machine = machine_of(cluster)
+    assert told in machine.unknown
+    assert machine.chip.products == {}
+    assert machine.devices == 8
+
+
+def test_nodes_without_a_network_are_not_forecast_and_one_node_is() -> None:
+    node = machines(named("A100"), 2, cards=None)
+    machine = machine_of(Cluster((node,)))
+    assert "the network between all 2 nodes" in machine.unknown
+    assert machine_of(Cluster((replace(node, count=1),))).unknown == ""
+
+
+def test_a_node_of_unlike_devices_is_not_forecast() -> None:
+    devices = (named("A100").device(), named("H100").device())
+    machine = machine_of(Cluster((Node("odd", 64, 10**12, devices),)))
+    assert "odd has different devices in one machine (A100 SXM 80 GB, H100 SXM)" in machine.unknown
+
+
+def test_ranks_of_a_processor_share_its_cores_and_its_memory() -> None:
+    cluster = read_cluster("2x112 cores Xeon 8480+, 100G")
+    whole, four = machine_of(cluster), machine_of(cluster, ranks=4)
+    assert four.chip.multiprocessors == whole.chip.multiprocessors / 4 == 28
+    for key in ("fp32", "bf16"):
+        assert four.chip.peak_flops_per_second[key] == whole.chip.peak_flops_per_second[key] / 4
+    assert four.chip.bandwidth_bytes_per_second == whole.chip.bandwidth_bytes_per_second / 4
+    assert [link.devices for link in four.links] == [4, 8]
+    assert four.links[1].bandwidth_bytes_per_second == pytest.approx(0.9 * 12.5e9 / 4)
+    half = machine_of(cluster, ranks=4, threads=14)
+    assert half.chip.peak_flops_per_second["fp32"] == four.chip.peak_flops_per_second["fp32"] / 2
+
+
+def test_a_processor_of_which_nothing_is_known_is_to_be_calibrated() -> None:
+    machine = machine_of(Cluster((Node("laptop", 8, 10**10, ()),)), ranks=2)
+    assert "peak rate of the processors of laptop: measure it there" in machine.unknown
+    assert machine.devices == 2
+
+
+def measured_on(cluster: Cluster, device: str, ranks: int, threads: int = 0) -> Measured:
+    own = machine_of(cluster)
+    chip = replace(own.chip, launch_seconds=9e-6)
+    return Measured(device, ranks, threads, Machine(chip, (Link(ranks, 5e-6, 99e9),)))
+
+
+def test_what_was_measured_counts_inside_a_machine_and_its_network_stays_the_clusters() -> None:
+    cluster = read_cluster("4x8 B300, 8x800G")
+    assert machine_of(cluster).doubt > 0
+    # Under its driver's name, while the cluster has the catalogue's.
+    calibration = Calibration((measured_on(cluster, "NVIDIA B300", 4),))
+    machine = machine_of(cluster, 0, calibration)
+    assert machine.chip.launch_seconds == 9e-6
+    assert (machine.doubt, machine.assumed) == (0.0, ())
+    assert machine.links == (Link(8, 5e-6, 99e9), machine_of(cluster).links[1])
+
+
+def test_a_device_measured_alone_tells_nothing_of_its_links() -> None:
+    cluster = read_cluster("1x8 H100, 8x400G")
+    machine = machine_of(cluster, 0, Calibration((measured_on(cluster, "H100 SXM", 1),)))
+    assert machine.chip.launch_seconds == 9e-6
+    assert machine.links == machine_of(cluster).links
+
+
+def test_what_runs_taught_corrects_every_rate_also_where_nothing_was_measured() -> None:
+    cluster = read_cluster("4x8 H100, 8x400G")
+    taught = Calibration(corrections={"NVIDIA H100 80GB HBM3": Corrections(compute=1.25, communication=2.0)})
+    plain, corrected = machine_of(cluster), machine_of(cluster, 0, taught)
+    assert corrected.chip.sustained == pytest.approx(plain.chip.sustained / 1.25)
+    for before, after in zip(plain.links, corrected.links, strict=True):
+        assert after.bandwidth_bytes_per_second == before.bandwidth_bytes_per_second / 2
+
+
+def test_a_kind_of_node_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="node kind 1 of 1"):
+        machine_of(read_cluster("8 H100"), 1)
+
+
+layouts = st.sampled_from(
+    [
+        {"dp_shard": 16, "shard": "parameters"},
+        {"tp": 8, "sequence": True, "dp_replicate": 2},
+        {"tp": 16},
+        {"pp": 4, "dp_shard": 4, "shard": "optimizer"},
+        {"cp": 4, "dp_shard": 4, "shard": "parameters"},
+    ]
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(layouts, st.floats(1.0, 8.0), st.sampled_from(["link", "network", "memory", "peak"]))
+def test_nothing_that_is_faster_slows_a_step(layout: dict[str, object], factor: float, what: str) -> None:
+    node = machines(named("A100"), 2, cards=Cards(4, 100e9))
+    if what == "memory":
+        device = replace(
+            node.devices[0],
+            bandwidth_bytes_per_second=(node.devices[0].bandwidth_bytes_per_second or 0) * factor,
+        )
+        faster = replace(node, devices=(device,) * 8)
+    elif what == "peak":
+        peaks = {name: rate * factor for name, rate in node.devices[0].peak_flops_per_second.items()}
+        faster = replace(node, devices=(replace(node.devices[0], peak_flops_per_second=peaks),) * 8)
+    elif what == "link":
+        faster = replace(node, inside=tuple(_faster(level, factor) for level in node.inside))
+    else:
+        faster = replace(node, network=tuple(_faster(level, factor) for level in node.network))
+    before = step_seconds(machine_of(Cluster((node,))), **layout)
+    assert step_seconds(machine_of(Cluster((faster,))), **layout) <= before * (1 + 1e-9)
+
+
+def _faster(level: Level, factor: float) -> Level:
+    return replace(level, bandwidth_bytes_per_second=level.bandwidth_bytes_per_second * factor)

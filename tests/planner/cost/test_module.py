@@ -1,0 +1,290 @@
+"""Step time of any module: by hand for small ones, and what helps or hurts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from support.machines import CHIP, machine
+from support.modules import ImageTransformer, Recommender
+from wanma.job.forecast import Layer, StepTime, Workload
+from wanma.job.operator import Operator
+from wanma.job.plan import Plan
+from wanma.models.decoder import Decoder
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import module_workload
+from wanma.planner.cost.communication import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+)
+from wanma.planner.cost.compute import product_seconds, streaming_seconds
+from wanma.planner.cost.data_parallel import INTERFERENCE, DataParallel
+from wanma.planner.cost.decoder import step_time
+from wanma.planner.cost.machine import Chip, Link, Machine, ProductCurve
+from wanma.planner.cost.module import module_step_time, part_time, told_of_tables
+from wanma.planner.cost.operators import Software
+
+PLAN = Plan(precision="bf16", device="cuda", micro_batch=256)
+ALONE = Software(graphs=True)
+"""The host is never behind: small models' kernels are all that counts."""
+DECODER = DecoderDimensions(4, 1024, 16, 4, 2816, 32000)
+TF32 = replace(
+    CHIP,
+    peak_flops_per_second={"fp32": 20e12, "tf32": 50e12},
+    products={"fp32": ProductCurve(0.9, 0), "tf32": ProductCurve(0.9, 0)},
+)
+
+
+@cache
+def perceptron() -> Workload:
+    model = nn.Sequential(nn.Linear(2048, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 1024, bias=False))
+    return module_workload(model, (torch.zeros(1, 2048),), blocks=(), precision="bf16")
+
+
+@cache
+def image_transformer() -> Workload:
+    with torch.device("meta"):
+        model = ImageTransformer(hidden=512, heads=8, layers=8, patch=16, size=224)
+    return module_workload(model, (torch.zeros(1, 3, 224, 224, device="meta"),), precision="bf16")
+
+
+@cache
+def decoder() -> Workload:
+    with torch.device("meta"):
+        model = Decoder(DECODER)
+    names = [f"layers.{number}" for number in range(DECODER.layers)]
+    tokens = torch.zeros(1, 2048, dtype=torch.int64)
+    return module_workload(model, (tokens,), 2048, blocks=names, precision="bf16")
+
+
+@cache
+def recommender() -> Workload:
+    return module_workload(
+        lambda: Recommender(rows=(2_000_000, 3_000_000), width=64),
+        (torch.zeros(1, 13), torch.zeros(1, 2, 4, dtype=torch.int64)),
+        precision="bf16",
+    )
+
+
+def forecast(workload: Workload, plan: Plan = PLAN, **changes: object) -> StepTime:
+    inputs = {"global_batch": 512, "machine": machine(32), "software": ALONE}
+    return module_step_time(workload, plan, **{**inputs, **changes})  # type: ignore[arg-type]
+
+
+def test_a_network_of_two_layers_by_hand() -> None:
+    rows = 8192
+    plan = replace(PLAN, micro_batch=rows)
+    products = [
+        (rows, 4096, 2048),  # forward
+        (rows, 1024, 4096),
+        (rows, 4096, 1024),  # gradients of inputs; of the data there is none
+        (4096, 2048, rows),  # and of weights
+        (1024, 4096, rows),
+    ]
+    # Read and write; and backward a gradient and what forward gave, for another gradient.
+    relu = streaming_seconds(CHIP, (2 + 3) * 2 * rows * 4096, 2)
+    # Of cross entropy: 28 bytes per output, in six kernels each way.
+    loss = streaming_seconds(CHIP, 28 * rows * 1024, 12)
+    by_hand = sum(product_seconds(CHIP, *sizes, "bf16") for sizes in products) + relu + loss
+    layers = (2048 * 4096, 4096 * 1024)
+    # Master weights become weights in 16 bits, and gradients are put aside, whatever the model.
+    data = DataParallel(plan, machine(32), ALONE)
+    around = sum(data.casting_seconds(size) + data.adding_seconds(size, 1) for size in layers)
+    one = forecast(perceptron(), plan, global_batch=rows)
+    # The last wave of tiles is filled up with parts of sums, which by hand it is not.
+    assert by_hand + around == pytest.approx(one.compute, rel=0.02)
+    assert by_hand + around >= one.compute
+    parameters = sum(layers)
+    assert one.optimizer == pytest.approx(streaming_seconds(CHIP, 42 * parameters, 20))
+
+
+def test_a_convolution_by_hand() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.Conv2d(64, 128, 3, padding=1))
+    workload = module_workload(model, (torch.zeros(1, 64, 56, 56),), blocks=(), precision="bf16")
+    part = part_time(workload.layers[0], PLAN, machine(1), replace(ALONE, channels_last=True))
+    pixels = 256 * 56 * 56
+    moved = 2 * pixels * 64 + 64 * 64 * 9
+    assert part.forward == pytest.approx(product_seconds(CHIP, pixels, 64, 576, "bf16", moved_elements=moved))
+    # Windows overlap, and a pixel is read once: where memory is slow, a ninth of what a product would read.
+    slow = Machine(replace(CHIP, bandwidth_bytes_per_second=0.1e12), (Link(1, 0, 1),))
+    bound = part_time(workload.layers[0], PLAN, slow, replace(ALONE, channels_last=True))
+    assert bound.forward == pytest.approx(2 * moved / 0.08e12, rel=1e-3)
+    assert part.backward_inputs == 0.0  # nobody asks for the gradient of the images
+    # With channels outermost what it reads and writes is turned round.
+    turned = part_time(workload.layers[0], PLAN, machine(1), ALONE)
+    extra = streaming_seconds(CHIP, 2 * 2 * 2 * pixels * 64, 3)
+    assert turned.forward - part.forward == pytest.approx(extra)
+
+
+def test_sums_over_many_samples_are_cut_to_fill_the_device() -> None:
+    """Four tiles of a weight's gradient would leave 96 of 100 multiprocessors idle."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    workload = module_workload(model, (torch.zeros(1, 256),), blocks=(), precision="bf16")
+    part = part_time(workload.layers[0], replace(PLAN, micro_batch=65536), machine(1), ALONE)
+    whole = product_seconds(CHIP, 256, 256, 65536, "bf16")
+    assert part.backward_weights < whole / 4
+    assert part.backward_weights > 2 * 256 * 256 * 65536 / 100e12
+
+
+def test_convolutions_in_32_bits_are_rounded_where_the_device_can() -> None:
+    model = nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.Linear(56, 56))
+    workload = module_workload(model, (torch.zeros(1, 256, 56, 56),), blocks=(), precision="fp32")
+    plan = replace(PLAN, precision="fp32", micro_batch=16)
+    fast = Machine(TF32, (Link(1, 0, 1),))
+    plain = replace(TF32, peak_flops_per_second={"fp32": 20e12}, products={"fp32": TF32.products["fp32"]})
+    slow = Machine(plain, (Link(1, 0, 1),))
+    software = replace(ALONE, channels_last=True)
+    convolution, linear = workload.layers
+    assert part_time(convolution, plan, fast, software).forward == pytest.approx(
+        part_time(convolution, plan, slow, software).forward * 20 / 50, rel=0.02
+    )
+    assert part_time(linear, plan, fast, software) == part_time(linear, plan, slow, software)
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_replicas_reduce_every_gradient_once(replicas: int) -> None:
+    plan = replace(PLAN, dp_replicate=replicas)
+    found = forecast(perceptron(), plan, software=replace(ALONE, data_overlap=False))
+    gradients = 4 * perceptron().parameters
+    assert found.data == pytest.approx(all_reduce_seconds(machine(32), Group(replicas), gradients))
+    hidden = forecast(perceptron(), plan, software=ALONE)
+    assert found.data * INTERFERENCE <= hidden.data * (1 + 1e-9)
+    assert hidden.data <= found.data
+
+
+def test_shards_scatter_gradients_and_gather_weights() -> None:
+    plan = replace(PLAN, dp_shard=8, shard="optimizer")
+    found = forecast(perceptron(), plan, software=replace(ALONE, data_overlap=False))
+    parameters = perceptron().parameters
+    assert found.data == pytest.approx(
+        reduce_scatter_seconds(machine(32), Group(8), 4 * parameters)
+        + all_gather_seconds(machine(32), Group(8), 2 * parameters)
+    )
+
+
+def test_a_dense_update_passes_over_whole_tables() -> None:
+    found = forecast(recommender())
+    tables = 64 * 5_000_000
+    assert found.optimizer == pytest.approx(42 * tables / 0.8e12, rel=0.01)
+    sparse = module_workload(
+        lambda: Recommender(rows=(2_000_000, 3_000_000), width=64, sparse=True),
+        (torch.zeros(1, 13), torch.zeros(1, 2, 4, dtype=torch.int64)),
+        precision="bf16",
+    )
+    assert forecast(sparse).optimizer < found.optimizer / 100
+    (told,) = told_of_tables(recommender(), found)
+    assert "passes over all rows of the embedding tables, 0.32 billion parameters" in told
+    assert told_of_tables(sparse, forecast(sparse)) == ()
+    assert told_of_tables(image_transformer(), forecast(image_transformer())) == ()
+
+
+def test_short_rows_cost_a_whole_access() -> None:
+    def lookup(width: int) -> float:
+        layer = Layer(
+            "table",
+            1,
+            0,
+            0.0,
+            0.0,
+            operators=(Operator("lookup", "forward", 1, 1000.0 * width, row_elements=float(width)),),
+        )
+        return part_time(layer, PLAN, machine(1), ALONE).forward - CHIP.launch_seconds
+
+    assert lookup(32) == pytest.approx(256 * 1000 * 32 * 2 / 0.8e12)
+    assert lookup(1) == pytest.approx(lookup(32))  # 64 bytes
+
+
+def test_a_compiled_model_moves_less_and_launches_fewer() -> None:
+    compiled = Software(fused=True)
+    eager, fused = (part_time(decoder().layers[1], PLAN, machine(1), one) for one in (Software(), compiled))
+    assert 0.5 < fused.forward / eager.forward < 0.9
+    assert fused.kernels_forward < eager.kernels_forward / 2
+    assert fused.kernels_backward < eager.kernels_backward / 2
+
+
+def test_a_slow_host_sets_the_pace() -> None:
+    one = replace(PLAN, micro_batch=1)
+    slow = replace(machine(32), dispatch_seconds=1e-3)
+    behind = forecast(image_transformer(), one, machine=slow, software=Software())
+    assert behind.compute > 5 * forecast(image_transformer(), one).compute
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_runs_blocks_again(recompute: str) -> None:
+    plain = forecast(image_transformer())
+    again = forecast(image_transformer(), replace(PLAN, recompute=recompute))  # type: ignore[arg-type]
+    extra = again.compute / plain.compute - 1
+    assert (0.28 < extra < 0.38) if recompute == "full" else (0.05 < extra < 0.28)
+
+
+def test_what_is_known_of_a_split_is_used() -> None:
+    whole = forecast(image_transformer())
+    split = forecast(image_transformer(), replace(PLAN, tp=4, sequence=True))
+    assert split.tensor > 0
+    assert 0.2 < split.compute / whole.compute < 0.5
+    staged = forecast(image_transformer(), replace(PLAN, pp=4, micro_batch=64))
+    assert staged.bubble > 0
+    assert staged.seconds < whole.seconds
+    shared = forecast(image_transformer(), replace(PLAN, cp=2))
+    assert shared.context > 0
+    assert 0.4 < shared.compute / whole.compute < 0.7
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_decoder_that_was_read_takes_as_long_as_one_by_formula(recompute: str) -> None:
+    plan = replace(PLAN, micro_batch=4, recompute=recompute)  # type: ignore[arg-type]
+    read = module_step_time(decoder(), plan, 8, machine(1), ALONE)
+    formula = step_time(DECODER, 2048, plan, 8, machine(1), ALONE)
+    assert read.seconds == pytest.approx(formula.seconds, rel=0.1)
+
+
+def test_without_operators_there_is_no_time() -> None:
+    with pytest.raises(ValueError, match="not known one by one"):
+        module_step_time(Workload((Layer("one", 1, 1, 1.0, 1.0),), 1), PLAN, 256, machine(1))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([16, 32, 64, 128]), st.integers(2, 4), st.sampled_from([1, 2, 8]))
+def test_a_larger_batch_is_never_faster(size: int, times: int, replicas: int) -> None:
+    plan = replace(PLAN, micro_batch=size, dp_replicate=replicas)
+    for workload in (perceptron(), image_transformer(), recommender()):
+        small = forecast(workload, plan, global_batch=size * replicas)
+        large = forecast(workload, plan, global_batch=times * size * replicas)
+        wide = forecast(
+            workload, replace(plan, micro_batch=times * size), global_batch=times * size * replicas
+        )
+        assert small.seconds < large.seconds
+        assert small.seconds < wide.seconds
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(1.0, 8.0), st.booleans(), st.sampled_from(["none", "full"]))
+def test_a_faster_chip_is_never_slower(factor: float, computes: bool, recompute: str) -> None:
+    plan = replace(PLAN, dp_shard=8, shard="parameters", recompute=recompute)  # type: ignore[arg-type]
+    peaks = {name: factor * peak for name, peak in CHIP.peak_flops_per_second.items()}
+    fast: Chip = (
+        replace(CHIP, peak_flops_per_second=peaks)
+        if computes
+        else replace(CHIP, bandwidth_bytes_per_second=factor * CHIP.bandwidth_bytes_per_second)
+    )
+    faster = replace(machine(32), chip=fast)
+    for workload in (perceptron(), image_transformer(), recommender()):
+        plain = forecast(workload, plan)
+        assert forecast(workload, plan, machine=faster).seconds <= plain.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from(["nothing", "optimizer", "gradients", "parameters"]))
+def test_kinds_add_up_to_the_step(ranks: int, shard: str) -> None:
+    sharded = {"dp_shard": ranks, "shard": shard} if shard != "nothing" else {"dp_replicate": ranks}
+    found = forecast(image_transformer(), replace(PLAN, **sharded))  # type: ignore[arg-type]
+    total = found.compute + found.data + found.bubble + found.optimizer
+    assert total == pytest.approx(found.seconds)

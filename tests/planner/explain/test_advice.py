@@ -1,0 +1,160 @@
+"""Advice for plans that do not fit: it fits, it is small, and it says what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.problems import SMALL, job, problem
+from wanma.job.plan import Plan
+from wanma.planner.explain.advice import CHEAP, advice, savings
+from wanma.planner.explain.changes import families, settings_between
+from wanma.planner.forecast import forecast, memory
+from wanma.planner.refusal import refusal
+
+PLAN = Plan(dp_replicate=8, micro_batch=2, precision="bf16", device="cuda")
+
+plans = st.builds(
+    lambda pp, tp, shard, micro_batch: replace(
+        PLAN,
+        pp=pp,
+        tp=tp,
+        dp_replicate=8 // pp // tp if shard == "nothing" else 1,
+        dp_shard=1 if shard == "nothing" else 8 // pp // tp,
+        shard=shard if 8 // pp // tp > 1 or shard == "nothing" else "nothing",
+        stage_cuts=(2,) if pp == 2 else (),
+        micro_batch=micro_batch,
+    ),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["nothing", "optimizer", "parameters"]),
+    st.sampled_from([1, 2]),
+)
+
+
+def test_a_plan_that_fits_needs_no_advice() -> None:
+    assert advice(problem(), PLAN) == []
+
+
+@given(plans, st.floats(0.3, 0.999))
+@settings(max_examples=25, deadline=None)
+def test_every_advice_fits_is_allowed_and_says_what_it_costs(plan: Plan, share: float) -> None:
+    given = problem(memory_bytes=int(memory(problem(), plan).memory_bytes * share))
+    before = forecast(given, plan)
+    changes = advice(given, plan)
+    for change in changes:
+        assert change.forecast == forecast(given, change.plan)
+        assert change.forecast.memory_bytes <= given.memory_bytes
+        assert change.saved_bytes == before.memory_bytes - change.forecast.memory_bytes
+        assert refusal(given, change.plan) is None
+        assert change.settings == settings_between(plan, change.plan)
+        assert change.plan.world_size == plan.world_size
+        assert before.step is not None
+        assert change.forecast.step is not None
+        if change.slowdown is not None:
+            assert change.forecast.step.seconds == pytest.approx(
+                before.step.seconds * (1 + change.slowdown), rel=1e-9
+            )
+    known = [change.slowdown for change in changes if change.slowdown is not None]
+    assert known == sorted(known)
+    assert [change.slowdown for change in changes[: len(known)]] == known
+
+
+def test_the_smallest_change_of_a_kind_is_taken() -> None:
+    big = replace(PLAN, micro_batch=16)
+    large = job(global_batch=128)
+    sizes = {size: memory(problem(large), replace(big, micro_batch=size)).memory_bytes for size in (2, 4, 8)}
+    given = problem(large, memory_bytes=(sizes[4] + sizes[8]) // 2)
+    (change,) = [one for one in advice(given, big) if list(one.settings) == ["parallel.micro_batch"]]
+    assert change.settings == {"parallel.micro_batch": 4}
+    assert str(change) == "parallel.micro_batch=4"
+
+
+def test_cheap_single_changes_are_told_without_pairs() -> None:
+    given = problem(memory_bytes=int(memory(problem(), PLAN).memory_bytes * 0.9))
+    changes = advice(given, PLAN)
+    assert changes[0].slowdown is not None
+    assert changes[0].slowdown <= CHEAP
+    of_one_family = [
+        other
+        for family in families(given).values()
+        for other in family(PLAN)
+        if refusal(given, other) is None
+    ]
+    assert all(change.plan in of_one_family for change in changes)
+
+
+def test_where_one_change_is_not_enough_two_are_tried() -> None:
+    given = problem()
+    singles = [
+        memory(given, other).memory_bytes
+        for family in families(given).values()
+        for other in family(PLAN)
+        if refusal(given, other) is None
+    ]
+    tight = problem(memory_bytes=min(singles) - 1)
+    changes = advice(tight, PLAN)
+    assert changes
+    assert all(len(change.settings) > 1 for change in changes)
+
+
+def test_what_is_moved_to_the_host_comes_last_because_its_time_is_unknown() -> None:
+    given = problem(memory_bytes=int(memory(problem(), PLAN).memory_bytes * 0.7))
+    moved = ["offload" in str(change) for change in advice(given, PLAN, keep=99)]
+    assert any(moved)
+    assert moved == sorted(moved)
+
+
+def test_nothing_is_said_where_nothing_helps() -> None:
+    assert advice(problem(memory_bytes=1000), PLAN) == []
+
+
+def test_savings_say_what_single_changes_would_give_back() -> None:
+    given = problem()
+    found = savings(given, PLAN, keep=99)
+    saved = [change.saved_bytes for change in found]
+    assert saved == sorted(saved, reverse=True)
+    assert min(saved) > 0
+    whole = memory(given, PLAN).memory_bytes
+    sharded = next(change for change in found if change.settings.get("parallel.shard") == "parameters")
+    assert sharded.saved_bytes == whole - memory(given, sharded.plan).memory_bytes
+
+
+def test_settings_name_the_keys_of_a_job_with_what_they_become() -> None:
+    after = replace(PLAN, dp_replicate=4, tp=2, sequence=True, recompute="selective", recompute_share=0.5)
+    assert settings_between(PLAN, after) == {
+        "parallel.dp_replicate": 4,
+        "parallel.tp": 2,
+        "parallel.sequence": True,
+        "parallel.recompute": "selective",
+        "parallel.recompute_share": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (replace(PLAN, dp_replicate=16), "16 ranks, and there are 8 devices"),
+        (replace(PLAN, dp_replicate=1, tp=8, sequence=True), None),
+        (replace(PLAN, dp_replicate=2, pp=4), "4 stages need 3 cuts, not 0"),
+        (
+            replace(PLAN, dp_replicate=2, pp=4, stage_cuts=(1, 2, 3), micro_batch=8),
+            "needs at least as many as stages, 4",
+        ),
+        (replace(PLAN, dp_replicate=4, dp_shard=2), "parallel.shard = 'nothing' with parallel.dp_shard = 2"),
+        (replace(PLAN, dp_replicate=4, ep=2), "the model has no experts"),
+    ],
+)
+def test_rules_that_refuse_a_jobs_plan_refuse_any_plan(plan: Plan, said: str | None) -> None:
+    reason = refusal(problem(), plan)
+    assert (said is None and reason is None) or (said is not None and said in str(reason))
+
+
+def test_heads_that_tp_does_not_divide_are_refused_by_key() -> None:
+    odd = replace(SMALL, heads=6, kv_heads=6)
+    assert "parallel.tp = 4 does not divide model.heads = 6" in str(
+        refusal(problem(dimensions=odd), replace(PLAN, dp_replicate=2, tp=4))
+    )

@@ -1,0 +1,335 @@
+"""The memory forecast against what ranks really hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from support.measure import kept_activations, kept_by_rank, measure_rank
+from support.ranks import run_ranks
+from wanma.job.forecast import Layer, Workload
+from wanma.job.plan import UPDATED_TOGETHER, Plan
+from wanma.job.sections import ModelSection, Precision, Recompute, Schedule, Shard
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import section_dimensions, section_workload
+from wanma.planner.memory.ranks import RankMemory, forecast_memory, memory_of_ranks
+from wanma.planner.memory.table import table_key, tabulate
+from wanma.planner.stages import VIRTUAL_STAGES
+
+MODEL = {"family": "decoder", "layers": 4, "hidden": 64, "heads": 4, "vocabulary": 320}
+SEQUENCE = 32
+
+
+def workload(**more: Any) -> Workload:
+    found = section_workload(
+        ModelSection(**{**MODEL, **more}),
+        vocabulary=None,
+        sequence_length=SEQUENCE,
+        image_shape=None,
+        classes=None,
+    )
+    assert found is not None
+    return found
+
+
+def dimensions_of(**more: Any) -> DecoderDimensions:
+    found = section_dimensions(ModelSection(**{**MODEL, **more}), None)
+    assert found is not None
+    return found
+
+
+def rank(plan: Plan, micro_batches: int = 2, **model: Any) -> RankMemory:
+    """Of the decoder, the first pipeline rank."""
+    return memory_of_ranks(
+        workload(**model), plan, "adamw", micro_batches=micro_batches, dimensions=dimensions_of(**model)
+    )[0]
+
+
+def job(folder: Path, precision: str, **model: Any) -> dict[str, Any]:
+    return {
+        "model": {**MODEL, **model},
+        "data": {
+            "text": [str(Path(__file__).parent)],
+            "sequence_length": SEQUENCE,
+            "cache": str(folder / "cache"),
+        },
+        "train": {"steps": 2, "global_batch": 8, "precision": precision},
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(micro_batch=4),
+        Plan(dp_replicate=2, micro_batch=2),
+        Plan(dp_shard=2, shard="optimizer", micro_batch=2),
+        Plan(dp_shard=2, shard="gradients", micro_batch=2),
+        Plan(dp_shard=2, shard="parameters", micro_batch=2),
+        Plan(tp=2, micro_batch=4),
+    ],
+    ids=str,
+)
+def test_forecast_state_is_what_a_rank_holds(plan: Plan, precision: Precision, tmp_path: Path) -> None:
+    plan = replace(plan, precision=precision)
+    measured = run_ranks(measure_rank, plan.world_size, (job(tmp_path, precision), plan))[0]
+    model = workload()
+    state = rank(plan).state
+    assert state.parameters == pytest.approx(measured["parameters"], rel=0.02)
+    assert state.optimizer == pytest.approx(measured["optimizer"], rel=0.02)
+    # Buffers that live only while one unit is reduced are forecast but not seen between operators.
+    units = [layer.parameters for layer in model.layers]
+    by_block = plan.shard in ("gradients", "parameters")
+    unit = max(units[0] + units[2], units[1]) if by_block else model.parameters
+    largest = unit * 8 // plan.tp
+    assert measured["gradients"] <= state.final * 1.02
+    assert state.final - largest <= measured["gradients"]
+
+
+EXPERTS = {"experts": 4, "shared_experts": 1, "expert_feed_forward": 96, "dense_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp_replicate=2, ep=2, micro_batch=2),
+        Plan(dp_shard=2, ep=2, shard="gradients", micro_batch=2),
+        Plan(dp_shard=2, ep=2, shard="parameters", micro_batch=2),
+        Plan(dp_shard=2, shard="parameters", micro_batch=2),
+    ],
+    ids=str,
+)
+def test_forecast_state_of_experts_is_what_a_rank_of_ep_holds(plan: Plan, tmp_path: Path) -> None:
+    measured = run_ranks(measure_rank, 2, (job(tmp_path, "fp32", **EXPERTS), plan))[0]
+    state = rank(plan, **EXPERTS).state
+    assert state.parameters == pytest.approx(measured["parameters"], rel=0.02)
+    assert state.optimizer == pytest.approx(measured["optimizer"], rel=0.02)
+    assert measured["gradients"] <= state.final * 1.02
+
+
+def test_deepseek_v3_on_2048_gpus_holds_a_64th_of_its_experts_by_hand() -> None:
+    section = ModelSection(preset="deepseek-v3")
+    model = section_workload(section, vocabulary=None, sequence_length=4096, image_shape=None, classes=None)
+    assert model is not None
+    dense, sparse = model.layers[1:3]
+    assert (dense.count, sparse.count) == (3, 58)
+    assert sparse.expert_parameters == 256 * 3 * 7168 * 2048
+    plan = Plan(dp_shard=128, ep=64, pp=16, shard="optimizer", precision="bf16", device="cuda")
+    forecast = forecast_memory(model, plan, "adamw", micro_batches=16)
+    # Of 61 blocks the ranks in the middle have four; the three dense ones are in the first stage.
+    experts = 4 * sparse.expert_parameters
+    others = 4 * (sparse.parameters - sparse.expert_parameters)
+    shard = others / 128 + experts / 64 / 2
+    assert forecast.optimizer_bytes == pytest.approx(shard * 8, rel=1e-6)
+    assert forecast.parameters_bytes == pytest.approx(shard * 4 + (others + experts / 64) * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("heads", [{}, {"kv_heads": 2}], ids=["heads", "grouped heads"])
+def test_forecast_activations_are_what_autograd_keeps(
+    heads: dict[str, int], precision: Precision, tmp_path: Path
+) -> None:
+    plan = Plan(micro_batch=3, precision=precision)
+    kept = kept_activations(job(tmp_path, precision, **heads), plan)
+    at_loss = rank(plan, **heads).moments[0]
+    # Of the logits' forecast half is their gradient, which backward makes.
+    assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputing_keeps_what_it_must_and_one_block(mode: Recompute, share: float, tmp_path: Path) -> None:
+    plan = Plan(micro_batch=3, recompute=mode, recompute_share=share)
+    kept = kept_activations(job(tmp_path, "fp32"), plan)
+    here = rank(plan)
+    at_loss, in_block, _ = here.moments
+    assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.05)
+    block = workload().layers[1].activation_elements_per_sample * 3 * 4  # while backward runs it again
+    assert here.working > block
+    assert in_block.activations == here.kept + here.working
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["dense", "grouped heads", "experts"])
+def test_a_rank_of_tp_keeps_what_the_forecast_says(
+    kind: str, mode: Recompute, sequence: bool, tmp_path: Path
+) -> None:
+    model = {"dense": {}, "grouped heads": {"kv_heads": 2}, "experts": EXPERTS}[kind]
+    plan = Plan(tp=2, sequence=sequence, micro_batch=4, recompute=mode)
+    kept = run_ranks(kept_by_rank, 2, (job(tmp_path, "fp32", **model), plan))[0]
+    at_loss = rank(plan, **model).moments[0]
+    assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.08)
+
+
+def test_layers_that_nobody_counted_recompute_as_a_decoder_of_their_size_would() -> None:
+    known = replace(
+        BILLION.layers[1], input_elements_per_sample=62_500.0, costly_elements_per_sample=375_000.0
+    )
+    counted = replace(BILLION, layers=(BILLION.layers[0], known, BILLION.layers[2]))
+    for mode in ("full", "selective"):
+        plan = Plan(recompute=mode)
+        assert forecast_memory(BILLION, plan, "adamw") == forecast_memory(counted, plan, "adamw")
+
+
+BILLION = Workload(
+    (
+        Layer("embedding", 1, 100_000_000, 0.0, 0.0),
+        Layer("layers", 20, 50_000_000, 1.0, 1_000_000.0),
+        Layer("head", 1, 100_000_000, 1.0, 3_000_000.0),
+    ),
+    1024,
+)
+
+
+def test_a_billion_parameters_in_bf16_on_eight_gpus_by_hand() -> None:
+    plan = Plan(dp_shard=8, shard="parameters", precision="bf16", device="cuda", micro_batch=2)
+    forecast = forecast_memory(BILLION, plan, "adamw")
+    here = memory_of_ranks(BILLION, plan, "adamw")[0]
+    shard = 1_200_000_000 // 8
+    # Master shard; embedding and head gathered, and two blocks of 50 M (one computes, one arrives).
+    assert forecast.parameters_bytes == shard * 4 + (200_000_000 + 2 * 50_000_000) * 2
+    assert forecast.optimizer_bytes == 2 * shard * 4
+    # The largest unit is embedding and head together: as computed, and as copied to be reduced.
+    assert here.state.final == shard * 4 + 200_000_000 * (2 + 4)
+    assert here.kept == 20 * 1_000_000 * 2 * 2
+    at_loss, in_block, at_end = here.moments
+    assert at_loss == (shard * 4, here.kept, 2 * 3_000_000 * 2 * 2, 0)
+    # One block's input and output have gradients; the logits are still there.
+    assert in_block == (here.state.final, here.kept + 2 * 62_500 * 2 * 2, 3_000_000 * 2 * 2, 0)
+    assert at_end == (here.state.final, 0, 3_000_000 * 2 * 2, 0)
+    # Fullest in the first block. What is gathered, comes and goes has an allowance, CUDA and NCCL their own.
+    assert forecast.activations_bytes == in_block.activations
+    gathered = (200_000_000 + 2 * 50_000_000) * 2
+    assert forecast.fragmentation_bytes == int(0.12 * (gathered + sum(in_block)))
+    assert forecast.runtime_bytes == (600 + 256) << 20
+    assert forecast.tensor_bytes == here.state.parameters + here.state.optimizer + sum(in_block)
+    assert forecast.to_json()["tensor_bytes"] == forecast.tensor_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "elements"),
+    [("adamw", 2.4e9), ("sgd", 1.2e9), ("muon", 1.0e9 + 2 * 0.2e9), ("adafactor", 0.0)],
+)
+def test_optimizer_state_follows_the_update_rule(optimizer: str, elements: float) -> None:
+    assert forecast_memory(BILLION, Plan(), optimizer).optimizer_bytes == 4 * elements
+    averaged = forecast_memory(BILLION, Plan(), optimizer, weight_average=True)
+    assert averaged.optimizer_bytes == 4 * (elements + 1.2e9)
+
+
+def test_what_is_not_trained_has_neither_gradients_nor_state() -> None:
+    frozen = Workload(
+        tuple(replace(layer, trained_parameters=layer.parameters // 100) for layer in BILLION.layers), 1024
+    )
+    here, whole = (memory_of_ranks(model, Plan(), "adamw")[0].state for model in (frozen, BILLION))
+    assert here.parameters == whole.parameters
+    assert here.final == pytest.approx(whole.final / 100)
+    assert here.optimizer == pytest.approx(whole.optimizer / 100)
+
+
+def test_what_waits_elsewhere_by_hand() -> None:
+    plan = Plan(dp_shard=8, shard="parameters", precision="bf16", device="cuda", micro_batch=2)
+
+    def of(model: Workload, plan: Plan, optimizer: str = "adamw") -> RankMemory:
+        return memory_of_ranks(model, plan, optimizer)[0]
+
+    here = of(BILLION, plan)
+    shard = 1_200_000_000 // 8
+    parameters = of(BILLION, replace(plan, offload_parameters="host"))
+    # On the host are the shards, their gradients and their state, for the update runs there.
+    assert parameters.forecast.host_bytes == shard * 4 * (1 + 1 + 2)
+    assert here.state.parameters - parameters.state.parameters == shard * 4
+    assert here.state.final - parameters.state.final == shard * 4
+    assert parameters.state.optimizer == 0
+    optimizer = of(BILLION, replace(plan, offload_optimizer="host")).forecast
+    assert optimizer.host_bytes == 2 * shard * 4
+    assert optimizer.optimizer_bytes == 2 * 4 * UPDATED_TOGETHER  # is here at a time
+    activations = of(BILLION, replace(plan, offload_activations="disk"))
+    assert activations.forecast.disk_bytes == here.kept
+    assert activations.kept == 0
+    assert activations.working - here.working == 2 * 1_000_000 * 2 * 2  # two blocks: one computes, one comes
+    alone = of(BILLION, Plan(offload_parameters="disk"), "sgd").forecast
+    assert alone.disk_bytes == 1_200_000_000 * 4
+    assert alone.parameters_bytes == (200_000_000 + 50_000_000) * 4  # gathered block by block
+
+
+def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    def kept(schedule: Schedule, micro_batches: int) -> list[float]:
+        plan = Plan(pp=4, micro_batch=1, schedule=schedule)
+        ranks = memory_of_ranks(BILLION, plan, "adamw", micro_batches=micro_batches)
+        return [rank.kept / (4 * 20 * 1_000_000 / 4) for rank in ranks]
+
+    assert kept("1f1b", 16) == [4, 3, 2, 1]
+    assert kept("gpipe", 16) == [16] * 4
+    assert kept("gpipe", 2) == [2] * 4
+    assert kept("1f1b", 2) == [2, 2, 2, 1]
+
+
+def test_stages_have_a_place_for_every_micro_batch_that_comes_and_returns() -> None:
+    plan = Plan(pp=3, micro_batch=2)
+    inputs = replace(BILLION.layers[1], input_elements_per_sample=10.0)
+    model = replace(BILLION, layers=(BILLION.layers[0], inputs, BILLION.layers[2]))
+    buffers = [rank.moments[0].buffers for rank in memory_of_ranks(model, plan, "adamw", micro_batches=8)]
+    # A micro-batch's 2 · 10 elements, its gradient, and what comes back for what was handed on.
+    assert buffers == [8 * 20 * 4 * 1, 8 * 20 * 4 * 3, 8 * 20 * 4 * 2]
+
+
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]),
+    pp=st.sampled_from([1, 2, 3, 5, 8]),
+    count=st.integers(1, 24),
+    blocks=st.integers(16, 40),
+    tp=st.sampled_from([1, 2]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    ends=st.sampled_from([1000, 100_000_000]),
+)
+@example(schedule="zbv", pp=8, count=3, blocks=32, tp=1, recompute="none", ends=1000)
+def test_the_forecast_is_that_of_the_fullest_of_all_ranks(
+    schedule: Schedule, pp: int, count: int, blocks: int, tp: int, recompute: Recompute, ends: int
+) -> None:
+    virtual = VIRTUAL_STAGES[schedule]
+    plan = Plan(pp=pp, tp=tp, schedule=schedule, virtual_stages=virtual, recompute=recompute)
+    first, block, last = (replace(layer, parameters=ends) for layer in BILLION.layers)
+    last = replace(last, activation_elements_per_sample=float(ends))
+    model = replace(BILLION, layers=(first, replace(block, count=blocks, parameters=1000), last))
+    ranks = memory_of_ranks(model, plan, "adamw", micro_batches=count)
+    forecast = forecast_memory(model, plan, "adamw", micro_batches=count)
+    assert forecast == max(ranks, key=lambda rank: rank.total).forecast
+
+
+def test_a_table_serves_all_plans_of_its_key() -> None:
+    plan = Plan(pp=4, tp=2, dp_shard=4, shard="optimizer", sequence=True, micro_batch=2, device="cuda")
+    tables = {}
+    for changes in ({"recompute": "full"}, {"dp_shard": 8}, {"schedule": "gpipe"}, {"micro_batch": 4}):
+        other = replace(plan, **changes)
+        key = table_key(other)
+        tables.setdefault(key, tabulate(workload(), other, dimensions_of()))
+        arguments: dict[str, Any] = {"micro_batches": 8, "dimensions": dimensions_of()}
+        plain = forecast_memory(workload(), other, "adamw", **arguments)
+        assert forecast_memory(workload(), other, "adamw", **arguments, table=tables[key]) == plain
+    assert len(tables) == 2
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_a_pipeline_holds_whole_gradients_and_blocks_whatever_is_sharded(shard: Shard) -> None:
+    plan = Plan(pp=4, dp_shard=8, shard=shard, device="cuda")
+    forecast = forecast_memory(BILLION, plan, "adamw", micro_batches=8)
+    of_optimizer = forecast_memory(BILLION, replace(plan, shard="optimizer"), "adamw", micro_batches=8)
+    assert forecast == of_optimizer
+
+
+@given(shards=st.sampled_from([2, 4, 8, 64]), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]))
+def test_sharding_more_never_needs_more(shards: int, tp: int, pp: int) -> None:
+    stages = ("optimizer", "gradients", "parameters")
+    totals = [
+        forecast_memory(BILLION, Plan(pp=pp, tp=tp, dp_shard=shards, shard=stage), "adamw").memory_bytes
+        for stage in stages
+    ]
+    assert totals == sorted(totals, reverse=True)
+    alone = forecast_memory(BILLION, Plan(pp=pp, tp=tp), "adamw")
+    assert totals[0] < alone.memory_bytes

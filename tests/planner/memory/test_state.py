@@ -1,0 +1,90 @@
+"""Parameters, gradients and optimizer state of a rank, against published formulas."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Shard
+from wanma.planner.cost.operators import Software
+from wanma.planner.memory.state import Parameters, State, state_of
+
+PSI = 1_000_000.0
+MEGATRON = Software(weights="copies")
+
+
+def state(plan: Plan, software: Software | None = None, micro_batches: int = 1) -> State:
+    return state_of(
+        Parameters(blocks=PSI, experts=0.0, ends=0.0, block=PSI / 10, shapes=PSI / 10),
+        plan,
+        "adamw",
+        micro_batches=micro_batches,
+        weight_average=False,
+        trained_share=1.0,
+        software=software or Software(),
+    )
+
+
+@given(n=st.sampled_from([1, 2, 8, 64]))
+def test_whole_copies_take_what_zero_says_of_its_first_stage(n: int) -> None:
+    # Rajbhandari et al. 2020, section 3.1 and 5.1: 2Ψ + 2Ψ + KΨ / N with K = 12, gradients in 16 bits.
+    found = state(Plan(dp_shard=n, shard="optimizer"), Software(weights="copies", accumulated_bytes=2))
+    assert found.parameters + found.accumulated + found.optimizer == pytest.approx(PSI * (2 + 2 + 12 / n))
+
+
+def test_without_sharding_megatron_holds_18_bytes_per_parameter() -> None:
+    found = state(Plan(), MEGATRON)
+    assert found.parameters + found.accumulated + found.optimizer == PSI * 18
+
+
+def test_empty_gradients_are_one_of_every_shape() -> None:
+    more = state(Plan(), Software(weights="copies", empty_gradients=True))
+    assert more.accumulated - state(Plan(), MEGATRON).accumulated == 2 * PSI / 10
+
+
+@given(n=st.sampled_from([2, 8, 64]), micro_batches=st.sampled_from([1, 4]))
+def test_shards_take_what_zero_says_of_its_third_stage_beside_the_blocks_that_are_gathered(
+    n: int, micro_batches: int
+) -> None:
+    # Weights, gradients and moments in fp32: 16Ψ / N (section 5.3, for K = 12 and fp32 gradients).
+    plan = Plan(dp_shard=n, shard="parameters", precision="bf16", device="cuda")
+    found = state(plan, micro_batches=micro_batches)
+    assert found.parameters - found.gathered == 4 * PSI / n
+    assert found.gathered == 2 * 2 * PSI / 10  # one block computes, the next one comes
+    assert found.optimizer == 8 * PSI / n
+    assert found.final == pytest.approx(4 * PSI / n + 6 * PSI / 10)
+    assert found.accumulated == (4 * PSI / n if micro_batches > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("shard", "accumulated"), [("nothing", 4 * PSI), ("optimizer", 4 * PSI), ("gradients", 4 * PSI / 4)]
+)
+def test_gradients_wait_whole_or_sharded_between_micro_batches(shard: Shard, accumulated: float) -> None:
+    replicas = 4 if shard == "nothing" else 1
+    plan = Plan(dp_replicate=replicas, dp_shard=4 // replicas, shard=shard, precision="bf16")
+    assert state(plan, micro_batches=2).accumulated == accumulated
+    assert state(plan, micro_batches=1).accumulated == 0
+
+
+def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:
+    plan = Plan(dp_shard=4, shard="parameters")
+    assert state(plan).receiving == pytest.approx(4 * PSI / 10 * 3 / 4)
+    assert state(Plan(dp_shard=4, shard="parameters", device="cuda")).receiving == 0
+
+
+def test_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
+    parameters = Parameters(blocks=0.0, experts=PSI, ends=0.0, block=PSI, shapes=0.0)
+    plan = Plan(dp_shard=8, ep=4, shard="optimizer")
+    found = state_of(
+        parameters,
+        plan,
+        "sgd",
+        micro_batches=1,
+        weight_average=True,
+        trained_share=0.5,
+        software=Software(),
+    )
+    # 8 / 4 ranks share them; momentum of half of them, and an average of all.
+    assert found.optimizer == 4 * PSI / 2 * 0.5 + 4 * PSI / 2

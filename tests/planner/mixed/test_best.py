@@ -1,0 +1,286 @@
+"""The search for plans on unlike machines: as good as trying everything, and better than what it replaces."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.fleets import START, costs, fleet
+from support.problems import SMALL, job, problem
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.errors import JobError
+from wanma.job.placement import Place, Replicas
+from wanma.job.plan import Plan
+from wanma.job.sections import Shard
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import decoder_workload
+from wanma.planner.mixed.best import Share, placed_plan, search_mixed
+from wanma.planner.mixed.fleet import Fleet, fleet_of
+from wanma.planner.mixed.options import MixedSpace, Option, Options, Segment
+from wanma.planner.mixed.placing import Placed, Placer
+from wanma.planner.mixed.simulate import simulated_seconds
+from wanma.planner.mixed.timing import MixedCosts, mixed_step_time
+from wanma.planner.problem import problem_of
+
+TINY = MixedSpace(tp=(1, 2), stages=(1, 2, 3), micro_batch=(1, 2), recompute=("none", "full"))
+
+
+# ------------------------------------------------------------------ beside trying everything
+
+
+def everything(of: MixedCosts, space: MixedSpace, batch: int) -> float:
+    """The least time of a step over all sets of groups, options of each and shares of the batch."""
+    placer, best = Placer(of), math.inf
+    for shard in space.shard:
+        for number in (1, 2):  # replicas that span both kinds leave devices of one at most
+            for kinds in itertools.combinations([(0,), (1,), (0, 1)], number):
+                for options in itertools.product(
+                    *(list(options_of(of.fleet, space, kind)) for kind in kinds)
+                ):
+                    groups = placed_groups(placer, options, shard, batch)
+                    if groups is not None:
+                        best = min(best, best_shares(groups, batch))
+    return best
+
+
+def options_of(of: Fleet, space: MixedSpace, kinds: tuple[int, ...]) -> Iterator[Option]:
+    for order in itertools.permutations(kinds):
+        for stages in itertools.product(space.stages, repeat=len(order)):
+            for tps in itertools.product(space.tp, repeat=len(order)):
+                segments = tuple(map(Segment, order, tps, stages))
+                alright = sum(stages) in space.stages and sum(stages) <= SMALL.layers + 2
+                if alright and all(of.kinds[one.node].on_each % one.tp == 0 for one in segments):
+                    for size, recompute in itertools.product(space.micro_batch, space.recompute):
+                        yield Option(segments, size, recompute)
+
+
+def placed_groups(
+    placer: Placer, options: tuple[Option, ...], shard: Shard, batch: int
+) -> list[Placed] | None:
+    """Those that span first, as many as there are devices for; then the others on what is left."""
+    left = [kind.devices for kind in placer.costs.fleet.kinds]
+    found = []
+    for option in sorted(options, key=lambda option: -len(option.segments)):
+        count = min([left[one.node] // (one.tp * one.stages) for one in option.segments] + [batch])
+        placed = placer.place(option, count, len(options), shard) if count else None
+        if placed is None:
+            return None
+        for one in option.segments:
+            left[one.node] -= count * one.tp * one.stages
+        found.append(placed)
+    return found
+
+
+def best_shares(groups: list[Placed], batch: int) -> float:
+    """Over every number of micro-batches of every group but the last, which does the rest."""
+    if sum(one.replicas.count for one in groups) > batch:
+        return math.inf
+    sizes = [one.replicas.count * one.replicas.micro_batch for one in groups]
+    best = math.inf
+    for numbers in itertools.product(*(range(1, batch // size + 2) for size in sizes[:-1])):
+        done = sum(number * size for number, size in zip(numbers, sizes, strict=False))
+        counts = (*numbers, max(math.ceil((batch - done) / sizes[-1]), 1))
+        counts = tuple(max(count, one.fewest) for count, one in zip(counts, groups, strict=True))
+        if all(count <= one.most_micro_batches(1e9) for count, one in zip(counts, groups, strict=True)):
+            best = min(best, max(one.seconds(count) for count, one in zip(counts, groups, strict=True)))
+    return best
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([1.11e9, 1.16e9, 40e9]),
+    st.sampled_from([1.09e9, 1.13e9, 1.18e9]),
+    st.sampled_from([1e9, 20e9]),
+    st.integers(8, 16),
+)
+def test_the_search_finds_what_trying_everything_finds(
+    fast: int, slow: int, fast_bytes: float, slow_bytes: float, across: float, batch: int
+) -> None:
+    of = costs(fleet(fast, slow, fast_bytes=fast_bytes, slow_bytes=slow_bytes, across=across), batch=batch)
+    expected = everything(of, TINY, batch)
+    found = search_mixed(of.problem, of.fleet, START, TINY, tolerance=0.0)
+    if math.isinf(expected):
+        assert found.candidates == ()
+        return
+    best = found.candidates[0]
+    assert best.seconds == pytest.approx(expected, rel=1e-6)
+    assert best.forecast.step == mixed_step_time(of, best.plan, batch)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.001, 0.5))
+def test_no_option_does_more_than_its_bound(number: int, seconds: float) -> None:
+    of = costs(fleet(8, 8))
+    for nodes in ((0,), (1,), (0, 1)):
+        options = Options(of, MixedSpace(), nodes)
+        at = number % len(options.samples)
+        option = options[at]
+        placed = Placer(of).place(option, 1, 2, "optimizer")
+        assert placed is not None
+        assert placed.most_micro_batches(seconds) <= options.most_micro_batches(seconds)[at]
+        pace = Placer(of).pace(option, True)
+        assert placed.most_micro_batches(seconds) <= options.most_at_pace(at, seconds, pace)
+        least = options.least_seconds(at, placed.fewest + 3, Placer(of).pace(option, True))
+        assert least <= placed.seconds(placed.fewest + 3) * (1 + 1e-9)
+
+
+# ------------------------------------------------------------------ cuts
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([1, 2]))
+def test_cuts_make_the_slowest_stage_as_fast_as_any_cuts_do(
+    first: int, second: int, slow_first: bool, tp: int
+) -> None:
+    of = costs()
+    nodes = (1, 0) if slow_first else (0, 1)
+    option = Option((Segment(nodes[0], 1, first), Segment(nodes[1], tp, second)), 1, "none")
+    found = Placer(of).replicas(option, 1, "optimizer")
+    assert found is not None
+    assert sum(place.blocks for place in found.places) == SMALL.layers
+
+    def pace(sizes: tuple[int, ...]) -> float:
+        places = tuple(replace(place, blocks=n) for place, n in zip(found.places, sizes, strict=True))
+        return of.pipeline(replace(found, places=places), "optimizer").pace
+
+    stages = first + second
+    possible = [
+        sizes
+        for sizes in itertools.product(range(SMALL.layers + 1), repeat=stages)
+        if sum(sizes) == SMALL.layers and all(sizes[1:-1])
+    ]
+    assert of.pipeline(found, "optimizer").pace == pytest.approx(min(map(pace, possible)), rel=1e-9)
+
+
+def test_a_kind_with_little_memory_gets_fewer_blocks() -> None:
+    option = Option((Segment(0, 1, 1), Segment(1, 1, 1)), 4, "none")
+    roomy = Placer(costs()).replicas(option, 4, "nothing")
+    assert roomy is not None
+    blocks = [place.blocks for place in roomy.places]
+    needed = costs().memory(roomy, "nothing", 2)[0].memory_bytes
+    tight = Placer(costs(fleet(fast_bytes=needed - 1))).replicas(option, 4, "nothing")
+    assert tight is not None
+    assert [place.blocks for place in tight.places] == [blocks[0] - 1, blocks[1] + 1]
+    assert Placer(costs(fleet(fast_bytes=1e9))).replicas(option, 4, "nothing") is None
+
+
+# ------------------------------------------------------------------ whole searches
+
+
+def test_a_placed_plan_computes_the_whole_batch_and_gives_slow_devices_less() -> None:
+    of = costs(fleet(outer=50e9, across=50e9), batch=37)
+    best = search_mixed(of.problem, of.fleet, START, TINY).candidates[0].plan
+    assert sum(best.batch_shares) == 37
+    by_kind = {
+        one.places[0].node: best.batch_shares[sum(r.count for r in best.placement[:at])]
+        for at, one in enumerate(best.placement)
+    }
+    assert by_kind[0] > by_kind[1]
+    for at, one in enumerate(best.placement):
+        first = sum(r.count for r in best.placement[:at])
+        mine = best.batch_shares[first : first + one.count]
+        assert max(mine) - min(mine) <= 1
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(12, (6, 6)), (10, (5, 5)), (7, (4, 3)), (2, (1, 1))])
+def test_the_batch_is_split_within_what_each_group_can_do(batch: int, expected: tuple[int, int]) -> None:
+    of = costs(batch=batch)
+    shares = [Share(Placed(of, Replicas(1, (Place(node, 4),), 2), 2, "nothing"), 3) for node in (0, 1)]
+    plan = placed_plan(START, shares, "nothing", batch)
+    assert sorted(plan.batch_shares, reverse=True) == list(expected)
+
+
+def test_a_mixed_plan_beats_each_kind_alone_and_even_shares_when_every_event_is_played() -> None:
+    of = costs(batch=48)
+    found = search_mixed(of.problem, of.fleet, START, replace(TINY, micro_batch=(1, 2, 4)))
+    best = found.candidates[0].plan
+    alone = [one.plan for one in found.candidates if len(kinds_of(one.plan)) == 1]
+    assert {kinds_of(plan) for plan in alone} == {(0,), (1,)}
+    even = replace(
+        best,
+        batch_shares=(6,) * 8,
+        placement=tuple(Replicas(4, (Place(node, 4),), 2) for node in (0, 1)),
+        dp_replicate=8,
+        pp=1,
+        tp=1,
+    )
+    seconds = [simulated_seconds(of, plan, 48) for plan in (best, *alone, even)]
+    assert seconds[0] < 0.85 * min(seconds[1:])
+
+
+def kinds_of(plan: Plan) -> tuple[int, ...]:
+    return tuple(sorted({place.node for one in plan.placement for place in one.places}))
+
+
+def test_where_no_kind_holds_the_model_alone_replicas_span_both() -> None:
+    """One or two devices do not hold it, and neither kind has three."""
+    of = costs(fleet(2, 2, fast_bytes=1.13e9, slow_bytes=1.13e9))
+    found = search_mixed(of.problem, of.fleet, START, replace(TINY, stages=(1, 2, 3, 4), tp=(1,)))
+    assert {kinds_of(one.plan) for one in found.candidates} == {(0, 1)}
+    assert all(len(one.plan.placement[0].places) >= 3 for one in found.candidates)
+
+
+def test_found_plans_are_a_forecast_only_and_travel() -> None:
+    found = search_mixed(problem(), fleet(2, 2), START, TINY)
+    assert found.best is None
+    assert all(one.forecast_only for one in found.candidates)
+    assert found.pareto[0].seconds == found.candidates[0].seconds
+    assert pickle.loads(pickle.dumps(found)) == found
+    seconds = [one.seconds for one in found.candidates]
+    assert seconds == sorted(seconds)
+
+
+def test_a_kind_that_does_not_compute_in_the_precision_is_left_out() -> None:
+    cluster = parse_cluster("1x4 A100 SXM 40GB, 4x100G + 1x4 V100 SXM2 16GB, 4x100G")
+    of_cluster = fleet_of(cluster, 0.85)
+    found = search_mixed(problem(), of_cluster, START, TINY)
+    assert {kinds_of(one.plan) for one in found.candidates} == {(0,)}
+    old = fleet_of(parse_cluster("1x4 V100 SXM2 16GB, 4x100G + 1x4 V100 SXM2 32GB, 4x100G"))
+    with pytest.raises(JobError, match=r"train.precision = 'bf16': no device of the cluster \(V100"):
+        search_mixed(problem(), old, START, TINY)
+
+
+def test_other_models_than_decoders_and_machines_without_devices_are_refused() -> None:
+    with pytest.raises(JobError, match="decoders only"):
+        search_mixed(replace(problem(), dimensions=None), fleet(), START)
+    with pytest.raises(JobError, match="without accelerators are not planned for together"):
+        fleet_of(parse_cluster("2x8 A100 SXM 40GB, 4x100G + 2x64 cores EPYC 7742, 1x100G"))
+
+
+# ------------------------------------------------------------------ the case that others published
+
+
+OPT_350M = DecoderDimensions(24, 1024, 16, 16, 2752, 50272, tie_embeddings=True)
+
+
+def test_on_128_a100_and_384_v100_the_plan_beats_every_kind_alone_and_the_even_split() -> None:
+    """As Sailor's evaluation (Strati et al. 2025) has them; every event is played."""
+    cluster = parse_cluster("16x8 A100 SXM 40GB, 4x100G + 48x8 V100 SXM2 16GB, 4x100G")
+    asked = job(global_batch=2048, precision="fp16")
+    workload = decoder_workload(OPT_350M, 2048)
+    of = problem_of(asked, cluster, workload, OPT_350M)
+    start = replace(START, precision="fp16")
+    space = MixedSpace(tp=(1, 2), stages=(1, 2, 4), micro_batch=(1, 2, 4), shard=("optimizer",))
+    everywhere = fleet_of(cluster, 0.85)
+    found = search_mixed(of, everywhere, start, space)
+    parts = MixedCosts(of, everywhere, start)
+    best, *others = [one.plan for one in found.candidates]
+    assert kinds_of(best) == (0, 1)
+    assert {kinds_of(plan) for plan in others} >= {(0,), (1,)}
+    even = replace(
+        best,
+        placement=(Replicas(128, (Place(0, 24),), 1), Replicas(384, (Place(1, 24),), 1)),
+        batch_shares=(4,) * 512,
+    )
+    played = [simulated_seconds(parts, plan, 2048) for plan in (best, *others, even)]
+    assert played[0] < 0.8 * min(played[1:])
+    assert found.candidates[0].seconds == pytest.approx(played[0], rel=0.02)

@@ -1,0 +1,41 @@
+"""Many plans at once have the memory and the time that each has alone, and no bound is above its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.problems import SMALL, job, problem
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.forecast import forecast
+from wanma.planner.memory.grid import States
+from wanma.planner.search.core import Core
+from wanma.planner.search.space import Space, cores, grids, recomputes, states
+from wanma.planner.search.tables import Tables
+
+MIXTURE = replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)
+MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), MIXTURE]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(MODELS), st.sampled_from([6, 8]), st.sampled_from([12, 24]), st.data())
+def test_arrays_hold_what_each_plan_has_alone(
+    dimensions: DecoderDimensions, devices: int, batch: int, data: st.DataObject
+) -> None:
+    given = problem(job(global_batch=batch), dimensions)
+    space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
+    grid = data.draw(st.sampled_from(list(grids(space))))
+    plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))
+    core = Core(Tables(given), plan, recomputes(space, plan), States(states(space, grid)))
+    row = data.draw(st.integers(0, core.memory.shape[0] - 1))
+    column = data.draw(st.integers(0, core.memory.shape[1] - 1))
+    least = core.least[row, column]
+    alone = forecast(given, core.plan_of(row, column))
+    assert alone.step is not None
+    assert core.play(row)[column] == pytest.approx(alone.step.seconds, rel=1e-9)
+    assert core.play(row)[column] == core.least[row, column]  # played once
+    assert least <= alone.step.seconds * (1 + 1e-9)
+    assert core.memory[row, column] == pytest.approx(alone.memory_bytes, abs=16)

@@ -1,0 +1,64 @@
+"""No plan is faster or smaller than its group's bounds, and some are hardly slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.problems import SMALL, job, problem
+from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.forecast import forecast, memory_setting
+from wanma.planner.memory.grid import States
+from wanma.planner.search.sketch import Sketch
+from wanma.planner.search.space import Space, cores, grids, recomputes, states
+from wanma.planner.search.tables import Tables
+
+MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(MODELS), st.sampled_from([6, 8]), st.sampled_from([12, 24]), st.data())
+def test_no_plan_is_faster_or_smaller_than_its_sketch(
+    dimensions: DecoderDimensions, devices: int, batch: int, data: st.DataObject
+) -> None:
+    given = problem(job(global_batch=batch), dimensions)
+    space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
+    grid = data.draw(st.sampled_from(list(grids(space))))
+    plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))
+    again, ways = recomputes(space, plan), States(states(space, grid))
+    row = data.draw(st.integers(0, len(again) - 1))
+    column = data.draw(st.integers(0, len(ways.plans) - 1))
+    tables, one = Tables(given), replace(plan, micro_batch=1)
+    sketch = Sketch(tables, one, again, ways)
+    bare = tables.bare(one, [plan.micro_batch])
+    seconds = sketch.least_seconds(bare, np.array([[plan.accumulation(batch)]]))[0, row]
+    least_bytes = sketch.least_bytes([plan.micro_batch], [memory_setting(given, plan)])[0, row]
+    found = forecast(
+        given, ways.applied(column, replace(plan, recompute=again[row][0], recompute_share=again[row][1]))
+    )
+    assert found.step is not None
+    step = found.step
+    computing = step.compute + step.tensor + step.context + step.expert + step.bubble
+    assert seconds <= computing * (1 + 1e-9)
+    assert least_bytes <= found.memory_bytes + 16
+    # And no micro-batch computes a sample faster than an endless one.
+    endless = tables.bare(one, [1 << 20])
+    for part, limit in zip(bare[:2], endless[:2], strict=True):
+        assert np.all(limit / (1 << 20) <= part / plan.micro_batch * (1 + 1e-9))
+
+
+def test_one_device_takes_hardly_longer_than_its_sketch() -> None:
+    given = problem(job(global_batch=8))
+    space = Space.everything(given.job, given.cluster, SMALL, devices=(1,))
+    (grid,) = grids(space)
+    plan = replace(next(iter(cores(space, grid, given.workload))), micro_batch=8)
+    ways, tables = States(states(space, grid)), Tables(given)
+    sketch = Sketch(tables, replace(plan, micro_batch=1), [("none", 1.0)], ways)
+    seconds = sketch.least_seconds(tables.bare(plan, [8]), np.array([[1]]))[0, 0]
+    step = forecast(given, plan).step
+    assert step is not None
+    assert seconds == pytest.approx(step.seconds - step.optimizer - step.checkpoint, rel=0.1)

@@ -1,0 +1,96 @@
+"""Which plans a search looks at: all that the rules allow, each once, and what the job says kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.problems import SMALL, cluster, job
+from wanma.job.plan import Plan
+from wanma.models.workload import decoder_workload
+from wanma.planner.rules import (
+    check_axes,
+    check_dimensions,
+    check_micro_batches,
+    check_schedule,
+    check_stage_cuts,
+)
+from wanma.planner.search.admits import micro_batch_sizes
+from wanma.planner.search.space import Space, divisors, plans, usable_devices
+
+MIXTURE = replace(SMALL, experts=8, experts_per_token=2)
+WORKLOAD = decoder_workload(SMALL, 512)
+
+
+def listed(space: Space) -> list[Plan]:
+    return list(plans(space, WORKLOAD))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from([2, 4, 6]), st.sampled_from([6, 16, 24]), st.sampled_from([SMALL, MIXTURE]), st.data())
+def test_every_plan_of_a_space_obeys_the_rules_and_is_there_once(
+    devices: int, batch: int, dimensions: object, data: st.DataObject
+) -> None:
+    machines, one = cluster(devices), job(global_batch=batch)
+    space = Space.everything(one, machines, dimensions, devices=(devices,))  # type: ignore[arg-type]
+    found = listed(space)
+    assert len(set(found)) == len(found)
+    for plan in data.draw(st.lists(st.sampled_from(found), min_size=1, max_size=200)):
+        assert plan.world_size == devices
+        check_axes(one, plan, machines)
+        check_dimensions(plan, dimensions)  # type: ignore[arg-type]
+        check_stage_cuts(one, plan, SMALL.layers)
+        check_micro_batches(one, plan)
+        if plan.pp > 1:
+            check_schedule(plan)
+
+
+def test_what_the_job_says_is_kept_and_the_rest_is_free() -> None:
+    one = job({"tp": 2, "recompute": "selective", "recompute_share": 0.5, "schedule": "zbv"})
+    found = listed(Space.of_job(one, cluster(8), SMALL))
+    assert {plan.tp for plan in found} == {2}
+    assert {(plan.recompute, plan.recompute_share) for plan in found} == {("selective", 0.5)}
+    assert {plan.pp for plan in found} == {1}  # zbv excludes recompute
+    assert {plan.micro_batch for plan in found} > {1, 2, 4}
+    assert {plan.shard for plan in found} == {"nothing", "optimizer", "gradients", "parameters"}
+
+
+def test_a_model_that_is_no_decoder_is_split_over_samples_only() -> None:
+    found = listed(Space.of_job(job(), cluster(8), None, devices=(8,)))
+    assert {(plan.pp, plan.cp, plan.tp, plan.ep) for plan in found} == {(1, 1, 1, 1)}
+    assert {plan.data_ranks for plan in found} == {8}
+
+
+def test_experts_are_spread_over_every_size_that_divides_them_and_the_ranks() -> None:
+    found = listed(Space.of_job(job(), cluster(8), MIXTURE, devices=(8,)))
+    assert {plan.ep for plan in found} == {1, 2, 4, 8}
+    assert all(plan.ep in plan.allowed_ep() for plan in found)
+
+
+@given(st.integers(1, 500))
+def test_micro_batches_cut_a_ranks_samples_evenly_and_come_near_every_power_of_two(rows: int) -> None:
+    sizes = micro_batch_sizes(rows)
+    assert {size for size in range(1, rows + 1) if rows % size == 0} <= set(sizes)
+    counts = [-(-rows // size) for size in sizes]
+    assert len(set(counts)) == len(counts)
+    assert all(size == 1 or -(-rows // (size - 1)) > count for size, count in zip(sizes, counts, strict=True))
+    for power in range(rows.bit_length()):
+        assert any(2**power / 2 < size < 2**power * 2 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(8, (8, 4, 2, 1)), (24, (24, 16, 8, 4, 2, 1)), (80, (80, 72, 64, 48, 32, 16, 8, 4, 2, 1))],
+)
+def test_all_devices_are_tried_then_numbers_that_many_sizes_divide(
+    devices: int, expected: tuple[int, ...]
+) -> None:
+    assert usable_devices(cluster(devices)) == expected
+
+
+@given(st.integers(1, 5000))
+def test_divisors_divide(number: int) -> None:
+    assert list(divisors(number)) == [size for size in range(1, number + 1) if number % size == 0]
