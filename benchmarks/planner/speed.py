@@ -1,6 +1,7 @@
 """Time of a search against the number of devices: GPT-3 175B on A100s, on one core.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner.speed [--devices 64 1024 16384] [--repeats 5] [--write]
+    OMP_NUM_THREADS=1 python -m benchmarks.planner.speed --devices 1024 --context
 
 The seconds are of the process's own CPU time, of which other programs take nothing.
 """
@@ -12,6 +13,7 @@ import os
 import platform
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import RESULTS
@@ -35,10 +37,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--write", action="store_true", help=f"write {TABLE}")
+    parser.add_argument("--context", action="store_true", help="with context parallelism of 2 as well")
     options = parser.parse_args()
+    if options.write and options.context:
+        parser.error("the table is of the space that a job gets; --context is another one")
     lines = written(TABLE) if options.write else {}
     for devices in options.devices:
-        lines[devices] = measured(devices, options.repeats)
+        lines[devices] = measured(devices, options.repeats, (1, 2) if options.context else None)
         print(lines[devices], flush=True)
     if options.write:
         TABLE.write_text(report([lines[devices] for devices in sorted(lines)], options.repeats))
@@ -52,10 +57,16 @@ def written(table: Path) -> dict[int, str]:
     return {int(line.split("|")[1].replace(",", "")): line for line in lines}
 
 
-def measured(devices: int, repeats: int) -> str:
-    """A line of the table."""
+def measured(devices: int, repeats: int, context: tuple[int, ...] | None = None) -> str:
+    """A line of the table.
+
+    Args:
+        context: sizes of `cp`; default: those that a job gets which says nothing of it.
+    """
     problem = gpt_3(devices)
     space = Space.of_job(problem.job, problem.cluster, problem.dimensions)
+    if context is not None:
+        space = replace(space, cp=context)
     seconds: list[float] = []
     for _ in range(repeats):
         began = time.process_time()
@@ -96,11 +107,11 @@ def report(lines: list[str], repeats: int) -> str:
             "# Time of a search",
             "",
             "GPT-3 175B (96 layers, hidden 12,288, sequences of 2,048) on servers of eight A100 80 GB. The",
-            "space is that of a job which says nothing of [parallel]: pp, dp_replicate, dp_shard, cp, tp,",
-            "ZeRO 0 to 3, sequence parallelism, micro-batch, six schedules with up to 12 stages per rank,",
-            "selective and full recompute of each number of blocks, and torch.compile; on all devices and on",
-            "fewer. Every search is exact: what it finds is the best of all plans",
-            "(tests/planner/test_search.py).",
+            "space is that of a job which says nothing of [parallel]: pp, dp_replicate, dp_shard, tp, ZeRO 0",
+            "to 3, sequence parallelism, micro-batch, six schedules with up to 12 stages per rank, selective",
+            "and full recompute of each number of blocks, and torch.compile; on all devices and on fewer.",
+            "Every search is exact: what it finds is the best of all plans",
+            "(tests/planner/search/test_best.py).",
             "",
             f"CPU seconds on one core, medians of up to {repeats}; {_processor()}, Python",
             f"{platform.python_version()}; {os.cpu_count()} cores, which others kept busy (load "

@@ -37,7 +37,7 @@ def plan(
     targets_per_sample: int = 1,
     overrides: Sequence[str] = (),
     calibration: Calibration | None = None,
-    keep: int = 20,
+    keep: int = 10,
 ) -> list[tuple[Plan, Forecast]]:
     """The best plans of a model on a cluster, the fastest first, each of another layout.
 

@@ -30,7 +30,7 @@ from wanma.planner.search.candidates import Candidate, Found
 from wanma.report.chart import figure
 from wanma.report.page import Tile, bar, card, document, heads, key, reasons, row, tiles, under_bar
 
-SHOWN_PLANS = 20
+SHOWN_PLANS = 10
 
 
 def answers_page(answers: Answers, title: str) -> str:

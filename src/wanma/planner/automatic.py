@@ -42,7 +42,7 @@ def find_plans(
     calibration: Calibration | None = None,
     *,
     worlds: Sequence[int] | None = None,
-    keep: int = 20,
+    keep: int = 10,
 ) -> Found:
     """The best plans of a job on a cluster, those that are a forecast only marked as such.
 

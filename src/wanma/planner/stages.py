@@ -6,7 +6,7 @@ Pure functions, without torch. Which schedule puts which stage on which rank is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -204,6 +204,7 @@ def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_bat
     return min(most[schedule], everything)
 
 
+@lru_cache(maxsize=65536)
 def kept_forwards(
     schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> tuple[int, ...]:

@@ -167,7 +167,8 @@ def test_where_nothing_fits_it_says_which_plan_comes_nearest() -> None:
     space = replace(Space.of_job(job({"pp": 1}), given.cluster, SMALL), devices=(8,))
     found = search(given, space)
     assert found.candidates == () == found.pareto
-    assert found.pruned == {"memory": found.considered}
+    assert set(found.pruned) == {"memory", "beaten"}
+    assert sum(found.pruned.values()) == found.considered
     smallest = min(forecast(given, plan).memory_bytes for plan in plans(space, given.workload))
     assert found.nearest is not None
     assert found.nearest.memory_bytes == smallest

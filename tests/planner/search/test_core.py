@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ def test_arrays_hold_what_each_plan_has_alone(
     grid = data.draw(st.sampled_from(list(grids(space))))
     plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))
     core = Core(Tables(given), plan, recomputes(space, plan), States(states(space, grid)))
+    core.bound(np.ones(core.memory.shape[1], dtype=bool))
     row = data.draw(st.integers(0, core.memory.shape[0] - 1))
     column = data.draw(st.integers(0, core.memory.shape[1] - 1))
     least = core.least[row, column]

@@ -35,7 +35,9 @@ def test_no_plan_is_faster_or_smaller_than_its_sketch(
     tables, one = Tables(given), replace(plan, micro_batch=1)
     sketch = Sketch(tables, one, again, ways)
     bare = tables.bare(one, [plan.micro_batch])
-    seconds = sketch.least_seconds(bare, np.array([[plan.accumulation(batch)]]))[0, row]
+    count = np.array([[plan.accumulation(batch)]])
+    adding = tables.adding(one, [plan.accumulation(batch)]) if plan.pp > 1 else None
+    seconds = sketch.least_seconds(bare, adding, count)[0, row]
     least_bytes = sketch.least_bytes([plan.micro_batch], [memory_setting(given, plan)])[0, row]
     found = forecast(
         given, ways.applied(column, replace(plan, recompute=again[row][0], recompute_share=again[row][1]))
@@ -44,6 +46,10 @@ def test_no_plan_is_faster_or_smaller_than_its_sketch(
     step = found.step
     computing = step.compute + step.tensor + step.context + step.expert + step.bubble
     assert seconds <= computing * (1 + 1e-9)
+    if adding is not None:
+        send = np.array([[tables.boundary(plan)]])
+        closer = sketch.pipelined_seconds(bare, adding, count, send)[0, row]
+        assert closer <= computing * (1 + 1e-9)
     assert least_bytes <= found.memory_bytes + 16
     # And no micro-batch computes a sample faster than an endless one.
     endless = tables.bare(one, [1 << 20])
@@ -58,7 +64,7 @@ def test_one_device_takes_hardly_longer_than_its_sketch() -> None:
     plan = replace(next(iter(cores(space, grid, given.workload))), micro_batch=8)
     ways, tables = States(states(space, grid)), Tables(given)
     sketch = Sketch(tables, replace(plan, micro_batch=1), [("none", 1.0)], ways)
-    seconds = sketch.least_seconds(tables.bare(plan, [8]), np.array([[1]]))[0, 0]
+    seconds = sketch.least_seconds(tables.bare(plan, [8]), None, np.array([[1]]))[0, 0]
     step = forecast(given, plan).step
     assert step is not None
     assert seconds == pytest.approx(step.seconds - step.optimizer - step.checkpoint, rel=0.1)

@@ -14,9 +14,11 @@ from wanma.planner.cost.pipeline import usual_in_flight
 from wanma.planner.stages import SPLIT_BACKWARD
 
 Array = npt.NDArray[np.float64]
+Number = float | npt.NDArray[np.float64] | npt.NDArray[np.int64]
+"""One for all variants, or one for each, (variants, 1)."""
 
 
-def busy_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: int) -> Array:
+def busy_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: Number) -> Array:
     """Seconds in which each rank computes, (variants, ranks).
 
     Args:
@@ -35,8 +37,8 @@ def least_seconds(
     backward: Array,
     weights: Array | None,
     pp: int,
-    micro_batches: int,
-    send_seconds: float,
+    micro_batches: Number,
+    send_seconds: Number,
 ) -> Array:
     """Of every variant, (variants,).
 
@@ -53,26 +55,27 @@ def least_seconds(
         return _split(schedule, forward, backward, busy, pp, micro_batches, send_seconds)
     if schedule == "gpipe":
         # All forwards pass the slowest stage one by one, then all backwards do.
-        slowest = forward.max(axis=1) + backward.max(axis=1)
-        way = both.sum(axis=1) + 2 * (both.shape[1] - 1) * send_seconds
+        slowest = forward.max(axis=1, keepdims=True) + backward.max(axis=1, keepdims=True)
+        way = both.sum(axis=1, keepdims=True) + 2 * (both.shape[1] - 1) * send_seconds
         played: Array = way + (micro_batches - 1) * slowest
-        return played
+        return played[:, 0]
     # Before rank r begins, one forward has passed the r stages before its first one; and after its last
     # backward, which is of that stage, one backward passes them.
     around = np.zeros_like(busy)
     np.cumsum(both[:, : pp - 1] + 2 * send_seconds, axis=1, out=around[:, 1:])
-    least: Array = (around + busy).max(axis=1)
+    least: Array = (around + busy).max(axis=1, keepdims=True)
     if schedule == "1f1b":
         # The first rank begins forward j + pp after backward j, which has been through all stages.
         rounds = (micro_batches - 1) // pp
         rest = micro_batches - rounds * pp
-        zigzag = both.sum(axis=1) + 2 * (pp - 1) * send_seconds
+        zigzag = both.sum(axis=1, keepdims=True) + 2 * (pp - 1) * send_seconds
         warm = np.minimum(np.arange(pp - 1, -1, -1), rounds * pp)
-        least = np.maximum(least, rounds * zigzag + (around + rest * both + warm * backward).max(axis=1))
+        tail = (around + rest * both + warm * backward).max(axis=1, keepdims=True)
+        least = np.maximum(least, rounds * zigzag + tail)
     else:
-        way = both.sum(axis=1) + 2 * (both.shape[1] - 1) * send_seconds
+        way = both.sum(axis=1, keepdims=True) + 2 * (both.shape[1] - 1) * send_seconds
         least = np.maximum(least, way)
-    return least
+    return least[:, 0]
 
 
 def _split(
@@ -81,8 +84,8 @@ def _split(
     backward: Array,
     busy: Array,
     pp: int,
-    micro_batches: int,
-    send_seconds: float,
+    micro_batches: Number,
+    send_seconds: Number,
 ) -> Array:
     assert schedule in SPLIT_BACKWARD
     stages = forward.shape[1]
@@ -101,7 +104,7 @@ def _split(
     else:
         back[:, :-1] = np.cumsum(last + send_seconds, axis=1)[:, ::-1]
         dearest = forward.reshape(len(forward), -1, pp).max(axis=1)
-    kept = min(usual_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
+    kept = np.minimum(usual_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
     waiting = down + back - kept * dearest
     least: Array = (busy + np.maximum(begins, waiting)).max(axis=1)
     return least

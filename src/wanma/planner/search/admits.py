@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from wanma.job.plan import Plan
+from wanma.job.sections import Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.stages import SPLIT_BACKWARD, wrong_micro_batches
 
@@ -51,9 +52,9 @@ def experts_fit(dimensions: DecoderDimensions | None, plan: Plan) -> bool:
     return experts > 0 and experts % plan.ep == 0 and plan.ep in plan.allowed_ep()
 
 
-def shard_fits(plan: Plan) -> bool:
+def shard_fits(shard: Shard, dp_shard: int, cp: int) -> bool:
     """Whether what is sharded has ranks to share it, and no ranks share what is not sharded."""
-    return plan.dp_shard == 1 if plan.shard == "nothing" else plan.dp_shard * plan.cp > 1
+    return dp_shard == 1 if shard == "nothing" else dp_shard * cp > 1
 
 
 def takes_backward_apart(plan: Plan) -> str | None:

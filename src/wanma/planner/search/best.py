@@ -14,34 +14,39 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from wanma.job.plan import AXES, Plan
-from wanma.job.sections import Recompute, Schedule
+from wanma.job.sections import Schedule
+from wanma.planner.cost.pieces import pieces_key
 from wanma.planner.forecast import forecast, memory_setting, unknown_rates
 from wanma.planner.memory.grid import States
 from wanma.planner.problem import Problem
 from wanma.planner.search.candidates import Candidate, Found, pareto_front
-from wanma.planner.search.core import Core
+from wanma.planner.search.core import Core, Recomputes
 from wanma.planner.search.front import Front
-from wanma.planner.search.sketch import Sketch
+from wanma.planner.search.sketch import Sketch, without_bubbles
 from wanma.planner.search.space import (
     SHARDS,
     Grid,
+    Share,
     Space,
     grids,
     micro_batches,
     recomputes,
+    shares,
     splits,
     staged,
     states,
 )
 from wanma.planner.search.tables import Array, Tables
 from wanma.planner.stages import wrong_micro_batches
+
+Mask = npt.NDArray[np.bool_]
 
 SLOWEST = 1.5
 """Times the fastest plan's step: slower plans are on no front of memory and time."""
@@ -57,7 +62,7 @@ def search(
     problem: Problem,
     space: Space,
     *,
-    keep: int = 20,
+    keep: int = 10,
     tolerance: float = TOLERANCE,
     slowest: float = SLOWEST,
 ) -> Found:
@@ -108,9 +113,41 @@ class _Schedule(NamedTuple):
     schedule: Schedule
     virtual_stages: int
     stage_cuts: tuple[int, ...]
-    recomputes: list[tuple[Recompute, float]]
-    sizes: list[int]
+    recomputes: Recomputes
+    sizes: tuple[int, ...] = ()
     """Micro-batches that it can run."""
+
+
+class _OfGrid:
+    """What all plans of a grid share."""
+
+    def __init__(self, grid: Grid, ways: list[Share], sizes: list[int], space: Space) -> None:
+        self.grid, self.ways, self.sizes, self._space = grid, ways, sizes, space
+        self._plain = Plan(pp=grid.pp, dp_replicate=grid.data_ranks)
+        self._sizes: dict[Schedule, list[int]] = {}
+        self.counts: dict[object, int] = {}
+        """Plans of a split, by what they depend on."""
+
+    @cached_property
+    def states(self) -> States:
+        return States(states(self._space, self.grid))
+
+    def count(self, one: _Schedule) -> int:
+        return len(one.recomputes) * len(one.sizes) * len(self.ways)
+
+    def sizes_of(self, schedule: Schedule) -> list[int]:
+        """Micro-batches that it can run, as `admits.micro_batches_fit`."""
+        if self.grid.pp == 1:
+            return self.sizes
+        if schedule not in self._sizes:
+            self._sizes[schedule] = [size for size in self.sizes if self._runs(schedule, size)]
+        return self._sizes[schedule]
+
+    def _runs(self, schedule: Schedule, size: int) -> bool:
+        return not any(
+            wrong_micro_batches(schedule, self.grid.pp, _accumulation(self._plain, size, batch))
+            for batch in self._space.batches
+        )
 
 
 @dataclass(frozen=True)
@@ -120,6 +157,20 @@ class _Waiting:
     grid: Grid
     count: int
     divide: Callable[[], None]
+
+
+class _Sketched(NamedTuple):
+    """Bounds on the plans of one schedule, (micro-batches, recomputes)."""
+
+    sketch: Sketch
+    sizes: list[int]
+    """Of micro-batches."""
+    seconds: Array
+    memory: Array
+
+    def only(self, rows: Mask) -> _Sketched:
+        sizes = [size for size, is_kept in zip(self.sizes, rows, strict=True) if is_kept]
+        return _Sketched(self.sketch, sizes, self.seconds[rows], self.memory[rows])
 
 
 @dataclass(frozen=True)
@@ -154,7 +205,8 @@ class _Search:
         self._on_more = math.inf
         """Seconds of the fastest plan on more devices."""
         self._is_timeless = unknown_rates(problem, space.start) is not None
-        self._schedules: dict[object, list[_Schedule]] = {}
+        self._samples: dict[object, float] = {}
+        self._staged: dict[object, list[_Schedule]] = {}
 
     # ------------------------------------------------------------ groups of plans, largest first
 
@@ -162,23 +214,32 @@ class _Search:
         """All plans on so many devices."""
         self._on_more = self._fastest
         for grid in grids(replace(self.space, devices=(devices,))):
-            ways = states(self.space, grid)
+            ways = list(shares(self.space, grid))
             sizes = micro_batches(self.space, grid)
             if not ways or not sizes:
                 continue
-            shared = States(ways)
+            of_grid = _OfGrid(grid, ways, sizes, self.space)
             for split in splits(self.space, grid):
-                schedules = self._schedules_of(split, grid, sizes)
-                count = sum(len(one.recomputes) * len(one.sizes) for one in schedules) * len(ways)
-                self.considered += count
-                divide = partial(self._divide_split, grid, split, schedules, shared)
-                self._push(self._least(split), _Waiting(grid, count, divide))
+                self._look_at_split(of_grid, split)
         while self._heap:
             least, _, waiting = heapq.heappop(self._heap)
             if self._is_relevant(waiting.grid, least):
                 waiting.divide()
             else:
                 self.pruned["time"] += waiting.count
+
+    def _look_at_split(self, of_grid: _OfGrid, split: Plan) -> None:
+        count = self._count(split, of_grid)
+        self.considered += count
+        least = self._least(split)
+        if self._is_relevant(of_grid.grid, least):
+            schedules = self._unbeaten(split, self._schedules_of(split, of_grid), of_grid)
+            left = sum(map(of_grid.count, schedules))
+            self.pruned["beaten"] += count - left
+            divide = partial(self._divide_split, of_grid, split, schedules)
+            self._push(least, _Waiting(of_grid.grid, left, divide))
+        else:
+            self.pruned["time"] += count
 
     def _push(self, least: float, waiting: _Waiting) -> None:
         heapq.heappush(self._heap, (least, next(self._order), waiting))
@@ -200,35 +261,51 @@ class _Search:
         """Seconds of a step without bubbles: no micro-batch computes a sample faster than an endless one."""
         if self._is_timeless:
             return 0.0
-        bare = self.tables.bare(split, (_ENDLESS,))
-        numbers = np.array(self.tables.block_numbers(split))
-        whole = ((bare.forward + bare.backward) @ numbers).sum() + bare.before.sum() + bare.after.sum()
-        samples = self.problem.global_batch / split.data_ranks
-        return float(whole / _ENDLESS * samples / split.pp)
+        return self._sample_seconds(split) * self.problem.global_batch / split.data_ranks / split.pp
 
-    def _schedules_of(self, split: Plan, grid: Grid, sizes: list[int]) -> list[_Schedule]:
-        key = (split.pp, split.tp > 1, split.compile, grid.data_ranks)
-        if key not in self._schedules:
-            self._schedules[key] = [
-                _Schedule(
-                    plan.schedule,
-                    plan.virtual_stages,
-                    plan.stage_cuts,
-                    recomputes(self.space, plan),
-                    [size for size in sizes if self._runs(plan, size)],
-                )
+    def _sample_seconds(self, split: Plan) -> float:
+        """Of a sample in an endless micro-batch, by a rank that holds the whole model."""
+        key = pieces_key(split)
+        if key not in self._samples:
+            numbers, bare = self.tables.block_numbers(split), self.tables.bare(split, (_ENDLESS,))
+            self._samples[key] = float(without_bubbles(numbers, bare, None)[0]) / _ENDLESS
+        return self._samples[key]
+
+    def _schedules_of(self, split: Plan, of_grid: _OfGrid) -> list[_Schedule]:
+        key = (split.pp, split.tp > 1, split.compile)
+        if key not in self._staged:
+            self._staged[key] = [
+                _Schedule(plan.schedule, plan.virtual_stages, plan.stage_cuts, recomputes(self.space, plan))
                 for plan in staged(self.space, split, self.problem.workload)
             ]
-        return self._schedules[key]
+        return [one._replace(sizes=tuple(of_grid.sizes_of(one.schedule))) for one in self._staged[key]]
 
-    def _runs(self, plan: Plan, size: int) -> bool:
-        """As `admits.micro_batches_fit`, with micro-batches of `size`."""
-        return plan.pp == 1 or not any(
-            wrong_micro_batches(plan.schedule, plan.pp, _accumulation(plan, size, batch))
-            for batch in self.space.batches
-        )
+    def _count(self, split: Plan, of_grid: _OfGrid) -> int:
+        """Plans of the split."""
+        key = (split.tp > 1, split.compile)
+        if key not in of_grid.counts:
+            of_grid.counts[key] = sum(map(of_grid.count, self._schedules_of(split, of_grid)))
+        return of_grid.counts[key]
 
-    def _divide_split(self, grid: Grid, split: Plan, schedules: list[_Schedule], shared: States) -> None:
+    def _unbeaten(self, split: Plan, schedules: list[_Schedule], of_grid: _OfGrid) -> list[_Schedule]:
+        """What is left where the same plan compiled is faster, if it may be compiled: a fused operator never
+        takes longer, nor keeps more, and no fixed order of operations ends later when some are shorter."""
+        if split.compile or True not in self.space.compile or split.device == "cpu" or self._is_timeless:
+            return schedules
+        compiled = replace(split, compile=True)
+        if self._sample_seconds(compiled) >= self._sample_seconds(split):
+            return schedules
+        may_be = {
+            (one.schedule, one.virtual_stages): one.recomputes
+            for one in self._schedules_of(compiled, of_grid)
+        }
+        return [
+            one._replace(recomputes=[again for again in one.recomputes if again not in also])
+            for one in schedules
+            for also in (may_be.get((one.schedule, one.virtual_stages), ()),)
+        ]
+
+    def _divide_split(self, of_grid: _OfGrid, split: Plan, schedules: list[_Schedule]) -> None:
         for one in schedules:
             if not one.sizes or not one.recomputes:
                 continue
@@ -238,7 +315,7 @@ class _Search:
                 virtual_stages=one.virtual_stages,
                 stage_cuts=one.stage_cuts,
             )
-            self._divide_schedule(grid, plan, one, shared)
+            self._divide_schedule(of_grid.grid, plan, one, of_grid.states)
 
     def _divide_schedule(self, grid: Grid, plan: Plan, one: _Schedule, shared: States) -> None:
         sketch = Sketch(self.tables, plan, one.recomputes, shared)
@@ -250,31 +327,60 @@ class _Search:
         )
         each = len(one.recomputes) * len(shared.plans)
         possible = memory.min(axis=1) <= self.problem.memory_bytes
-        for number in np.flatnonzero(~possible):
-            self.pruned["memory"] += each
-            if not self.best:
+        self.pruned["memory"] += each * int((~possible).sum())
+        if not self.best:
+            for number in np.flatnonzero(~possible):
                 make = partial(self._core, plan, one.sizes[number], one.recomputes, shared)
                 self.too_large.append((float(memory[number].min()), next(self._order), make))
         sizes = [size for size, is_possible in zip(one.sizes, possible, strict=True) if is_possible]
         if not sizes:
             return
-        memory = memory[possible]
-        seconds = self._sketched(sketch, plan, sizes)
-        seconds = np.where(memory <= self.problem.memory_bytes, seconds, np.inf)
-        for size, of_size, bytes_of_size in zip(sizes, seconds, memory, strict=True):
-            divide = partial(
-                self._divide_core, grid, plan, size, one.recomputes, shared, of_size, bytes_of_size
-            )
-            self._push(float(of_size.min()), _Waiting(grid, each, divide))
+        sketched = _Sketched(sketch, sizes, self._sketched(sketch, sizes), memory[possible])
+        sketched.seconds[sketched.memory > self.problem.memory_bytes] = np.inf
+        divide = self._divide_sketch if plan.pp > 1 and not self._is_timeless else self._divide_sizes
+        self._push(
+            float(sketched.seconds.min()),
+            _Waiting(grid, each * len(sizes), partial(divide, grid, sketched, shared)),
+        )
 
-    def _sketched(self, sketch: Sketch, plan: Plan, sizes: list[int]) -> Array:
+    def _sketched(self, sketch: Sketch, sizes: list[int]) -> Array:
         if self._is_timeless:
             return np.zeros((len(sizes), len(sketch.recomputes)))
-        batch = self.problem.global_batch
-        counts = np.array([[_accumulation(plan, size, batch)] for size in sizes], dtype=np.float64)
-        return sketch.least_seconds(self.tables.bare(plan, sizes), counts)
+        plan, tables = sketch.plan, self.tables
+        counts = [_accumulation(plan, size, self.problem.global_batch) for size in sizes]
+        adding = tables.adding(plan, counts) if plan.pp > 1 else None
+        return sketch.least_seconds(tables.bare(plan, sizes), adding, np.array(counts)[:, None])
 
-    def _core(self, plan: Plan, size: int, again: list[tuple[Recompute, float]], shared: States) -> Core:
+    def _divide_sketch(self, grid: Grid, sketched: _Sketched, shared: States) -> None:
+        """Look at the sizes that are still in question more closely."""
+        sketch = sketched.sketch
+        open_ = np.atleast_1d(self._interesting(grid, sketched.seconds, sketched.memory).any(axis=1))
+        self.pruned["time"] += int((~open_).sum()) * len(sketch.recomputes) * len(shared.plans)
+        if not open_.any():
+            return
+        sketched = sketched.only(open_)
+        plan, tables = sketch.plan, self.tables
+        counts = [_accumulation(plan, size, self.problem.global_batch) for size in sketched.sizes]
+        sends = [tables.boundary(replace(plan, micro_batch=size)) for size in sketched.sizes]
+        closer = sketch.pipelined_seconds(
+            tables.bare(plan, sketched.sizes),
+            tables.adding(plan, counts),
+            np.array(counts)[:, None],
+            np.array(sends)[:, None],
+        )
+        np.maximum(sketched.seconds, closer, out=sketched.seconds)
+        self._divide_sizes(grid, sketched, shared)
+
+    def _divide_sizes(self, grid: Grid, sketched: _Sketched, shared: States) -> None:
+        sketch = sketched.sketch
+        each = len(sketch.recomputes) * len(shared.plans)
+        for size, seconds, memory in zip(sketched.sizes, sketched.seconds, sketched.memory, strict=True):
+            divide = partial(
+                self._divide_core, grid, sketch.plan, size, sketch.recomputes, shared, seconds, memory
+            )
+            self._push(float(seconds.min()), _Waiting(grid, each, divide))
+
+    def _core(self, plan: Plan, size: int, again: Recomputes, shared: States) -> Core:
         return Core(self.tables, replace(plan, micro_batch=size), again, shared)
 
     def _divide_core(
@@ -282,7 +388,7 @@ class _Search:
         grid: Grid,
         plan: Plan,
         size: int,
-        again: list[tuple[Recompute, float]],
+        again: Recomputes,
         shared: States,
         seconds: Array,
         memory: Array,
@@ -297,16 +403,18 @@ class _Search:
         self.pruned["memory"] += int((~fits).sum())
         if not self.best and not fits.any():
             self.too_large.append((float(core.memory.min()), next(self._order), lambda: core))
+        fits &= self._interesting(grid, np.broadcast_to(seconds[:, None], fits.shape), core.memory)
+        core.bound(np.atleast_1d(fits.any(axis=0)))
         self._look_on(grid, core, fits)
 
-    def _interesting(self, grid: Grid, seconds: Array, memory: Array) -> npt.NDArray[np.bool_]:
+    def _interesting(self, grid: Grid, seconds: Array, memory: Array) -> Mask:
         on_front = (seconds <= self._slowest_on_front) & self.front.uncovered(seconds, memory)
-        interesting: npt.NDArray[np.bool_] = on_front | (seconds <= self._limit(grid))
+        interesting: Mask = on_front | (seconds <= self._limit(grid))
         return interesting
 
     # ------------------------------------------------------------ plans
 
-    def _look_on(self, grid: Grid, core: Core, waiting: npt.NDArray[np.bool_]) -> None:
+    def _look_on(self, grid: Grid, core: Core, waiting: Mask) -> None:
         """Play the core's most promising rows, as long as nothing else is more promising."""
         while True:
             waiting = waiting & self._interesting(grid, core.least, core.memory)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
@@ -26,7 +27,7 @@ Recomputes = Sequence[tuple[Recompute, float]]
 
 
 class Core:
-    """Arrays are (recomputes, states).
+    """Arrays are (recomputes, states). Memory is there at once, times after `bound`.
 
     Args:
         plan: all that its plans share.
@@ -40,19 +41,23 @@ class Core:
         self.memory = memory_grid(tables.memory(plan), plan, recomputes, states, setting)
         """Bytes of the fullest rank."""
         self.least = np.zeros(self.memory.shape)
-        """No step is shorter; zero where the machine's rates are unknown, or no recompute makes it fit."""
+        """No step is shorter; zero where the machine's rates are unknown, and where `bound` was not asked."""
+        self._tables = tables
         self._variants: list[tuple[list[int], _Variant]] = []
-        if unknown_rates(problem, plan) is not None:
+
+    def bound(self, wanted: npt.NDArray[np.bool_]) -> None:
+        """Fill `least` for these states, and for all that one of them is computed with."""
+        problem, states = self._tables.problem, self.states
+        if unknown_rates(problem, self.plan) is not None:
             return
-        saving = checkpoint_seconds(problem, plan)
-        fits = self.memory.min(axis=0) <= problem.memory_bytes
+        saving = checkpoint_seconds(problem, self.plan)
         for alike in states.alike:
-            columns = [column for column in alike if fits[column]]
+            columns = [column for column in alike if wanted[column]]
             if not columns:
                 continue
-            variant = _Variant(tables, states.applied(columns[0], plan), recomputes)
+            variant = _Variant(self._tables, states.applied(columns[0], self.plan), self.recomputes)
             plans = [states.plans[column] for column in columns]
-            self.least[:, columns] = variant.step_seconds(tables, plans) + saving
+            self.least[:, columns] = variant.step_seconds(self._tables, plans) + saving
             self._variants.append((columns, variant))
 
     def play(self, row: int) -> Array:

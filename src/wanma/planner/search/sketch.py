@@ -1,8 +1,8 @@
 """Bounds on all plans of one schedule at once, before any is forecast: a least time and a least memory.
 
-Time counts what computes, and what computing waits for: on average over the ranks, and on the last rank,
-which begins late. Memory counts what the first rank holds, which goes ahead farthest. Arrays are
-(micro-batches, recomputes).
+Time counts what computes, and what computing waits for: a cheap bound first, on average over the ranks and on
+the last rank, which begins late; then, where that leaves plans in question, one by all ranks of the pipeline.
+Memory counts what the first rank holds, which goes ahead farthest. Arrays are (micro-batches, recomputes).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
+from wanma.planner.cost.bounds import busy_seconds, least_seconds
+from wanma.planner.forecast import software
 from wanma.planner.memory.grid import States, parameters_of
 from wanma.planner.memory.ranks import Setting, boundary_bytes, kept_of_stages, stage_counts, unused_shares
-from wanma.planner.search.tables import Bare, Tables, counts_of, run_again_shares
+from wanma.planner.search.tables import Adding, Bare, Tables, counts_of, run_again_shares
 from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
 
 Array = npt.NDArray[np.float64]
@@ -62,38 +64,86 @@ class Sketch:
             kept += blocks * (plain * stays + costly * part.costly)
         return kept
 
-    def least_seconds(self, bare: Bare, micro_batches: Array) -> Array:
+    def least_seconds(self, bare: Bare, adding: Adding | None, micro_batches: Array) -> Array:
         """Of a step.
 
         Args:
             bare: of one micro-batch of each size.
+            adding: of as many; None where there is one stage, whose ranks may add parts.
             micro_batches: of a step; (micro-batches, 1).
         """
         plan = self.plan
         numbers = self._tables.block_numbers(plan)
-        every = bare.before + bare.after
-        whole = self._with_again(bare, every[:, 0] + every[:, 1], np.array(numbers))
+        whole = without_bubbles(numbers, bare, adding)[:, None] + self._again(bare, np.array(numbers))
         average = micro_batches * whole / plan.pp
         if plan.pp == 1:
             return average
         counts = counts_of(np.array(blocks_of_stages(sum(numbers), plan)), numbers)
         last = list(plan.stages_of(plan.pp - 1))
         before_last, on_last = counts[: plan.pp - 1].sum(axis=0), counts[last].sum(axis=0)
-        ends = bare.after.sum(axis=1) if plan.stages - 1 in last else np.zeros(len(bare.after))
+        ends = bare.after[:, :2].sum(axis=1) if plan.stages - 1 in last else np.zeros(len(bare.after))
         busy = micro_batches * self._with_again(bare, ends, on_last)
         if plan.schedule in SPLIT_BACKWARD:
             late: Array = (bare.forward @ before_last + bare.before[:, 0])[:, None]
         else:
-            late = self._with_again(bare, bare.before.sum(axis=1), before_last)
+            late = self._with_again(bare, bare.before[:, :2].sum(axis=1), before_last)
         # Ranks that share cores have more of them while others wait.
         return np.maximum(average, (busy + late) / max(self._tables.problem.machine.shared, 1.0))
+
+    def pipelined_seconds(self, bare: Bare, adding: Adding, micro_batches: Array, sends: Array) -> Array:
+        """Of a step, what its pipeline takes at least; as `least_seconds`, and as close as `cost.bounds` is.
+
+        Args:
+            sends: seconds from one stage to the next; (micro-batches, 1).
+        """
+        plan, numbers = self.plan, self._tables.block_numbers(self.plan)
+        sizes = np.array(blocks_of_stages(sum(numbers), plan))
+        counts = counts_of(sizes, numbers).T.astype(np.float64)  # (kinds, stages)
+        forward = bare.forward @ counts
+        backward = (bare.backward + adding.blocks) @ counts
+        weights = (bare.weights + adding.blocks) @ counts
+        for stage, ends, added in ((0, bare.before, adding.before), (-1, bare.after, adding.after)):
+            forward[:, stage] += ends[:, 0]
+            backward[:, stage] += ends[:, 1] + added
+            weights[:, stage] += ends[:, 2] + added
+        habits = software(self._tables.problem, plan)
+        if habits.waits_for_sends and plan.virtual_stages > 1:
+            forward, backward, sends = forward + sends, backward + sends, np.zeros_like(sends)
+        again = run_again_shares(self.recomputes, sizes)  # (recomputes, stages)
+        selective = (bare.selective @ counts)[:, None] * (again * self._is_selective[:, None])
+        full = (bare.full @ counts)[:, None] * (again * self._is_full[:, None])
+        backward = backward[:, None] + selective + full
+        shape, rows = backward.shape, len(self.recomputes)
+
+        def flat(array: Array) -> Array:
+            """Of each variant, (micro-batches × recomputes, …)."""
+            return np.repeat(array, rows, axis=0)
+
+        both = flat(forward), backward.reshape(-1, shape[2])
+        number, send = flat(micro_batches), flat(sends)
+        if plan.schedule in SPLIT_BACKWARD:
+            apart = flat(weights)
+            costs: tuple[Array, Array, Array | None] = (both[0], both[1] - apart, apart)
+        else:
+            costs = (*both, None)
+        least = least_seconds(plan.schedule, *costs, plan.pp, number, send)
+        shared = self._tables.problem.machine.shared
+        if shared > 1:  # as of `step.step_of`
+            busy = busy_seconds(plan.schedule, both[0] + both[1], plan.pp, number).mean(axis=1)
+            least = np.maximum(least / shared, busy)
+        return least.reshape(shape[:2])
 
     def _with_again(self, bare: Bare, ends: Array, counts: npt.NDArray[np.int64]) -> Array:
         """Of `counts` blocks of each kind, and of `ends`; (micro-batches, recomputes)."""
         blocks = (bare.forward + bare.backward) @ counts + ends
+        total: Array = blocks[:, None] + self._again(bare, counts)
+        return total
+
+    def _again(self, bare: Bare, counts: npt.NDArray[np.int64]) -> Array:
+        """What recompute adds; (micro-batches, recomputes)."""
         again = np.outer(bare.selective @ counts, self._is_selective)
         again += np.outer(bare.full @ counts, self._is_full)
-        total: Array = blocks[:, None] + self._shares * again
+        total: Array = self._shares * again
         return total
 
     def least_bytes(self, sizes: Sequence[int], settings: Sequence[Setting]) -> Array:
@@ -119,3 +169,18 @@ class Sketch:
         state = (held["parameters"] + held["optimizer"]) * (1 + unused.lasting) + held["runtime"]
         passing = held["accumulated"] * (1 + unused.passing)
         return float((state + passing + held["gathered"] * unused.gathered).min())
+
+
+def without_bubbles(numbers: Sequence[int], bare: Bare, adding: Adding | None) -> Array:
+    """Seconds of a micro-batch of each size in the whole model, nothing of which runs twice.
+
+    Args:
+        numbers: blocks of each kind in the model.
+        bare: of a micro-batch of each size.
+        adding: of as many; None where it may be next to nothing.
+    """
+    counts = np.array(numbers)
+    whole: Array = (bare.forward + bare.backward) @ counts + (bare.before + bare.after)[:, :2].sum(axis=1)
+    if adding is not None:
+        whole = whole + adding.blocks @ counts + adding.before + adding.after
+    return whole

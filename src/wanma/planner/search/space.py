@@ -38,6 +38,9 @@ from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, wrong_stages
 Sizes = tuple[int, ...] | None
 """Of an axis; None: every size that divides the devices."""
 
+Share = tuple[int, int, Shard]
+"""How data ranks share the state: dp_replicate, dp_shard, and what is sharded."""
+
 OffloadKinds = tuple[Offload, Offload, Offload]
 """Of parameters, optimizer and activations."""
 
@@ -46,9 +49,10 @@ VIRTUAL: Mapping[Schedule, tuple[int, ...]] = MappingProxyType(
     {"interleaved_1f1b": (2, 3, 4, 6, 8, 12), "interleaved_zero_bubble": (1, 2)}
 )
 """Stages per rank that interleaved schedules are tried with. One without bubbles gains little by more."""
-LEAST_TOKENS = 1024
+LEAST_TOKENS = 2048
 """Of a sequence, what context parallelism leaves each rank: the fewest for which a job that says nothing of
-it gets any."""
+it gets any. Shorter pieces promise less than forecasts are uncertain by: of GPT-3 on 1,024 A100s, 2 % from
+pieces of 1,024 tokens (`benchmarks.planner.speed --context`)."""
 
 
 @dataclass(frozen=True)
@@ -217,17 +221,25 @@ def grids(space: Space) -> Iterator[Grid]:
 
 def states(space: Space, grid: Grid) -> list[Plan]:
     """The grid with each way in which the data ranks can share the state; all else is `space.start`'s."""
-    found = []
     plain = replace(space.start, pp=grid.pp, cp=grid.cp, tp=grid.tp, ep=grid.ep)
+    return [
+        replace(plain, dp_replicate=dp_replicate, dp_shard=dp_shard, shard=shard)
+        for dp_replicate, dp_shard, shard in shares(space, grid)
+    ]
+
+
+def shares(space: Space, grid: Grid) -> Iterator[Share]:
+    """Of `states`, what tells them apart."""
     for dp_shard in _sizes(space.dp_shard, grid.data_ranks):
         dp_replicate = grid.data_ranks // dp_shard
         if space.dp_replicate is not None and dp_replicate not in space.dp_replicate:
             continue
         for shard in space.shard:
-            way = replace(plain, dp_replicate=dp_replicate, dp_shard=dp_shard, shard=shard)
-            if shard_fits(way) and experts_fit(space.dimensions, way):
-                found.append(way)
-    return found
+            if not shard_fits(shard, dp_shard, grid.cp):
+                continue
+            way = Plan(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=grid.cp, ep=grid.ep, shard=shard)
+            if grid.ep == 1 or experts_fit(space.dimensions, way):
+                yield dp_replicate, dp_shard, shard
 
 
 def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]:

@@ -58,14 +58,25 @@ class Bare(NamedTuple):
 
     forward: Array
     backward: Array
+    weights: Array
+    """Of backward, the weights' gradients."""
     selective: Array
     """What selective recompute of a whole block adds to its backward."""
     full: Array
     """Likewise full recompute."""
     before: Array
-    """Forward and backward of what is before the blocks; (micro-batches, 2)."""
+    """Forward, backward and of it weights' gradients of what is before the blocks; (micro-batches, 3)."""
     after: Array
     """Of what is after them, likewise."""
+
+
+class Adding(NamedTuple):
+    """What adding each micro-batch's gradients to those before takes, where a rank adds whole ones."""
+
+    blocks: Array
+    """(micro-batches, kinds of blocks)."""
+    before: Array
+    after: Array
 
 
 class Exchange(NamedTuple):
@@ -167,15 +178,16 @@ class Tables:
         plain = replace(plan, micro_batch=size, shard="optimizer")
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plain, machine, habits, 0.0)
+        apart = replace(plain, schedule="zbv")
 
-        def cost(part: PartTime, share: float) -> tuple[float, float]:
+        def cost(part: PartTime, share: float) -> tuple[float, float, float]:
             alone = Stage(((part, 1, 0.0),), share, (), 0.0)
-            found = stage_cost(alone, plain, machine, habits, data)[0]
-            return found.forward, found.backward + found.weights
+            found = stage_cost(alone, apart, machine, habits, data)[0]
+            return found.forward, found.backward + found.weights, found.weights
 
         pieces = self.pieces(plain)
         blocks = [cost(kind.part, 0.0) for kind in pieces.blocks]
-        forward, backward = [one[0] for one in blocks], [one[1] for one in blocks]
+        forward, backward, weights = (list(column) for column in zip(*blocks, strict=True))
         selective, full = (
             [
                 cost(kind.part, 1.0)[1] - alone
@@ -184,10 +196,29 @@ class Tables:
             for again in _AGAIN
         )
         before, after = (
-            (sum(cost(end.part, 0.0)[0] for end in ends), sum(cost(end.part, 0.0)[1] for end in ends))
+            [sum(column) for column in zip(*(cost(end.part, 0.0) for end in ends), strict=True)] or [0.0] * 3
             for ends in (pieces.before, pieces.after)
         )
-        return forward, backward, selective, full, before, after
+        return forward, backward, weights, selective, full, before, after
+
+    def adding(self, plan: Plan, micro_batches: Sequence[int]) -> Adding:
+        """Of so many micro-batches a step."""
+        key = ("adding", plan.tp, plan.ep, plan.pp > 1, plan.precision, plan.compile)
+        found = [self._once((*key, number), partial(self._adding, plan, number)) for number in micro_batches]
+        return Adding(*(np.array(numbers) for numbers in zip(*found, strict=True)))
+
+    def _adding(self, plan: Plan, micro_batches: int) -> tuple[list[float], float, float]:
+        problem, pieces = self.problem, self.pieces(plan)
+        whole = replace(plan, shard="optimizer")
+        data = DataParallel(whole, problem.machine, software(problem, plan), trained_share(problem))
+
+        def seconds(parameters: float) -> float:
+            return data.adding_seconds(parameters, micro_batches)
+
+        before, after = (
+            sum(seconds(end.parameters) for end in ends) for ends in (pieces.before, pieces.after)
+        )
+        return [seconds(kind.parameters) for kind in pieces.blocks], before, after
 
     def exchange(self, plan: Plan, parameters: float) -> Exchange:
         """Of a rank that holds so many `parameters`, counted before `tp` and sharding."""
