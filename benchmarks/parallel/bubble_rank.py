@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = load_job(options.job)
-    plan = prepare_job(job, *first_layout(job)).plan
+    plan = prepare_job(job, first_layout(job)).plan
     options.folder.mkdir(exist_ok=True)
     worker = Worker(
         *(rank, rank, ranks, ranks, 0, 1, options.folder),
