@@ -57,7 +57,7 @@ def main() -> None:
         prefix="benchmark-checkpoint-", dir=options.folder or Path.cwd()
     ) as folder:
         arguments = (options.ranks, options.megabytes, options.rounds, Path(folder))
-        spawn(measure, arguments, nprocs=options.ranks)  # type: ignore[no-untyped-call]  # torch has no types there
+        spawn(measure, arguments, nprocs=options.ranks)
 
 
 def measure(rank: int, ranks: int, megabytes: int, rounds: int, folder: Path) -> None:

@@ -73,11 +73,11 @@ def _products(
         measured = latency[chosen] / 1e3
         moved = _moved_seconds(chip, precision, *sides)
         element = sides[0] * sides[2] / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)
-        best = (np.inf, 0.0, 0.0, 0.0, 0.0)
+        best: tuple[float, ...] = (np.inf, 0.0, 0.0, 0.0, 0.0)
         for fill in (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
             waves = _wave_seconds(chip, precision, *sides, fill)
             for attainable, cast in itertools.product(
-                np.arange(0.3, 1.01, 0.02), (0.0,) if ELEMENT_BYTES[precision] >= 2 else range(2, 21, 2)
+                np.arange(0.3, 1.01, 0.02), (0.0,) if ELEMENT_BYTES[precision] >= 2 else np.arange(2.0, 21.0, 2.0)
             ):
                 seconds = chip.launch_seconds + np.maximum(waves / attainable, moved) + cast * element
                 errors = np.log(seconds / measured)
