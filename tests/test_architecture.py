@@ -45,6 +45,7 @@ LONGEST_FILE = 500
 
 TORCH_FREE = (
     "wanma",
+    "wanma.api.plan",
     "wanma.cli.main",
     "wanma.cli.parser",
     "wanma.cli.arguments",

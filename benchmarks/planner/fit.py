@@ -73,19 +73,18 @@ def _products(
         measured = latency[chosen] / 1e3
         moved = _moved_seconds(chip, precision, *sides)
         element = sides[0] * sides[2] / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)
-        best: tuple[float, ...] = (np.inf, 0.0, 0.0, 0.0, 0.0)
+        casts = [0.0] if ELEMENT_BYTES[precision] >= 2 else np.arange(2.0, 21.0, 2.0)
+        best: tuple[float, float, float, float, float] = (np.inf, 0.0, 0.0, 0.0, 0.0)
         for fill in (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
             waves = _wave_seconds(chip, precision, *sides, fill)
-            for attainable, cast in itertools.product(
-                np.arange(0.3, 1.01, 0.02), (0.0,) if ELEMENT_BYTES[precision] >= 2 else np.arange(2.0, 21.0, 2.0)
-            ):
-                seconds = chip.launch_seconds + np.maximum(waves / attainable, moved) + cast * element
+            for share, cast in itertools.product(np.arange(0.3, 1.01, 0.02), casts):
+                seconds = chip.launch_seconds + np.maximum(waves / share, moved) + cast * element
                 errors = np.log(seconds / measured)
                 best = min(
-                    best, (float(np.abs(errors).mean()), float(attainable), fill, cast, float(errors.mean()))
+                    best, (float(np.abs(errors).mean()), float(share), fill, cast, float(errors.mean()))
                 )
-        error, attainable, fill, cast, bias = best
-        yield precision, (attainable, fill, cast, error, bias, int(chosen.sum()))
+        error, attainable, filled, casting, bias = best
+        yield precision, (attainable, filled, casting, error, bias, int(chosen.sum()))
 
 
 def _wave_seconds(chip: Chip, precision: str, m: Array, n: Array, k: Array, fill: float) -> Array:

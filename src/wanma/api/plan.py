@@ -15,7 +15,6 @@ from wanma.data.tokenizer import load_tokenizer
 from wanma.job.errors import JobError
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
-from wanma.models.build import model_spec
 from wanma.models.described import model_kind
 from wanma.observe.units import bytes_text
 from wanma.planner.explain.layout import group_of
@@ -66,6 +65,7 @@ def plan_job(
 def _built(job: Job, plan: Plan, rank: int) -> RenderableType:
     if model_kind(job.model) != "tokens":
         raise JobError("--rank builds models that take tokens", "leave --rank out for others")
+    from wanma.models.build import model_spec
     from wanma.training.dry_run import dry_run
 
     vocabulary = load_tokenizer(job.data.tokenizer).vocabulary
