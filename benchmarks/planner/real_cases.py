@@ -26,7 +26,7 @@ class Model:
 
 MODELS: Mapping[str, Model] = {
     "taught-a": Model(TAUGHT, 6, 384, 6, 1024, 1024, 128, 16),
-    "taught-b": Model(TAUGHT, 4, 320, 5, 896, 8192, 256, 8),
+    "taught-b": Model(TAUGHT, 4, 320, 4, 896, 8192, 256, 8),
     "plain": Model(CHECKED, 6, 256, 4, 704, 4096, 256, 16),
     "wide": Model(CHECKED, 4, 512, 8, 1408, 320, 128, 16),
     "deep": Model(CHECKED, 8, 192, 4, 512, 16384, 512, 8),

@@ -16,7 +16,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.described import decoder_dimensions
 from wanma.planner.choose import Planned, complete, layout
-from wanma.planner.problem import MEMORY_SHARE, device_of
+from wanma.planner.problem import HOST_SHARE, device_of
 
 GIB = 1 << 30
 GPU = Device("cuda", "H100", 80 * GIB, {"bf16": 989e12})
@@ -160,7 +160,7 @@ def test_the_micro_batch_is_halved_until_it_fits() -> None:
     result = planned(tight, train={"global_batch": 16})
     assert result.forecast is not None
     assert 1 <= result.plan.micro_batch < 16
-    assert result.forecast.memory_bytes <= (440 << 20) * MEMORY_SHARE
+    assert result.forecast.memory_bytes <= (440 << 20) * HOST_SHARE
     assert f"micro_batch {result.plan.micro_batch}: the largest that fits" in result.forecast.reasons[1]
 
 

@@ -20,7 +20,7 @@ from wanma.planner.choose import plan_for
 from wanma.planner.explain.advice import advice
 from wanma.planner.forecast import memory
 from wanma.planner.nowhere import check_open
-from wanma.planner.problem import MEMORY_SHARE, problem_of
+from wanma.planner.problem import HOST_SHARE, MEMORY_SHARE, problem_of
 from wanma.planner.smallest import leanest, machine_counts, smallest_cluster
 
 LARGE = DecoderDimensions(80, 8192, 64, 8, 28672, 128256)
@@ -60,7 +60,7 @@ def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_do() -> No
     )
     assert told is not None, error.message
     needed, there, missing = (float(told[number]) for number in (1, 2, 3))
-    assert there == pytest.approx(80e9 * 0.85 / 2**30, abs=0.05)
+    assert there == pytest.approx(80e9 * MEMORY_SHARE / 2**30, abs=0.05)
     assert missing == pytest.approx(needed - there, abs=0.6)
     assert told[4] in ("parameters", "gradients", "optimizer state")
     assert "× H100 SXM" in error.hint
@@ -98,7 +98,7 @@ def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
     own = job().model_copy(update={"parallel": type(job().parallel)(dp_shard=8, micro_batch=4)})
     medium = DecoderDimensions(32, 4096, 32, 8, 14336, 128256)
     error = refused(own, BOX, medium)
-    assert re.search(r"the plan does not fit: a rank needs about [\d.]+ GiB of 63\.3 GiB: ", error.message)
+    assert re.search(r"the plan does not fit: a rank needs about [\d.]+ GiB of 69\.3 GiB: ", error.message)
     assert error.hint.startswith("would fit: parallel.")
     change = error.hint.removeprefix("would fit: ").split("; or ")[0]
     changed = {
@@ -168,7 +168,7 @@ def test_what_waits_in_the_hosts_memory_must_fit_there() -> None:
     workload = decoder_workload(medium, 2048)
     best = plan_for(asked, BOX, workload, medium)
     assert best.forecast is not None
-    assert best.forecast.host_bytes * 8 > (64 << 30) * MEMORY_SHARE
+    assert best.forecast.host_bytes * 8 > (64 << 30) * HOST_SHARE
     error = refused(asked, small, medium)
     assert re.search(r"would wait in the memory of .*, which has 64\.0 GiB", error.message), error.message
     problem = problem_of(job(), small, decoder_workload(LARGE, 2048), LARGE)

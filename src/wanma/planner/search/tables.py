@@ -187,7 +187,7 @@ class Tables:
 
         pieces = self.pieces(plain)
         blocks = [cost(kind.part, 0.0) for kind in pieces.blocks]
-        forward, backward, weights = (list(column) for column in zip(*blocks, strict=True))
+        forward, backward, weights = ([one[part] for one in blocks] for part in range(3))
         selective, full = (
             [
                 cost(kind.part, 1.0)[1] - alone
