@@ -136,6 +136,23 @@ def test_a_module_that_was_passed_is_read_with_its_data_and_not_changed() -> Non
     assert model[0].weight.grad is None
 
 
+def test_a_module_with_constants_in_32_bits_is_read_as_it_runs() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(6))
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(x * self.scale)
+
+    job = job_from({"model": {"factory": "somewhere:else"}, "train": {"precision": "bf16"}})
+    data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 2))
+    workload, reason = read_model(job, {"model": Scaled(), "data": data})
+    assert reason is None  # autocast makes the product's operands alike
+    assert workload is not None
+
+
 def test_a_module_that_cannot_be_read_says_so() -> None:
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,12 +24,13 @@ from wanma.planner.cost.communication import (
     all_gather_seconds,
     all_reduce_seconds,
     reduce_scatter_seconds,
+    send_seconds,
 )
 from wanma.planner.cost.compute import product_seconds, streaming_seconds
 from wanma.planner.cost.data_parallel import INTERFERENCE, DataParallel
 from wanma.planner.cost.decoder import step_time
 from wanma.planner.cost.machine import Chip, Link, Machine, ProductCurve
-from wanma.planner.cost.module import module_step_time, part_time, told_of_tables
+from wanma.planner.cost.module import module_boundary_seconds, module_step_time, part_time, told_of_tables
 from wanma.planner.cost.operators import Software
 
 PLAN = Plan(precision="bf16", device="cuda", micro_batch=256)
@@ -122,6 +123,14 @@ def test_a_convolution_by_hand() -> None:
     turned = part_time(workload.layers[0], PLAN, machine(1), ALONE)
     extra = streaming_seconds(CHIP, 2 * 2 * 2 * pixels * 64, 3)
     assert turned.forward - part.forward == pytest.approx(extra)
+
+
+def test_a_convolution_of_single_channels_streams() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64, bias=False))
+    workload = module_workload(model, (torch.zeros(1, 64, 56, 56),), blocks=(), precision="bf16")
+    part = part_time(workload.layers[0], PLAN, machine(1), replace(ALONE, channels_last=True))
+    moved = 2 * (2 * 256 * 64 * 56 * 56 + 64 * 9)
+    assert part.forward == pytest.approx(streaming_seconds(CHIP, moved))
 
 
 def test_sums_over_many_samples_are_cut_to_fill_the_device() -> None:
@@ -228,11 +237,18 @@ def test_recompute_runs_blocks_again(recompute: str) -> None:
 def test_what_is_known_of_a_split_is_used() -> None:
     whole = forecast(image_transformer())
     split = forecast(image_transformer(), replace(PLAN, tp=4, sequence=True))
-    assert split.tensor > 0
+    # Two exchanges forward and two backward in each of 8 blocks, of all that a block is given.
+    given = 256 * 197 * 512 * 2
+    one = 2 * all_gather_seconds(machine(32), Group(4), given)
+    assert split.tensor == pytest.approx(2 * 8 * 4 * one)
     assert 0.2 < split.compute / whole.compute < 0.5
     staged = forecast(image_transformer(), replace(PLAN, pp=4, micro_batch=64))
     assert staged.bubble > 0
     assert staged.seconds < whole.seconds
+    sent = send_seconds(machine(32), 1, given / 4)
+    assert module_boundary_seconds(
+        image_transformer(), replace(PLAN, pp=4, micro_batch=64), machine(32)
+    ) == pytest.approx(sent)
     shared = forecast(image_transformer(), replace(PLAN, cp=2))
     assert shared.context > 0
     assert 0.4 < shared.compute / whole.compute < 0.7

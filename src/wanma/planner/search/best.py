@@ -14,37 +14,31 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from wanma.job.plan import AXES, Plan
-from wanma.job.sections import Schedule
-from wanma.planner.cost.pieces import pieces_key
-from wanma.planner.forecast import forecast, memory_setting, unknown_rates
+from wanma.planner.forecast import forecast, memory_setting
 from wanma.planner.memory.grid import States
 from wanma.planner.problem import Problem
 from wanma.planner.search.candidates import Candidate, Found, pareto_front
 from wanma.planner.search.core import Core, Recomputes
 from wanma.planner.search.front import Front
-from wanma.planner.search.sketch import Sketch, without_bubbles
+from wanma.planner.search.listing import Listing, OfGrid, Scheduled, accumulation
+from wanma.planner.search.sketch import Sketch
 from wanma.planner.search.space import (
     SHARDS,
     Grid,
-    Share,
     Space,
     grids,
     micro_batches,
-    recomputes,
     shares,
     splits,
-    staged,
-    states,
 )
 from wanma.planner.search.tables import Array, Tables
-from wanma.planner.stages import wrong_micro_batches
 
 Mask = npt.NDArray[np.bool_]
 
@@ -54,8 +48,6 @@ TOLERANCE = 0.01
 """Share by which a plan must be smaller or faster than each of the front to be on it too."""
 EQUAL = 1 + 1e-9
 """Times that differ by less are the same."""
-_ENDLESS = 1 << 20
-"""Samples of a micro-batch, of which what is paid once does not count."""
 
 
 def search(
@@ -107,49 +99,6 @@ def complexity(plan: Plan) -> tuple[int, ...]:
     return plan.world_size, split, extras, SHARDS.index(plan.shard)
 
 
-class _Schedule(NamedTuple):
-    """Of a pipeline, whatever else a plan is."""
-
-    schedule: Schedule
-    virtual_stages: int
-    stage_cuts: tuple[int, ...]
-    recomputes: Recomputes
-    sizes: tuple[int, ...] = ()
-    """Micro-batches that it can run."""
-
-
-class _OfGrid:
-    """What all plans of a grid share."""
-
-    def __init__(self, grid: Grid, ways: list[Share], sizes: list[int], space: Space) -> None:
-        self.grid, self.ways, self.sizes, self._space = grid, ways, sizes, space
-        self._plain = Plan(pp=grid.pp, dp_replicate=grid.data_ranks)
-        self._sizes: dict[Schedule, list[int]] = {}
-        self.counts: dict[object, int] = {}
-        """Plans of a split, by what they depend on."""
-
-    @cached_property
-    def states(self) -> States:
-        return States(states(self._space, self.grid))
-
-    def count(self, one: _Schedule) -> int:
-        return len(one.recomputes) * len(one.sizes) * len(self.ways)
-
-    def sizes_of(self, schedule: Schedule) -> list[int]:
-        """Micro-batches that it can run, as `admits.micro_batches_fit`."""
-        if self.grid.pp == 1:
-            return self.sizes
-        if schedule not in self._sizes:
-            self._sizes[schedule] = [size for size in self.sizes if self._runs(schedule, size)]
-        return self._sizes[schedule]
-
-    def _runs(self, schedule: Schedule, size: int) -> bool:
-        return not any(
-            wrong_micro_batches(schedule, self.grid.pp, _accumulation(self._plain, size, batch))
-            for batch in self._space.batches
-        )
-
-
 @dataclass(frozen=True)
 class _Waiting:
     """Plans of one grid that nobody has looked at one by one."""
@@ -190,6 +139,7 @@ class _Search:
     def __init__(self, problem: Problem, space: Space, keep: int, tolerance: float, slowest: float) -> None:
         self.problem, self.space, self.keep, self.slowest = problem, space, keep, slowest
         self.tables = Tables(problem)
+        self.listing = Listing(space, self.tables)
         self.front = Front[_Point](tolerance)
         self.best: dict[Grid, tuple[float, tuple[object, ...], Plan]] = {}
         """Of every grid, its fastest plan that fits: its seconds and rank."""
@@ -204,9 +154,6 @@ class _Search:
         self._fastest = math.inf
         self._on_more = math.inf
         """Seconds of the fastest plan on more devices."""
-        self._is_timeless = unknown_rates(problem, space.start) is not None
-        self._samples: dict[object, float] = {}
-        self._staged: dict[object, list[_Schedule]] = {}
 
     # ------------------------------------------------------------ groups of plans, largest first
 
@@ -218,7 +165,7 @@ class _Search:
             sizes = micro_batches(self.space, grid)
             if not ways or not sizes:
                 continue
-            of_grid = _OfGrid(grid, ways, sizes, self.space)
+            of_grid = OfGrid(grid, ways, sizes, self.space)
             for split in splits(self.space, grid):
                 self._look_at_split(of_grid, split)
         while self._heap:
@@ -228,12 +175,12 @@ class _Search:
             else:
                 self.pruned["time"] += waiting.count
 
-    def _look_at_split(self, of_grid: _OfGrid, split: Plan) -> None:
-        count = self._count(split, of_grid)
+    def _look_at_split(self, of_grid: OfGrid, split: Plan) -> None:
+        count = self.listing.count(split, of_grid)
         self.considered += count
-        least = self._least(split)
+        least = self.listing.least_seconds(split)
         if self._is_relevant(of_grid.grid, least):
-            schedules = self._unbeaten(split, self._schedules_of(split, of_grid), of_grid)
+            schedules = self.listing.unbeaten(split, of_grid)
             left = sum(map(of_grid.count, schedules))
             self.pruned["beaten"] += count - left
             divide = partial(self._divide_split, of_grid, split, schedules)
@@ -257,55 +204,7 @@ class _Search:
     def _slowest_on_front(self) -> float:
         return min(self._fastest * self.slowest, self._on_more)
 
-    def _least(self, split: Plan) -> float:
-        """Seconds of a step without bubbles: no micro-batch computes a sample faster than an endless one."""
-        if self._is_timeless:
-            return 0.0
-        return self._sample_seconds(split) * self.problem.global_batch / split.data_ranks / split.pp
-
-    def _sample_seconds(self, split: Plan) -> float:
-        """Of a sample in an endless micro-batch, by a rank that holds the whole model."""
-        key = pieces_key(split)
-        if key not in self._samples:
-            numbers, bare = self.tables.block_numbers(split), self.tables.bare(split, (_ENDLESS,))
-            self._samples[key] = float(without_bubbles(numbers, bare, None)[0]) / _ENDLESS
-        return self._samples[key]
-
-    def _schedules_of(self, split: Plan, of_grid: _OfGrid) -> list[_Schedule]:
-        key = (split.pp, split.tp > 1, split.compile)
-        if key not in self._staged:
-            self._staged[key] = [
-                _Schedule(plan.schedule, plan.virtual_stages, plan.stage_cuts, recomputes(self.space, plan))
-                for plan in staged(self.space, split, self.problem.workload)
-            ]
-        return [one._replace(sizes=tuple(of_grid.sizes_of(one.schedule))) for one in self._staged[key]]
-
-    def _count(self, split: Plan, of_grid: _OfGrid) -> int:
-        """Plans of the split."""
-        key = (split.tp > 1, split.compile)
-        if key not in of_grid.counts:
-            of_grid.counts[key] = sum(map(of_grid.count, self._schedules_of(split, of_grid)))
-        return of_grid.counts[key]
-
-    def _unbeaten(self, split: Plan, schedules: list[_Schedule], of_grid: _OfGrid) -> list[_Schedule]:
-        """What is left where the same plan compiled is faster, if it may be compiled: a fused operator never
-        takes longer, nor keeps more, and no fixed order of operations ends later when some are shorter."""
-        if split.compile or True not in self.space.compile or split.device == "cpu" or self._is_timeless:
-            return schedules
-        compiled = replace(split, compile=True)
-        if self._sample_seconds(compiled) >= self._sample_seconds(split):
-            return schedules
-        may_be = {
-            (one.schedule, one.virtual_stages): one.recomputes
-            for one in self._schedules_of(compiled, of_grid)
-        }
-        return [
-            one._replace(recomputes=[again for again in one.recomputes if again not in also])
-            for one in schedules
-            for also in (may_be.get((one.schedule, one.virtual_stages), ()),)
-        ]
-
-    def _divide_split(self, of_grid: _OfGrid, split: Plan, schedules: list[_Schedule]) -> None:
+    def _divide_split(self, of_grid: OfGrid, split: Plan, schedules: list[Scheduled]) -> None:
         for one in schedules:
             if not one.sizes or not one.recomputes:
                 continue
@@ -317,13 +216,13 @@ class _Search:
             )
             self._divide_schedule(of_grid.grid, plan, one, of_grid.states)
 
-    def _divide_schedule(self, grid: Grid, plan: Plan, one: _Schedule, shared: States) -> None:
+    def _divide_schedule(self, grid: Grid, plan: Plan, one: Scheduled, shared: States) -> None:
         sketch = Sketch(self.tables, plan, one.recomputes, shared)
         largest = max(self.space.batches)
         setting = memory_setting(self.problem, plan)
         memory = sketch.least_bytes(
             one.sizes,
-            [setting._replace(micro_batches=_accumulation(plan, size, largest)) for size in one.sizes],
+            [setting._replace(micro_batches=accumulation(plan, size, largest)) for size in one.sizes],
         )
         each = len(one.recomputes) * len(shared.plans)
         possible = memory.min(axis=1) <= self.problem.memory_bytes
@@ -337,17 +236,17 @@ class _Search:
             return
         sketched = _Sketched(sketch, sizes, self._sketched(sketch, sizes), memory[possible])
         sketched.seconds[sketched.memory > self.problem.memory_bytes] = np.inf
-        divide = self._divide_sketch if plan.pp > 1 and not self._is_timeless else self._divide_sizes
+        divide = self._divide_sketch if plan.pp > 1 and not self.listing.is_timeless else self._divide_sizes
         self._push(
             float(sketched.seconds.min()),
             _Waiting(grid, each * len(sizes), partial(divide, grid, sketched, shared)),
         )
 
     def _sketched(self, sketch: Sketch, sizes: list[int]) -> Array:
-        if self._is_timeless:
+        if self.listing.is_timeless:
             return np.zeros((len(sizes), len(sketch.recomputes)))
         plan, tables = sketch.plan, self.tables
-        counts = [_accumulation(plan, size, self.problem.global_batch) for size in sizes]
+        counts = [accumulation(plan, size, self.problem.global_batch) for size in sizes]
         adding = tables.adding(plan, counts) if plan.pp > 1 else None
         return sketch.least_seconds(tables.bare(plan, sizes), adding, np.array(counts)[:, None])
 
@@ -360,7 +259,7 @@ class _Search:
             return
         sketched = sketched.only(open_)
         plan, tables = sketch.plan, self.tables
-        counts = [_accumulation(plan, size, self.problem.global_batch) for size in sketched.sizes]
+        counts = [accumulation(plan, size, self.problem.global_batch) for size in sketched.sizes]
         sends = [tables.boundary(replace(plan, micro_batch=size)) for size in sketched.sizes]
         closer = sketch.pipelined_seconds(
             tables.bare(plan, sketched.sizes),
@@ -486,8 +385,3 @@ class _Search:
                 smallest = float(core.memory.flat[at])
                 nearest = core.plan_of(*divmod(at, core.memory.shape[1]))
         return None if nearest is None else Candidate(nearest, forecast(self.problem, nearest))
-
-
-def _accumulation(plan: Plan, size: int, batch: int) -> int:
-    """As `Plan.accumulation`, with micro-batches of `size`."""
-    return max(math.ceil(math.ceil(batch / plan.data_ranks) / size), 1)

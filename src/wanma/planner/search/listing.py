@@ -1,0 +1,138 @@
+"""Plans by the thousand before any is looked at: a grid's splits, with the schedules that each can run.
+
+How many plans there are is known without listing them. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Schedule
+from wanma.planner.cost.pieces import pieces_key
+from wanma.planner.forecast import unknown_rates
+from wanma.planner.memory.grid import States
+from wanma.planner.search.core import Recomputes
+from wanma.planner.search.sketch import without_bubbles
+from wanma.planner.search.space import Grid, Share, Space, recomputes, staged, states
+from wanma.planner.search.tables import Tables
+from wanma.planner.stages import wrong_micro_batches
+
+_ENDLESS = 1 << 20
+"""Samples of a micro-batch, of which what is paid once does not count."""
+
+
+class Listing:
+    """Of a space, what many of its splits share.
+
+    Args:
+        tables: of the problem.
+    """
+
+    def __init__(self, space: Space, tables: Tables) -> None:
+        self._space, self._tables = space, tables
+        self.is_timeless = unknown_rates(tables.problem, space.start) is not None
+        """Whether no plan has a forecast of time."""
+        self._samples: dict[object, float] = {}
+        self._staged: dict[object, list[Scheduled]] = {}
+
+    def least_seconds(self, split: Plan) -> float:
+        """Of a step without bubbles: no micro-batch computes a sample faster than an endless one."""
+        if self.is_timeless:
+            return 0.0
+        batch = self._tables.problem.global_batch
+        return self._sample_seconds(split) * batch / split.data_ranks / split.pp
+
+    def _sample_seconds(self, split: Plan) -> float:
+        """Of a sample in an endless micro-batch, by a rank that holds the whole model."""
+        key = pieces_key(split)
+        if key not in self._samples:
+            numbers, bare = self._tables.block_numbers(split), self._tables.bare(split, (_ENDLESS,))
+            self._samples[key] = float(without_bubbles(numbers, bare, None)[0]) / _ENDLESS
+        return self._samples[key]
+
+    def schedules_of(self, split: Plan, of_grid: OfGrid) -> list[Scheduled]:
+        """All that the split can run with."""
+        key = (split.pp, split.tp > 1, split.compile)
+        if key not in self._staged:
+            self._staged[key] = [
+                Scheduled(plan.schedule, plan.virtual_stages, plan.stage_cuts, recomputes(self._space, plan))
+                for plan in staged(self._space, split, self._tables.problem.workload)
+            ]
+        return [one._replace(sizes=of_grid.sizes_of(one.schedule)) for one in self._staged[key]]
+
+    def count(self, split: Plan, of_grid: OfGrid) -> int:
+        """Plans of the split."""
+        key = (split.tp > 1, split.compile)
+        if key not in of_grid.counts:
+            of_grid.counts[key] = sum(map(of_grid.count, self.schedules_of(split, of_grid)))
+        return of_grid.counts[key]
+
+    def unbeaten(self, split: Plan, of_grid: OfGrid) -> list[Scheduled]:
+        """`schedules_of`, without what may be compiled and is faster so: a fused operator never takes longer,
+        nor keeps more, and no fixed order of operations ends later when some are shorter."""
+        schedules = self.schedules_of(split, of_grid)
+        if split.compile or True not in self._space.compile or split.device == "cpu" or self.is_timeless:
+            return schedules
+        compiled = replace(split, compile=True)
+        if self._sample_seconds(compiled) >= self._sample_seconds(split):
+            return schedules
+        may_be = {
+            (one.schedule, one.virtual_stages): one.recomputes for one in self.schedules_of(compiled, of_grid)
+        }
+        return [
+            one._replace(recomputes=[again for again in one.recomputes if again not in also])
+            for one in schedules
+            for also in (may_be.get((one.schedule, one.virtual_stages), ()),)
+        ]
+
+
+class Scheduled(NamedTuple):
+    """A pipeline's schedule and stages, whatever else a plan is."""
+
+    schedule: Schedule
+    virtual_stages: int
+    stage_cuts: tuple[int, ...]
+    recomputes: Recomputes
+    sizes: tuple[int, ...] = ()
+    """Micro-batches that it can run."""
+
+
+class OfGrid:
+    """What all plans of a grid share."""
+
+    def __init__(self, grid: Grid, ways: list[Share], sizes: list[int], space: Space) -> None:
+        self.grid, self.ways, self.sizes, self._space = grid, ways, tuple(sizes), space
+        self._plain = Plan(pp=grid.pp, dp_replicate=grid.data_ranks)
+        self._sizes: dict[Schedule, tuple[int, ...]] = {}
+        self.counts: dict[object, int] = {}
+        """Plans of a split, by what they depend on."""
+
+    @cached_property
+    def states(self) -> States:
+        return States(states(self._space, self.grid))
+
+    def count(self, one: Scheduled) -> int:
+        return len(one.recomputes) * len(one.sizes) * len(self.ways)
+
+    def sizes_of(self, schedule: Schedule) -> tuple[int, ...]:
+        """Micro-batches that it can run, as `admits.micro_batches_fit`."""
+        if self.grid.pp == 1:
+            return self.sizes
+        if schedule not in self._sizes:
+            self._sizes[schedule] = tuple(size for size in self.sizes if self._runs(schedule, size))
+        return self._sizes[schedule]
+
+    def _runs(self, schedule: Schedule, size: int) -> bool:
+        return not any(
+            wrong_micro_batches(schedule, self.grid.pp, accumulation(self._plain, size, batch))
+            for batch in self._space.batches
+        )
+
+
+def accumulation(plan: Plan, size: int, batch: int) -> int:
+    """As `Plan.accumulation`, with micro-batches of `size`."""
+    return max(math.ceil(math.ceil(batch / plan.data_ranks) / size), 1)
