@@ -48,6 +48,8 @@ class Request:
 
     plan: Plan
     seconds: float
+    shared: float
+    """As of `microbenchmarks.measure`."""
 
 
 def calibrate(
@@ -111,7 +113,7 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
         worker.control.progress(0, "measuring")
         everyone = dist.group.WORLD
         assert everyone is not None  # the grid has joined it
-        found = measure(everyone, grid.device, PRECISIONS[plan.device], request.seconds)
+        found = measure(everyone, grid.device, PRECISIONS[plan.device], request.seconds, request.shared)
         processors = None
         if grid.device.type == "cuda":
             processors = torch.cuda.get_device_properties(grid.device).multi_processor_count
@@ -170,12 +172,13 @@ def _plan(node: Node, ranks: int) -> Plan:
 
 def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
     ranks = plan.world_size
+    shared = 1.0 if node.devices else max(ranks * plan.threads_per_rank / node.cores, 1.0)
     with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:
         outcome = run_local(
             Launch(
                 run_directory=Path(folder),
                 entry=ENTRY,
-                payload=pickle.dumps(Request(plan, seconds)),
+                payload=pickle.dumps(Request(plan, seconds, shared)),
                 preload=PRELOAD,
                 ranks_per_node=ranks,
                 threads_per_rank=plan.threads_per_rank,
@@ -199,7 +202,7 @@ def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
         ranks,
         processors=result["processors"],
         known=_known(node),
-        shared=1.0 if node.devices else max(ranks * plan.threads_per_rank / node.cores, 1.0),
+        shared=shared,
     )
     return Measured(
         device=name,

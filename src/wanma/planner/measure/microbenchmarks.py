@@ -74,7 +74,11 @@ class Measurements:
 
 
 def measure(
-    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], seconds: float
+    group: dist.ProcessGroup,
+    device: torch.device,
+    precisions: tuple[str, ...],
+    seconds: float,
+    shared: float = 1.0,
 ) -> Measurements:
     """Measure every operator, those that compute in each of `precisions`, and every collective of `group`.
 
@@ -84,9 +88,10 @@ def measure(
         group: all its ranks call this; their devices are of one kind. A single rank measures no collectives.
         precisions: what this device only emulates is left out.
         seconds: for all rounds, about; up to as many again where other programs disturb them.
+        shared: threads of all ranks for each core of a CPU.
     """
     native = _native(group, device, precisions)
-    cases = list(_cases(group, device, native))
+    cases = list(_cases(group, device, native, shared))
     each = seconds / LEAST_ROUNDS / len(cases)
     found: list[list[Judged]] = [[] for _ in cases]
     began, is_over = time.monotonic(), False
@@ -115,8 +120,11 @@ class _Case:
     """About how long to run it -> seconds of one run."""
 
 
-def _cases(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> Iterator[_Case]:
+def _cases(
+    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], shared: float
+) -> Iterator[_Case]:
     on_cpu = device.type == "cpu"
+    timed = partial(_timed, device, shared)
     products, streams, attentions, buffers = (
         (CPU_PRODUCTS, CPU_STREAMS, CPU_ATTENTION, CPU_BUFFERS)
         if on_cpu
@@ -127,12 +135,12 @@ def _cases(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str
         # Operands are parts of one buffer, so that numbers are drawn only once.
         noise = torch.randn(3 * largest, device=device).to(DTYPES[name])
         for shape in products:
-            yield from _products(noise, shape, name)
+            yield from _products(noise, shape, name, timed)
         for of_attention in attentions:
-            yield from _attention(device, of_attention, name)
+            yield from _attention(device, of_attention, name, timed)
     for elements in streams:
-        yield _Case("stream", (2 * 4 * elements,), "", _timed(device, partial(_stream, device, elements)))
-    yield _Case("dispatch", (DISPATCHED,), "", _timed(device, partial(_dispatch, device)))
+        yield _Case("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
+    yield _Case("dispatch", (DISPATCHED,), "", timed(partial(_dispatch, device)))
     if group.size() == 1:
         return
     for collective in COLLECTIVES:
@@ -141,7 +149,7 @@ def _cases(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str
             yield _Case(collective, (group.size(), size), "", run)
 
 
-def _products(noise: Tensor, shape: tuple[int, int, int], name: str) -> Iterator[_Case]:
+def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Timing) -> Iterator[_Case]:
     """A linear layer's three: forward, the gradient of its input, and that of its weight; the matrices lie
     as they do there."""
     m, n, k = shape
@@ -150,13 +158,14 @@ def _products(noise: Tensor, shape: tuple[int, int, int], name: str) -> Iterator
         noise[number * third :][: rows * columns].view(rows, columns)
         for number, (rows, columns) in enumerate(((m, k), (n, k), (m, n)))
     )
-    device = noise.device
-    yield _Case("product", (m, n, k), name, _timed(device, lambda: lambda: F.linear(x, weight)))
-    yield _Case("product", (m, k, n), name, _timed(device, lambda: lambda: gradient @ weight))
-    yield _Case("product", (n, k, m), name, _timed(device, lambda: lambda: gradient.t() @ x))
+    yield _Case("product", (m, n, k), name, timed(lambda: lambda: F.linear(x, weight)))
+    yield _Case("product", (m, k, n), name, timed(lambda: lambda: gradient @ weight))
+    yield _Case("product", (n, k, m), name, timed(lambda: lambda: gradient.t() @ x))
 
 
-def _attention(device: torch.device, shape: tuple[int, int, int, int], name: str) -> Iterator[_Case]:
+def _attention(
+    device: torch.device, shape: tuple[int, int, int, int], name: str, timed: _Timing
+) -> Iterator[_Case]:
     def parts() -> list[Tensor]:
         made = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
         return [part.transpose(1, 2) for part in made]
@@ -171,8 +180,8 @@ def _attention(device: torch.device, shape: tuple[int, int, int, int], name: str
         gradient = torch.randn_like(attended)
         return lambda: torch.autograd.grad(attended, (query, key, value), gradient, retain_graph=True)
 
-    yield _Case("attention", shape, name, _timed(device, forward))
-    yield _Case("attention_backward", shape, name, _timed(device, backward))
+    yield _Case("attention", shape, name, timed(forward))
+    yield _Case("attention_backward", shape, name, timed(backward))
 
 
 def _stream(device: torch.device, elements: int) -> Callable[[], object]:
@@ -194,25 +203,35 @@ def _dispatch(device: torch.device) -> Callable[[], object]:
     return run
 
 
-def _timed(device: torch.device, make: Callable[[], Callable[[], object]]) -> Callable[[float], float]:
+_Timing = Callable[[Callable[[], Callable[[], object]]], Callable[[float], float]]
+"""`_timed` for one device."""
+
+
+def _timed(
+    device: torch.device, shared: float, make: Callable[[], Callable[[], object]]
+) -> Callable[[float], float]:
     """What measures what `make` prepares."""
 
     def measure_for(seconds: float) -> float:
         run = make()
         run()  # the first one also builds its kernel
-        return (_for_so_long if device.type == "cpu" else _so_often)(run, seconds)
+        return _for_so_long(run, seconds, shared) if device.type == "cpu" else _so_often(run, seconds)
 
     return measure_for
 
 
-def _for_so_long(run: Callable[[], object], seconds: float) -> float:
-    """Seconds of one of the runs that fill `seconds`: all ranks are busy for as long, so that where they are
-    more than cores each gets its share of these."""
-    count, start = 0, time.perf_counter()
-    while (passed := time.perf_counter() - start) < seconds or not count:
+def _for_so_long(run: Callable[[], object], seconds: float, shared: float) -> float:
+    """Seconds of one of the runs that fill `seconds`, all ranks being busy for as long.
+
+    Where they are more than cores, a rank's clock depends on whether the others have begun and on whose turn
+    it is: what it computed with, times how many share a core, does not.
+    """
+    clock = time.perf_counter if shared <= 1 else time.process_time
+    count, start, began = 0, time.perf_counter(), clock()
+    while time.perf_counter() - start < seconds or not count:
         run()
         count += 1
-    return passed / count
+    return (clock() - began) * max(shared, 1.0) / count
 
 
 def _so_often(run: Callable[[], object], seconds: float) -> float:

@@ -1,0 +1,32 @@
+"""What one rank's clock says of an operator that all ranks run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from wanma.planner.measure.microbenchmarks import _timed
+
+CPU = torch.device("cpu")
+
+
+def work(seconds: float) -> None:
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        pass
+
+
+def test_ranks_with_cores_of_their_own_are_timed_by_the_clock() -> None:
+    measured = _timed(CPU, 1.0, lambda: lambda: time.sleep(0.002))(0.05)
+    assert 0.002 <= measured < 0.02
+
+
+@pytest.mark.parametrize("shared", [1.5, 2.0])
+def test_ranks_that_share_cores_are_timed_by_what_they_compute(shared: float) -> None:
+    def run() -> None:
+        time.sleep(0.01)  # it is another rank's turn
+        work(0.002)
+
+    assert _timed(CPU, shared, lambda: run)(0.1) == pytest.approx(0.002 * shared, rel=0.3)
