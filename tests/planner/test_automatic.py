@@ -139,6 +139,32 @@ def test_fp8_is_chosen_only_where_the_job_allows_it_by_name() -> None:
     assert not planned(allowed, parse_cluster("8 A100"), LARGE).plan.fp8
 
 
+def test_compressed_gradients_are_forecast_where_the_job_allows_them_and_never_chosen() -> None:
+    slow = parse_cluster("4x8 H100, 1x10G")
+    workload = decoder_workload(SMALL, SEQUENCE)
+    allowed = job({"auto": True, "allow": ["compression"], **FEW})
+    exact = find_plans(job(), slow, workload, SMALL).best
+    found = find_plans(allowed, slow, workload, SMALL)
+    assert found.best is not None
+    assert exact is not None
+    assert found.best.plan == exact.plan
+    first = found.candidates[0]
+    assert (first.plan.compression, first.plan.approximate) == ("int8", ("compression",))
+    assert first.forecast_only == "compressed gradients are planned for and not run yet"
+    assert first.seconds < exact.seconds
+    assert all(
+        one.plan.compression == "nothing" for one in find_plans(job(), slow, workload, SMALL).candidates
+    )
+
+
+def test_the_plan_that_runs_is_kept_however_many_forecasts_are_faster() -> None:
+    slow = parse_cluster("4x8 H100, 1x10G")
+    allowed = job({"auto": True, "allow": ["compression"], **FEW})
+    found = find_plans(allowed, slow, decoder_workload(SMALL, SEQUENCE), SMALL, keep=1)
+    assert len(found.candidates) == 1
+    assert found.best is not None
+
+
 def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
     on = parse_cluster("4 TPU v4")
     found = find_plans(job(), on, decoder_workload(SMALL, SEQUENCE), SMALL)

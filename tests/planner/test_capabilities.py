@@ -39,6 +39,13 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
         (2, 13),
         "wanma does not run on TPU v4",
     ),
+    "compressed gradients": (
+        job(parallel={"allow": ["compression"]}),
+        replace(GPU, compression="int8", approximate=("compression",)),
+        H100,
+        (2, 13),
+        "compressed gradients are planned for and not run yet",
+    ),
     "fp8 that nobody asked for": (
         job(),
         replace(GPU, fp8=True, approximate=("fp8",)),

@@ -94,6 +94,8 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield "compiled"
     if plan.fp8:
         yield "fp8"
+    if plan.compression != "nothing":
+        yield f"gradients in {plan.compression}"
     for kind in ("parameters", "optimizer", "activations"):
         if (place := getattr(plan, f"offload_{kind}")) != "nothing":
             yield f"{kind} on {place}"

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from wanma.job.placement import Replicas
-from wanma.job.sections import ContextKind, Offload, Precision, Recompute, Schedule, Shard
+from wanma.job.sections import Compression, ContextKind, Offload, Precision, Recompute, Schedule, Shard
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
@@ -53,6 +53,9 @@ class Plan:
     compile: bool = False
     precision: Precision = "fp32"
     fp8: bool = False
+    compression: Compression = "nothing"
+    """What gradients are rounded to before ranks exchange them. In 8 bits, blocks of 256 share a scale, and
+    what rounding lost is added to the next step's (Seide et al. 2014)."""
     device: str = "cpu"
     threads_per_rank: int = 1
     approximate: tuple[str, ...] = ()

@@ -17,7 +17,8 @@ ContextKind = Literal["ring", "all_to_all"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
-Approximation = Literal["fp8"]
+Compression = Literal["nothing", "bf16", "int8"]
+Approximation = Literal["fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """A list of text; one text alone is a list of one."""

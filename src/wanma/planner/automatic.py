@@ -16,6 +16,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import allowed_approximations, not_runnable
+from wanma.planner.cost.data_parallel import COMPRESSED_BYTES
 from wanma.planner.cost.machines import is_measured
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.measure.calibration import Calibration
@@ -105,10 +106,13 @@ def run_worlds(job: Job, cluster: Cluster) -> tuple[int, ...]:
 
 
 def merged(found: Sequence[Found], keep: int) -> Found:
-    """Several searches as one."""
+    """Several searches as one. The fastest plan that wanma runs is kept, whatever else is faster."""
     if len(found) == 1:
         return found[0]
     candidates = sorted((one for each in found for one in each.candidates), key=rank_of)
+    best = next((one for one in candidates if one.forecast_only is None), None)
+    if best is not None and best not in candidates[:keep]:
+        candidates.insert(keep - 1, best)
     nearest = [each.nearest for each in found if each.nearest is not None]
     pruned: Counter[str] = Counter()
     for each in found:
@@ -159,8 +163,9 @@ def _searches(
         if worlds is None or world in worlds:
             problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
             threads = job.cluster.threads_per_rank or max(node.cores // ranks, 1)
-            start = replace(_exact(job, machines), threads_per_rank=threads)
-            yield problem, Space.of_job(job, machines, dimensions, start=start, devices=[world])
+            for start in _starts(job, machines):
+                start = replace(start, threads_per_rank=threads)
+                yield problem, Space.of_job(job, machines, dimensions, start=start, devices=[world])
 
 
 def _exact(job: Job, machines: Cluster) -> Plan:
@@ -175,10 +180,15 @@ def _exact(job: Job, machines: Cluster) -> Plan:
 
 def _starts(job: Job, machines: Cluster) -> list[Plan]:
     """The exact plans, and the approximate ones that the job allows and the devices can compute."""
-    exact = _exact(job, machines)
+    exact, allowed = _exact(job, machines), allowed_approximations(job)
+    found = [exact]
     low = replace(exact, fp8=True, approximate=("fp8",))
-    allowed = "fp8" in allowed_approximations(job) and not exact.fp8
-    return [exact, low] if allowed and not_runnable(job, low, machines) is None else [exact]
+    if "fp8" in allowed and not exact.fp8 and not_runnable(job, low, machines) is None:
+        found.append(low)
+    if "compression" in allowed:
+        names = (*exact.approximate, "compression")
+        found += [replace(exact, compression=kind, approximate=names) for kind in COMPRESSED_BYTES]
+    return found
 
 
 def _marked(problem: Problem, found: Found) -> Found:

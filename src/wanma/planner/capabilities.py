@@ -33,7 +33,10 @@ SCHEDULES: tuple[Schedule, ...] = (
 FP8_LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with products in fp8."""
 
-APPROXIMATIONS = {"fp8": "rounds what the blocks' products take to 8 bits"}
+APPROXIMATIONS = {
+    "fp8": "rounds what the blocks' products take to 8 bits",
+    "compression": "rounds gradients before ranks exchange them",
+}
 """What a plan may do to the mathematics (`Plan.approximate`), and how. All but what a job names in
 `parallel.allow`, or asks for itself, is left to those who ask."""
 
@@ -133,6 +136,14 @@ def _approximate(asked: _Asked) -> _Reason | None:
     return None
 
 
+def _compressed(asked: _Asked) -> _Reason | None:
+    if asked.plan.compression == "nothing":
+        return None
+    return _Reason(
+        "compressed gradients are planned for and not run yet", "leave 'compression' out of parallel.allow"
+    )
+
+
 def _fp8(asked: _Asked) -> _Reason | None:
     if not asked.plan.fp8:
         return None
@@ -198,6 +209,7 @@ _LIMITS = (
     _placed,
     _unsplit_model,
     _approximate,
+    _compressed,
     _fp8,
     _compiled_again,
     _split_backward,

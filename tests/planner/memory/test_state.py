@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,6 +68,13 @@ def test_gradients_wait_whole_or_sharded_between_micro_batches(shard: Shard, acc
     plan = Plan(dp_replicate=replicas, dp_shard=4 // replicas, shard=shard, precision="bf16")
     assert state(plan, micro_batches=2).accumulated == accumulated
     assert state(plan, micro_batches=1).accumulated == 0
+
+
+def test_what_rounding_to_8_bits_lost_is_kept_for_every_gradient() -> None:
+    plan = Plan(dp_shard=4, shard="parameters", precision="bf16", device="cuda")
+    exact, rounded = state(plan), state(replace(plan, compression="int8"))
+    assert rounded.optimizer - exact.optimizer == pytest.approx(4 * PSI)
+    assert state(replace(plan, compression="bf16")) == exact
 
 
 def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:

@@ -18,7 +18,16 @@ SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
 MOST_SIZES = 3
 """Doublings of an axis, and shares of recompute, that are tried."""
 
-_NOT_SETTINGS = {"stage_cuts", "threads_per_rank", "precision", "fp8", "device", "approximate", "placement"}
+_NOT_SETTINGS = {
+    "stage_cuts",
+    "threads_per_rank",
+    "precision",
+    "fp8",
+    "compression",
+    "device",
+    "approximate",
+    "placement",
+}
 """Fields of a plan that are no keys of [parallel], or follow from the others."""
 
 

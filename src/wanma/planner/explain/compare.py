@@ -195,12 +195,18 @@ def _expert(problem: Problem, plan: Plan, _other: Plan) -> str:
     return _axis(problem, "EP", plan.ep, plan.tp)
 
 
-def _data(problem: Problem, plan: Plan, _other: Plan) -> str:
+def _data(problem: Problem, plan: Plan, other: Plan) -> str:
     ranks = plan.data_ranks * plan.cp
     if ranks == 1:
         return ""
     shared = "" if plan.shard == "nothing" else f", {plan.shard} sharded over {plan.shard_ranks}"
+    if plan.compression != other.compression:
+        shared += f", gradients {_rounded(plan)} instead of {_rounded(other)}"
     return f"{_axis(problem, 'DP', ranks, plan.tp)}{shared}"
+
+
+def _rounded(plan: Plan) -> str:
+    return "whole" if plan.compression == "nothing" else f"in {plan.compression}"
 
 
 def _bubble(problem: Problem, plan: Plan, _other: Plan) -> str:

@@ -42,7 +42,7 @@ class State(NamedTuple):
     gathered: float
     """Of them, what is gathered for a step."""
     optimizer: float
-    """With an averaged copy of the weights."""
+    """With an averaged copy of the weights, and what compressed gradients lost so far."""
     accumulated: float
     """Gradients that are there from one micro-batch to the next."""
     reducing: float
@@ -151,6 +151,8 @@ def _shards(
     receiving = unit * master * (1 - 1 / plan.shard_ranks) if plan.device == "cpu" else 0.0
 
     average = shards * master * int(weight_average)
+    # What rounding lost, of all gradients that this rank hands over.
+    remainder = mine.held * 4 if plan.compression == "int8" and plan.data_ranks * plan.cp > 1 else 0.0
     state = elements * master
     elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
     elsewhere[plan.offload_parameters] += parameters
@@ -168,7 +170,7 @@ def _shards(
     return State(
         parameters=(0 if away else parameters) + gathered * compute,
         gathered=gathered * compute,
-        optimizer=state + average,
+        optimizer=state + average + remainder * trained_share,
         accumulated=accumulated * trained_share,
         reducing=reducing * trained_share,
         final=final * trained_share,
