@@ -1,17 +1,13 @@
-"""A run whose rank dies in native code is told and tried once more; whatever else fails is not."""
+"""A rank that dies in native code is blamed, not those that it took down with it."""
 
 from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support import ranks
-from support.ranks import RankCrashError, run_job, run_ranks
-from wanma.job.plan import Plan
+from support.ranks import RankCrashError, run_ranks
 from wanma.job.worker import Worker
 
 
@@ -35,26 +31,3 @@ def test_a_rank_that_fails_has_not_crashed() -> None:
     with pytest.raises(AssertionError, match="not on rank") as caught:
         run_ranks(refuse, 2, (), seconds=20)
     assert not isinstance(caught.value, RankCrashError)
-
-
-@pytest.mark.parametrize("crashes", [1, 2])
-def test_a_run_is_repeated_once_from_its_beginning(
-    crashes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, calls = tmp_path / "run", []
-
-    def run(*_arguments: Any) -> None:
-        assert not directory.exists()
-        directory.mkdir()
-        calls.append(directory)
-        if len(calls) <= crashes:
-            raise RankCrashError("rank 1 died of SIGSEGV")
-
-    monkeypatch.setattr(ranks, "run_ranks", run)
-    if crashes == 1:
-        with pytest.warns(UserWarning, match="SIGSEGV; the run is repeated"):
-            run_job(directory, {}, Plan())
-    else:
-        with pytest.warns(UserWarning, match="repeated"), pytest.raises(RankCrashError):
-            run_job(directory, {}, Plan())
-    assert len(calls) == 2

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import queue
-import shutil
 import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -74,18 +72,7 @@ def run_job(
     """
     # By value, as `wanma.train` sends them: multiprocessing alone would let ranks share the tensors' memory.
     by_value = cloudpickle.dumps(objects or {})
-    arguments = (directory, job, plan, by_value, patch)
-    is_new = not directory.exists()
-    try:
-        run_ranks(_train_rank, plan.world_size, arguments, seconds)
-    except RankCrashError as crash:
-        if not is_new:
-            raise
-        # A thread of torch's Gloo finds malloc's lists overwritten, about once in fifty runs of four ranks of
-        # a transformers model under tensor parallelism (torch 2.13.0): told, and tried once more.
-        warnings.warn(f"{crash}; the run is repeated", stacklevel=2)
-        shutil.rmtree(directory, ignore_errors=True)
-        run_ranks(_train_rank, plan.world_size, arguments, seconds)
+    run_ranks(_train_rank, plan.world_size, (directory, job, plan, by_value, patch), seconds)
     return Outcome(directory)
 
 
