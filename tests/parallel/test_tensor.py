@@ -225,6 +225,7 @@ class Once:
     forward: dict[str, int]
     """Collectives by name."""
     backward: dict[str, int]
+    end: dict[str, int]
 
 
 def train_once(worker: Worker, plan: Plan) -> Once:
@@ -251,18 +252,19 @@ def train_once(worker: Worker, plan: Plan) -> Once:
         loss, _ = classification_loss(again, batch)
         with CommDebugMode() as in_backward:
             loss.backward()
+        with CommDebugMode() as in_end:
+            parallel.end_backward()
         return Once(
             tuple(logits.to_local().shape),
             largest.elements,
             collectives(in_forward),
             collectives(in_backward),
+            collectives(in_end),
         )
 
 
 def collectives(mode: CommDebugMode) -> dict[str, int]:
-    """Without those of FSDP2 over data ranks, which are not functional ones."""
-    counts = {str(call): count for call, count in mode.get_comm_counts().items()}
-    return {call.rpartition(".")[2]: count for call, count in counts.items() if "functional" in call}
+    return {str(call).rpartition(".")[2]: count for call, count in mode.get_comm_counts().items()}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -276,10 +278,11 @@ def test_each_pair_of_matrices_costs_one_collective_before_it_and_one_after_it()
     pairs = 2 * DECODER["layers"]  # attention and feed-forward; one more with the embedding and the head
     for once in run_ranks(train_once, 2, (Plan(tp=2, sequence=True),)):
         assert once.forward == {"all_gather_into_tensor": pairs + 1, "reduce_scatter_tensor": pairs + 1}
-        norms = pairs + 1  # each has a gradient of its own to sum
-        assert once.backward == {**once.forward, "all_reduce": norms}
+        assert once.backward == once.forward
+        assert once.end == {"allreduce_": 1}  # of the norms' gradients, all in one
     for once in run_ranks(train_once, 2, (Plan(tp=2),)):
         assert once.forward == once.backward == {"all_reduce": pairs + 1}
+        assert once.end == {}
 
 
 class Inner(nn.Module):

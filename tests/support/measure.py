@@ -56,10 +56,13 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
         ]
         managed = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
         own = list(module.parameters())
+        mine = {id(parameter) for parameter in own}
 
         def look(*_: Any) -> None:
             whole = [p._unsharded_param for p in managed if hasattr(p, "_unsharded_param")]
-            note("parameters", size([*own, *whole]))
+            # What computes in the state's own memory holds gradients, and nothing else.
+            whole += [p for p in module.parameters() if id(p) not in mine] if plan.computes_with_state else []
+            note("parameters", size([*own, *([] if plan.computes_with_state else whole)]))
             note(
                 "gradients",
                 size(

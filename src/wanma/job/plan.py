@@ -106,6 +106,17 @@ class Plan:
         return self.dp_replicate * self.dp_shard * self.cp // self.shard_ranks
 
     @property
+    def computes_with_state(self) -> bool:
+        """Whether what computes is what the optimizer updates: neither gathered nor cast."""
+        return (
+            self.device == "cpu"
+            and self.shard_ranks == 1
+            and self.ep == 1
+            and self.precision in ("fp32", "fp64")
+            and self.offload_parameters == "nothing"
+        )
+
+    @property
     def expert_ranks(self) -> tuple[int, int]:
         """(replicate, shard) of the experts' own state: what `ep` leaves of `replicas` and `shard_ranks`.
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from wanma.collectives.functional import mend_all_gather
 from wanma.job.errors import WanmaError
 from wanma.job.plan import AXES, Plan
 from wanma.job.worker import Worker
@@ -100,6 +101,7 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
                 worker.store_host, worker.store_port, is_master=False, timeout=timeout
             )
         )
+    mend_all_gather()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout

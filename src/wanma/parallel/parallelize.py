@@ -31,6 +31,7 @@ from wanma.parallel.shard import DTYPES, Sharded, shard_data
 from wanma.parallel.stages import keep_stage, stage_layout
 from wanma.parallel.tensor import split_tensors
 from wanma.parallel.ties import Ties, tie_stages
+from wanma.parallel.whole import Whole
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Parallel:
     """The pipeline stages that this rank holds, in the model's order; the one module without a pipeline.
     Their parameters have the names of the whole model, and no name comes twice."""
     pipeline: Pipeline | None
-    sharded: Sharded
+    data_parallel: tuple[Sharded | Whole, ...]
+    """How each part is held by the data ranks."""
     ties: Ties
     """Tensors that two stages hold."""
     parameter_names: tuple[str, ...]
@@ -73,6 +75,31 @@ class Parallel:
         """The model, where no pipeline has cut it."""
         (part,) = self.parts
         return part
+
+    @property
+    def divisor(self) -> int:
+        """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
+        return self.data_parallel[0].divisor
+
+    @property
+    def communication(self) -> Stopwatch:
+        """Time that the data ranks' communication takes, of all parts."""
+        return self.data_parallel[0].communication
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Before each forward that a backward follows, where no pipeline drives them."""
+        for part in self.data_parallel:
+            part.begin_micro_batch(last)
+
+    def end_backward(self) -> None:
+        """After the last backward of a step, where no pipeline drives them."""
+        for part in self.data_parallel:
+            part.end_backward()
+
+    def rest(self) -> None:
+        """Let the parameters be the state again, after a forward without backward."""
+        for part in self.data_parallel:
+            part.rest()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self.parts:
@@ -113,11 +140,11 @@ def parallelize(
         layout = stage_layout(whole, spec.layout, plan)
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
     stopwatch = Stopwatch()
-    sharded = [_apply(part, spec, plan, grid, stopwatch, scratch) for part in parts]
+    data_parallel = tuple(_apply(part, spec, plan, grid, stopwatch, scratch) for part in parts)
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
-    pipeline = Pipeline(parts, numbers, plan, grid) if plan.pp > 1 else None
+    pipeline = Pipeline(parts, numbers, plan, grid, data_parallel) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
-    return Parallel(tuple(parts), pipeline, sharded[0], ties, names, trainable, noting, to_draw, scratch)
+    return Parallel(tuple(parts), pipeline, data_parallel, ties, names, trainable, noting, to_draw, scratch)
 
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
@@ -136,7 +163,7 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
 
 def _apply(
     part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch, scratch: Scratch | None
-) -> Sharded:
+) -> Sharded | Whole:
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.fp8:
         compute_in_fp8(_blocks(part, spec.layout), plan)
@@ -153,7 +180,7 @@ def _apply(
             block.compile()
     offload_activations(blocks, plan, scratch)
     # Last: it owns every parameter's storage. The losses of wanma's own models choose their precision.
-    sharded = shard_data(
+    data_parallel = shard_data(
         part,
         blocks,
         _experts(part, spec.layout),
@@ -169,7 +196,7 @@ def _apply(
     offload_parameters(part, blocks, plan, scratch)
     if spec.own_initialization and plan.precision in ("bf16", "fp16"):
         autocast_forward(part, DTYPES[plan.precision], grid.device)
-    return sharded
+    return data_parallel
 
 
 def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:

@@ -28,7 +28,8 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
-from wanma.parallel.shard import reshard
+from wanma.parallel.shard import Sharded
+from wanma.parallel.whole import Whole
 from wanma.planner.stages import SPLIT_BACKWARD
 
 SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
@@ -50,10 +51,19 @@ class Pipeline:
     Args:
         parts: the stages' modules, and
         numbers: which stages they are.
+        data_parallel: how each of them is held by the data ranks.
     """
 
-    def __init__(self, parts: list[nn.Module], numbers: tuple[int, ...], plan: Plan, grid: Grid) -> None:
+    def __init__(
+        self,
+        parts: list[nn.Module],
+        numbers: tuple[int, ...],
+        plan: Plan,
+        grid: Grid,
+        data_parallel: tuple[Sharded | Whole, ...],
+    ) -> None:
         self._parts = dict(zip(numbers, parts, strict=True))
+        self._data_parallel = dict(zip(numbers, data_parallel, strict=True))
         self._plan = plan
         self._grid = grid
         self._group = grid.axis("pp").get_group()
@@ -83,7 +93,7 @@ class Pipeline:
         """
         self._tell(positions, seed, loss)
         try:
-            return self._drive(self._schedule(batch, count, trains=True).step, batch)
+            total = self._drive(self._schedule(batch, count, trains=True).step, batch)
         except RuntimeError as error:
             reason = next((why for text, why in _NOT_TAKEN_APART.items() if text in str(error)), None)
             if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
@@ -93,6 +103,9 @@ class Pipeline:
                 f"weights apart, which torch {torch.__version__} cannot do for {reason}",
                 "use parallel.schedule = 'interleaved_1f1b'",
             ) from error
+        for part in self._data_parallel.values():
+            part.end_backward()
+        return total
 
     def evaluate(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """`run` without backward, and of any number of micro-batches."""
@@ -190,7 +203,7 @@ class Pipeline:
             part.train(were[part])  # modules may do more there than note the mode
             for module, training in were.items():
                 module.training = training
-        reshard(part)
+        self._data_parallel[number].rest()
         if not isinstance(output, Tensor):
             raise JobError(
                 f"parallel.pp = {self._plan.pp}: stage {number} puts out a {type(output).__name__}, "

@@ -17,6 +17,9 @@ and take part in its sharding. Experts are sharded over the ranks that hold the 
 
 Gradients are summed over the global batch; what FSDP2 divides by on the way (`Sharded.divisor`) is
 multiplied in beforehand, so that the loop divides once, by the global batch's target count.
+
+On a CPU, what is neither sharded nor computed in another precision than it is kept in goes without FSDP2:
+`parallel.whole`.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from wanma.models.blocks import shared_parameters
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
+from wanma.parallel.whole import Whole
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,7 +54,7 @@ def shard_data(
     stopwatch: Stopwatch,
     *,
     full_precision_output: bool,
-) -> Sharded:
+) -> Sharded | Whole:
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
 
     Args:
@@ -58,6 +62,8 @@ def shard_data(
             their own, on their own mesh.
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
     """
+    if plan.computes_with_state:
+        return Whole(model, grid, stopwatch, torch.float64 if plan.precision == "fp64" else None)
     policy = MixedPrecisionPolicy()
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
     root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
@@ -128,18 +134,44 @@ def shard_data(
             _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
-    return Sharded(stopwatch, divisor)
+    assert isinstance(model, FSDPModule)
+    return Sharded(model, plan, stopwatch, divisor)
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """What the loop must know of the sharding."""
+    """A module, or one stage of it, whose parameters FSDP2 holds."""
 
+    model: FSDPModule
+    plan: Plan
     communication: Stopwatch
     """Time spent in gradient and parameter communication (CPU only; on a GPU communication overlaps
     with compute and is not separable by the host's clock)."""
     divisor: int
     """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Say what the backward of the next micro-batch communicates: all of it only at the last one.
+
+        In a pipeline torch's schedules say it themselves.
+        """
+        if self.plan.shard in ("nothing", "optimizer") or self.plan.pp > 1:
+            self.model.set_requires_gradient_sync(last)
+        else:
+            self.model.set_requires_all_reduce(last)
+        if self.plan.pp > 1:
+            self.model.set_is_last_backward(last)
+        stays = self.plan.shard != "parameters" and self.plan.offload_parameters == "nothing"
+        if stays or self.plan.pp > 1:
+            self.model.set_reshard_after_backward(last)
+
+    def end_backward(self) -> None:
+        """As of `Whole`; FSDP2 reduces gradients within backward."""
+
+    def rest(self) -> None:
+        """Let parameters be this rank's shards again: a forward without backward leaves them whole."""
+        for unit in _units(self.model):
+            unit.reshard()
 
 
 def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard | None:
@@ -161,23 +193,6 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
     return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
 
 
-def begin_micro_batch(model: nn.Module, plan: Plan, last: bool) -> None:
-    """Say what the backward of the next micro-batch communicates: all of it only at the last one."""
-    assert isinstance(model, FSDPModule)
-    if plan.shard in ("nothing", "optimizer"):
-        model.set_requires_gradient_sync(last)
-    else:
-        model.set_requires_all_reduce(last)
-    if plan.shard != "parameters" and plan.offload_parameters == "nothing":
-        model.set_reshard_after_backward(last)
-
-
-def reshard(model: nn.Module) -> None:
-    """Let parameters be this rank's shards again: a forward without backward leaves them whole."""
-    for unit in _units(model):
-        unit.reshard()
-
-
 def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, *, one_shard: bool) -> None:
     unit.set_custom_all_gather(GlooAllGather(stopwatch))
     unit.set_custom_reduce_scatter(UnshardedReduce(stopwatch) if one_shard else GlooReduceScatter(stopwatch))
@@ -186,7 +201,8 @@ def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, *, one_shard:
     unit.set_all_reduce_hook(lambda _: stopwatch.stop(time.perf_counter()))
 
 
-def _units(model: nn.Module) -> Iterator[FSDPModule]:
+def _units(model: nn.Module | FSDPModule) -> Iterator[FSDPModule]:
+    assert isinstance(model, nn.Module)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module

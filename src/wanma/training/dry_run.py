@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from wanma.data.batch import Batch
@@ -27,7 +26,7 @@ from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.pipeline import SAMPLES
 from wanma.parallel.recording import Collective, CollectiveRecorder
 from wanma.parallel.sequence import residual_positions, split_sequence
-from wanma.parallel.shard import DTYPES, begin_micro_batch
+from wanma.parallel.shard import DTYPES
 from wanma.training.cross_entropy import cross_entropy_sum
 
 
@@ -102,11 +101,13 @@ def _step(
         with CollectiveRecorder() as recorder:
             numbers = plan.stages_of(grid.at("pp"))
             saved = 0
+            parallel.begin_micro_batch(last)
             for part, number in zip(parallel.parts, numbers, strict=True):
-                kept, messages = _micro_batch(part, number, plan, grid, sequence_length, last)
+                kept, messages = _micro_batch(part, number, plan, grid, sequence_length)
                 saved += kept
                 recorder.counts.update(messages)
             if last:
+                parallel.end_backward()
                 dist.all_reduce(torch.zeros(4, dtype=torch.float64))  # what ranks agree on: training.update
         for collective, count in recorder.counts.items():
             total[collective] += count * times
@@ -114,15 +115,13 @@ def _step(
 
 
 def _micro_batch(
-    part: nn.Module, number: int, plan: Plan, grid: Grid, length: int, last: bool
+    part: nn.Module, number: int, plan: Plan, grid: Grid, length: int
 ) -> tuple[int, list[Collective]]:
     """Forward and backward of one stage.
 
     Returns:
         the bytes kept in between, and the messages to and from the neighbouring stages.
     """
-    begin = _begin_in_pipeline if plan.pp > 1 else begin_micro_batch
-    begin(part, plan, last)
     whole = _batch(plan.micro_batch, length)
     batch = split_sequence(whole, grid)
     positions = residual_positions(whole, plan, grid.rank)
@@ -163,14 +162,6 @@ def _messages(hidden: Tensor, stage: int, other: int, plan: Plan, rank: int) -> 
     ranks = (min(rank, there), max(rank, there))
     size = hidden.numel() * hidden.element_size()
     return [Collective("send", ranks, size), Collective("receive", ranks, size)]
-
-
-def _begin_in_pipeline(part: nn.Module, plan: Plan, last: bool) -> None:  # noqa: ARG001  # as begin_micro_batch
-    """As torch's pipeline schedules set it: gradients are reduced, and parameters let go, at the end."""
-    assert isinstance(part, FSDPModule)
-    part.set_is_last_backward(last)
-    part.set_reshard_after_backward(last)
-    part.set_requires_gradient_sync(last)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.parallel.pipeline import Loss
 from wanma.parallel.sequence import residual_positions, split_sequence
-from wanma.parallel.shard import begin_micro_batch, reshard
 from wanma.training.cross_entropy import cross_entropy_sum
 from wanma.training.loss import LossFunction, whole_output
 
@@ -49,12 +48,13 @@ class ForwardBackward:
             )
         loss_sum, targets = self._zero(), self._zero()
         for index, batch in enumerate(batches):
-            begin_micro_batch(self._parallel.module, self._plan, last=index == len(batches) - 1)
+            self._parallel.begin_micro_batch(last=index == len(batches) - 1)
             part, output = self._forward(batch)
             batch_loss, batch_targets = self._loss(output, part)
             (batch_loss * factor).backward()
             loss_sum += batch_loss.detach()
             targets += batch_targets
+        self._parallel.end_backward()
         return self._counted(loss_sum, targets)
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,8 +78,7 @@ class ForwardBackward:
                 some_loss, some_targets = self._pipelined(some, 1.0, loss, backward=False)
                 loss_sum += some_loss
                 targets += some_targets
-            for module in self._parallel.parts:
-                reshard(module)
+            self._parallel.rest()
             return loss_sum, targets, right if self._grid.counts_loss else self._zero()
         with torch.no_grad():
             for batch in batches:
@@ -89,7 +88,7 @@ class ForwardBackward:
                 targets += batch_targets
                 if part.targets.ndim == 1 and not part.targets.is_floating_point():
                     right += (whole_output(output).argmax(dim=-1) == part.targets).sum()
-        reshard(self._parallel.module)
+        self._parallel.rest()
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
 
     def _forward(self, batch: Batch) -> tuple[Batch, Any]:

@@ -38,7 +38,6 @@ from wanma.models.workload import module_workload
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
-from wanma.parallel.shard import begin_micro_batch, reshard
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
 from wanma.training.loss import sum_losses
@@ -188,6 +187,8 @@ class Session:
         factor = trainer.factor(current.step.global_batch)
         with trainer.phases.phase("forward_backward"):
             (loss_sum * factor).backward()
+            if current.is_last:
+                trainer.state.parallel.end_backward()
         current.loss_sum += loss_sum.detach().double()
         current.targets += targets
         current.done = True
@@ -270,7 +271,7 @@ class Session:
         set_loss_factor(module.modules(), trainer.factor(step.global_batch))
         for index, batch in enumerate(step.micro_batches):
             is_last = index == len(step.micro_batches) - 1
-            begin_micro_batch(module, self.plan, is_last)
+            trainer.state.parallel.begin_micro_batch(is_last)
             batch = batch.to(self.device)
             self._current = _Current(step, batch, is_last, loss_sum, targets)
             with keyed_samples(module, self.job.train.seed, batch.samples):
@@ -301,7 +302,7 @@ class Session:
                         of_batch, number = _sum(losses_of(batch), batch)
                     loss_sum += of_batch
                     targets += number
-            reshard(module)
+            trainer.state.parallel.rest()
             return loss_sum, targets
 
         return partial(validate_with, trainer, data, evaluate)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from wanma.parallel.parallelize import Parallel
-from wanma.parallel.shard import reshard
 from wanma.training.average import WeightAverage
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
@@ -45,8 +44,8 @@ class TrainingState:
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers as 'model.NAME'."""
         tensors: dict[str, Tensor] = {}
+        self.parallel.rest()  # a user's own evaluation may have left something else in its place
         for part in self.parallel.parts:
-            reshard(part)  # a user's own evaluation may have left it whole
             persistent = part.state_dict().keys()
             tensors |= {f"model.{n}": p.detach() for n, p in self._own(dict(part.named_parameters())).items()}
             tensors |= {f"model.{n}": b for n, b in part.named_buffers() if n in persistent}

@@ -139,7 +139,7 @@ class Trainer:
 
     def factor(self, global_batch: int) -> float:
         """What each loss is multiplied with before backward: one over the targets that a full batch has."""
-        divisor = self.state.parallel.sharded.divisor
+        divisor = self.state.parallel.divisor
         return divisor * self.state.scale.value / (global_batch * self._targets_per_sample)
 
     def finish_step(self, loss_sum: Tensor, targets: Tensor, global_batch: int) -> Agreement:
@@ -159,7 +159,7 @@ class Trainer:
                 self.grid,
                 train,
                 step=step + 1,
-                factor=self.factor(global_batch) / state.parallel.sharded.divisor,
+                factor=self.factor(global_batch) / state.parallel.divisor,
                 scale=state.scale,
             )
             self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite)
@@ -298,7 +298,7 @@ class Trainer:
     def _take_phases(self) -> dict[str, float]:
         """Seconds by phase; communication inside forward and backward is moved to its own name."""
         phases = self.phases.take()
-        inside = self.state.parallel.sharded.communication.take()
+        inside = self.state.parallel.communication.take()
         phases["communication"] += inside
         phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
         return phases

@@ -137,14 +137,15 @@ class DataParallel:
             return reduce, 0.0  # the rest was done block by block
         changed = 0.0 if self.software.frozen else whole * self.weight_bytes
         gather = all_gather_seconds(self.machine, self.shards, changed)
-        if not self.is_beside_compute:
+        copies = not self.is_beside_compute and not self.plan.computes_with_state
+        if copies:
             gather += self._copied(whole)
         if self.is_by_block:
             return reduce, gather
         reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
         if self.shards.size > 1:
             reduce += self._rounded(whole)
-        return reduce if self.is_beside_compute else reduce + self._filed(whole), gather
+        return reduce + self._filed(whole) if copies else reduce, gather
 
 
 def is_by_block(plan: Plan) -> bool:

@@ -150,6 +150,10 @@ def _shards(
     # Gloo's parts of a scattered sum come from all other ranks at once.
     receiving = unit * master * (1 - 1 / plan.shard_ranks) if plan.device == "cpu" else 0.0
 
+    if plan.computes_with_state:  # gradients are summed where backward has put them
+        gathered = 0.0
+        final = mine.held * master
+
     average = shards * master * int(weight_average)
     # What rounding lost, of all gradients that this rank hands over.
     remainder = mine.held * 4 if plan.compression == "int8" and plan.data_ranks * plan.cp > 1 else 0.0

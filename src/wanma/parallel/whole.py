@@ -1,0 +1,239 @@
+"""Data parallel where every rank holds everything in the precision that it computes in, without FSDP2.
+
+FSDP2 does it too, by copying all parameters into one buffer and out of another before every step, and all
+gradients into a third. Here what computes are plain tensors in the memory of the state itself, and
+gradients are summed where backward has put them. From outside the state looks the same: DTensors under the
+module's own names, over (replicate, shard).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils._pytree import tree_map_only
+
+from wanma.checkpoint.shards import local_part
+from wanma.collectives.gloo import Stopwatch
+from wanma.parallel.mesh import Grid
+
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed over the replicas in one message, as DDP's: many small ones cost more switches
+between ranks than the copy saves, and one of all would be a second copy of them all."""
+
+
+@dataclass
+class _Held:
+    """One parameter, and the modules that name it: several where modules share it."""
+
+    state: nn.Parameter
+    tensor_ranks: tuple[DeviceMesh, tuple[Placement, ...]] | None
+    """How `tp` splits it."""
+    named: list[tuple[nn.Module, str]] = field(default_factory=list)
+    computing: nn.Parameter | None = None
+
+    def alias(self) -> nn.Parameter:
+        """What computes, in the memory of the state; made anew where that has moved since."""
+        local = local_part(self.state)
+        if self.computing is None or local_part(self.computing).data_ptr() != local.data_ptr():
+            value = local
+            if self.tensor_ranks is not None:
+                value = _joined(local, *self.tensor_ranks, like=self.state)
+            self.computing = nn.Parameter(value, self.state.requires_grad)
+        return self.computing
+
+    def take_gradient(self) -> Tensor | None:
+        """This rank's, from where backward has put it."""
+        if self.computing is None:
+            return None
+        gradient, self.computing.grad = self.computing.grad, None
+        return gradient
+
+
+class Whole:
+    """The parameters of one module, or of one stage of it, whole on every data rank.
+
+    Args:
+        input_dtype: given to all floating-point tensors that come into the module; None leaves them.
+    """
+
+    divisor = 1
+    """Gradients are sums: nothing divides them on the way."""
+
+    def __init__(
+        self, model: nn.Module, grid: Grid, stopwatch: Stopwatch, input_dtype: torch.dtype | None
+    ) -> None:
+        self.communication = stopwatch
+        self._input_dtype = input_dtype
+        self._replicas = grid.state["replicate"].get_group() if grid.plan.replicas > 1 else None
+        self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
+        self._held = _hold(model, grid)
+        self._computes = False
+        # Outside what is compiled, as FSDP2's are.
+        before = torch.compiler.disable(self._before_forward)
+        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """As of `Sharded`; here nothing is communicated before `end_backward`."""
+
+    def end_backward(self) -> None:
+        """Give the state its gradients, summed over the replicas: once per step, after its last backward."""
+        self.communication.start(time.perf_counter())
+        gradients = self._over_tensor_ranks([held.take_gradient() for held in self._held])
+        if self._replicas is not None:
+            gradients = self._over_replicas(gradients, self._replicas)
+        self.communication.stop(time.perf_counter())
+        self.rest()
+        for held, gradient in zip(self._held, gradients, strict=True):
+            if gradient is not None:
+                state: Any = held.state
+                state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
+
+    def rest(self) -> None:
+        """Let the module's parameters be the state again."""
+        if self._computes:
+            self._computes = False
+            for held in self._held:
+                _name(held, held.state)
+
+    def _before_forward(
+        self,
+        module: nn.Module,  # noqa: ARG002  # a hook's
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._computes:
+            self._computes = True
+            for held in self._held:
+                _name(held, held.alias())
+        if self._input_dtype is None:
+            return arguments, keywords
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, cast, (arguments, keywords))  # type: ignore[no-any-return]
+
+    def _over_tensor_ranks(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """As plain tensors, with the sum of those of which each tensor rank has a part."""
+        plain = [None if gradient is None else local_part(gradient).contiguous() for gradient in gradients]
+        owed = {
+            index: whole
+            for index, (gradient, whole) in enumerate(zip(gradients, plain, strict=True))
+            if isinstance(gradient, DTensor) and whole is not None and gradient.placements[0].is_partial()
+        }
+        if owed:
+            assert self._tensor_ranks is not None
+            works, sums = _sum_together(list(owed.values()), self._tensor_ranks)
+            for work in works:
+                work.wait()
+            for index, total in zip(owed, sums, strict=True):
+                plain[index] = total
+        return plain
+
+    def _over_replicas(self, sums: list[Tensor | None], replicas: dist.ProcessGroup) -> list[Tensor | None]:
+        """Their sums, which take their place; None where no replica has a gradient.
+
+        Which of them have one may differ, as where an expert got no token: all send the same tensors, zeros
+        for what they do not have, and whether they have it.
+        """
+        trained = [index for index, held in enumerate(self._held) if held.state.requires_grad]
+        has = torch.tensor([float(sums[index] is not None) for index in trained])
+        works = [_all_reduce(has, replicas)]
+        for bucket in _buckets([(index, local_part(self._held[index].state).nbytes) for index in trained]):
+            mine = [_or_zeros(sums[index], self._held[index].state) for index in bucket]
+            under_way, totals = _sum_together(mine, replicas)
+            works += under_way
+            for index, total in zip(bucket, totals, strict=True):
+                sums[index] = total
+        for work in works:
+            work.wait()
+        # In a dry run tensors have no values, and what one rank has all have.
+        ranks = [1.0] * len(trained) if is_fake(has) else has.tolist()
+        anywhere = {index for index, number in zip(trained, ranks, strict=True) if number}
+        return [total if index in anywhere else None for index, total in enumerate(sums)]
+
+
+def _hold(model: nn.Module, grid: Grid) -> list[_Held]:
+    """Make the parameters of `model` its state: DTensors over all ranks that hold them."""
+    everywhere = (Replicate(), Replicate())
+    held: dict[nn.Parameter, _Held] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in held:
+                if isinstance(parameter, DTensor):
+                    ranks = parameter.device_mesh, tuple(parameter.placements)
+                    mesh, placements = grid.state["replicate", "shard", "state_tp"], (*everywhere, *ranks[1])
+                else:
+                    ranks, mesh, placements = None, grid.state_mesh, everywhere
+                state = _joined(local_part(parameter), mesh, placements, like=parameter)
+                held[parameter] = _Held(nn.Parameter(state, parameter.requires_grad), ranks)
+            held[parameter].named.append((module, name))
+    for one in held.values():
+        _name(one, one.state)
+    return list(held.values())
+
+
+def _name(held: _Held, parameter: nn.Parameter) -> None:
+    for module, name in held.named:
+        module._parameters[name] = parameter
+
+
+@torch.no_grad()
+def _joined(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> Tensor:
+    """The DTensor of the shape of `like` of which this rank holds `local`."""
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _buckets(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Runs of (parameter, bytes) of at least `BUCKET_BYTES`, from the last, whose gradient is made first."""
+    bucket: list[int] = []
+    held = 0
+    for parameter, nbytes in reversed(sizes):
+        bucket.append(parameter)
+        held += nbytes
+        if held >= BUCKET_BYTES:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
+def _or_zeros(gradient: Tensor | None, state: Tensor) -> Tensor:
+    return torch.zeros_like(local_part(state)) if gradient is None else gradient
+
+
+def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[list[dist.Work], list[Tensor]]:
+    """Sums over the ranks of `group`, in a message for each dtype; there when the works have ended."""
+    works: list[dist.Work] = []
+    sums = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        if len(members) == 1:
+            works.append(_all_reduce(tensors[members[0]], group))
+            continue
+        flat = torch.cat([tensors[index].view(-1) for index in members])
+        works.append(_all_reduce(flat, group))
+        for index, part in zip(
+            members, flat.split([tensors[index].numel() for index in members]), strict=True
+        ):
+            sums[index] = part.view_as(tensors[index])
+    return works, sums
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None  # what is asynchronous has a handle
+    return work
