@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes groups that pretend known
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wanma.collectives.functional import mend_all_gather
@@ -114,15 +115,22 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
 
 def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
     """The meshes of a plan, in a process group that has been joined; every rank calls it."""
+    saves_groups = device.type == "cpu" and plan.world_size > 1
     root = init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("world",))
-    axes = root._unflatten(0, tuple(getattr(plan, axis) for axis in AXES), AXES)
-    state = root._unflatten(
-        0, (plan.pp, plan.replicas, plan.shard_ranks, plan.tp), ("stage", "replicate", "shard", "state_tp")
+
+    def seen_as(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        # Each group of Gloo's wakes a thread a hundred times a second, and there would be a dozen: an axis of
+        # one rank gets a group that only pretends, as in torchtitan.
+        alone = [name for name, size in zip(names, sizes, strict=True) if size == 1]
+        return root._unflatten(0, sizes, names, dict.fromkeys(alone, "fake") if saves_groups else None)
+
+    axes = seen_as(tuple(getattr(plan, axis) for axis in AXES), AXES)
+    state = seen_as(
+        (plan.pp, plan.replicas, plan.shard_ranks, plan.tp), ("stage", "replicate", "shard", "state_tp")
     )
     experts = None
     if plan.ep > 1:
-        experts = root._unflatten(
-            0,
+        experts = seen_as(
             (plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
             ("expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
         )
