@@ -17,7 +17,7 @@ from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import ModelSection, Precision, Recompute, Schedule, Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.memory.ranks import RankMemory, forecast_memory, memory_of_ranks
+from wanma.planner.memory.ranks import RankMemory, forecast_memory, memory_of_ranks, unused_shares
 from wanma.planner.memory.table import table_key, tabulate
 from wanma.planner.stages import VIRTUAL_STAGES
 
@@ -256,6 +256,27 @@ def test_what_waits_elsewhere_by_hand() -> None:
     alone = of(BILLION, Plan(offload_parameters="disk"), "sgd").forecast
     assert alone.disk_bytes == 1_200_000_000 * 4
     assert alone.parameters_bytes == (200_000_000 + 50_000_000) * 4  # gathered block by block
+
+
+def test_on_a_processor_full_recompute_leaves_holes_of_two_blocks() -> None:
+    block = replace(BILLION.layers[1], input_elements_per_sample=100_000.0)
+    model = replace(BILLION, layers=(BILLION.layers[0], block, BILLION.layers[2]))
+
+    def holes(recompute: Recompute, **more: Any) -> float:
+        """Bytes that the allocator holds beyond its usual share."""
+        plan = Plan(micro_batch=2, recompute=recompute, **more)
+        here = memory_of_ranks(model, plan, "adamw")[0]
+        usual = unused_shares(plan, here.software)
+        lasting = here.state.parameters + here.state.optimizer
+        share = usual.lasting * lasting + usual.gathered * here.state.gathered
+        return here.forecast.fragmentation_bytes - share - usual.passing * sum(here.peak)
+
+    once_more = (1_000_000 - 100_000) * 2 * 4  # of a block: all but its input, of 2 samples in fp32
+    assert holes("full") == pytest.approx(2 * once_more, abs=2)
+    assert holes("full", recompute_share=0.05) == pytest.approx(2 * once_more, abs=2)  # of one block in 20
+    assert holes("selective") == pytest.approx(0, abs=2)
+    assert holes("none") == pytest.approx(0, abs=2)
+    assert holes("full", device="cuda") == pytest.approx(0, abs=2)
 
 
 def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:

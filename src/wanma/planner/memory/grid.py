@@ -107,7 +107,7 @@ def _of_rank(
     logits, head = (table.logits, table.head) if len(stages) - 1 in numbers else (0.0, 0.0)
     boundary = boundary_bytes(table, plan, setting, numbers)
     held = states.held(parameters_of(rank, table, plan, stages), table, setting)
-    kept, working = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
+    kept, working, again = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
     at_loss = kept + head + setting.software.logits_copies * logits
     at_first_block = kept + working + logits + table.travelling
     peak = np.maximum(
@@ -117,7 +117,7 @@ def _of_rank(
     peak = peak + boundary
     lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan, setting.software)
     unused = shares.lasting * lasting + shares.gathered * held["gathered"] + shares.passing * peak
-    whole: Array = lasting + held["runtime"] + peak + unused
+    whole: Array = lasting + held["runtime"] + peak + unused + shares.again * again[:, None]
     return whole
 
 
@@ -148,14 +148,17 @@ def _activations(
     recomputes: Sequence[tuple[Recompute, float]],
     mine: list[tuple[int, ...]],
     setting: Setting,
-) -> tuple[Array, Array]:
-    """Bytes that wait for their backward on the device, and that are beside them in it; of each recompute."""
+) -> tuple[Array, Array, Array]:
+    """Of each recompute bytes that wait for their backward on the device, that are beside them in it, and
+    that one block makes once more where nothing but its input is kept."""
     runs_again = np.array([kind != "none" for kind, _ in recomputes])
     shares = np.array([share for _, share in recomputes]) * runs_again
+    is_full = np.array([kind == "full" for kind, _ in recomputes])
     is_selective = np.array([kind == "selective" for kind, _ in recomputes])
     stays = plan.offload_activations == "nothing"
     kept = np.zeros(len(recomputes))
     deepest = np.zeros(len(recomputes))
+    repeated = np.zeros(len(recomputes))
     working = 0.0
     for counts, flight in zip(mine, kept_of_stages(rank, plan, setting), strict=True):
         blocks = sum(counts)
@@ -171,5 +174,6 @@ def _activations(
             working = max(working, parts.working)
             here = again > 0 if stays else np.ones(len(recomputes), dtype=bool)
             deepest = np.maximum(deepest, parts.kept * here)
+            repeated = np.maximum(repeated, (parts.kept - parts.inputs) * (is_full & (again > 0)))
     around = 2 if plan.device == "cuda" and not stays else 1
-    return kept, working + around * deepest
+    return kept, working + around * deepest, repeated

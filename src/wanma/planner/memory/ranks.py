@@ -40,15 +40,26 @@ class Unused(NamedTuple):
     """Of the latter once more."""
     passing: float
     """Of gradients, activations, logits and buffers at their peak."""
+    again: float
+    """Of what one block makes once more where nothing but its input is kept, beside that."""
 
 
-_ON_GPU = Unused(0.0, 0.12, 0.12)
+_ON_GPU = Unused(0.0, 0.12, 0.12, 0.0)
 """Of torch's allocator: 10 to 16 % of what comes and goes in torchtitan's runs of December 2024, which say
 what they reserved (benchmarks/results/planner-memory.md)."""
 
-_ON_CPU = Unused(0.28, 0.0, 0.28)
+_ON_CPU = Unused(0.28, 0.0, 0.28, 2.0)
 """Of glibc's heap, which keeps what was freed, and puts a large tensor at its end wherever the holes are
-smaller: 9 to 37 % of everything in twelve real runs, half of them below 26 % (likewise)."""
+smaller: 9 to 37 % of everything in twelve real runs, half of them below 26 % (likewise).
+
+Under full recompute a block makes its tensors, frees all but its output and makes them once more in backward,
+so that the heap between the kept outputs is holes, cut by the slivers that aligning leaves: glibc keeps these
+apart for small objects, and a tensor needs more room than one of its size left. A traced run ("plain, full
+recompute" of benchmarks/results/planner-real.md) made at most 270 MiB of tensors in a heap that grew by 534,
+where one that joins all its holes would have grown by 280; without glibc's caches of small pieces it grew by
+100 less. What six such runs held beyond the usual was 0.9 to 2.6 blocks, and none was more than 3 % above
+this forecast. Selective recompute leaves no such holes (three runs, forecast 1 to 8 % too high without).
+"""
 
 
 def unused_shares(plan: Plan, software: Software) -> Unused:
@@ -144,6 +155,8 @@ class RankMemory(NamedTuple):
     """Where the plan offloads them to."""
     working: float
     """What backward makes beside them in one block, with what of it ran again or was fetched."""
+    again: float
+    """Of one block, what its backward makes once more where nothing but the input is kept."""
     moments: tuple[Moment, Moment, Moment]
     """At the loss, as backward goes through its first block, and as it ends."""
     plan: Plan
@@ -162,7 +175,8 @@ class RankMemory(NamedTuple):
     def _fragmentation(self, passing: float) -> float:
         lasting = self.state.parameters + self.state.optimizer
         shares = unused_shares(self.plan, self.software)
-        return shares.lasting * lasting + shares.gathered * self.state.gathered + shares.passing * passing
+        unused = shares.lasting * lasting + shares.gathered * self.state.gathered + shares.passing * passing
+        return unused + shares.again * self.again
 
     @property
     def forecast(self) -> Forecast:
@@ -280,6 +294,7 @@ def _rank_memory(
         activations.kept,
         activations.away,
         activations.working,
+        activations.again,
         (at_loss, at_first_block, at_end),
         plan,
         step.software,
@@ -295,13 +310,15 @@ class _Activations(NamedTuple):
     """Beside it, while backward goes through a block: what it makes, and what ran again or was fetched."""
     away: float
     """Where the plan offloads them to."""
+    again: float
+    """Of one block, what it makes once more where nothing but its input is kept."""
 
 
 def _activations(
     rank: int, table: MemoryTable, plan: Plan, mine: list[tuple[int, ...]], step: Setting
 ) -> _Activations:
     flights = kept_of_stages(rank, plan, step)
-    kept = away = working = deepest = 0.0
+    kept = away = working = deepest = repeated = 0.0
     for counts, flight in zip(mine, flights, strict=True):
         blocks = sum(counts)
         again = math.ceil(round(blocks * plan.recompute_share, 9)) if plan.recompute != "none" else 0
@@ -319,9 +336,11 @@ def _activations(
             working = max(working, parts.working)
             if again or plan.offload_activations != "nothing":
                 deepest = max(deepest, parts.kept)
+            if again and plan.recompute == "full":
+                repeated = max(repeated, parts.kept - parts.inputs)
     # While backward runs it again or fetches it, one block is here as a whole; on a GPU the next one comes.
     around = 2 if plan.device == "cuda" and plan.offload_activations != "nothing" else 1
-    return _Activations(kept, working + around * deepest, away)
+    return _Activations(kept, working + around * deepest, away, repeated)
 
 
 def kept_of_stages(rank: int, plan: Plan, step: Setting) -> tuple[int, ...]:
