@@ -58,7 +58,7 @@ apart for small objects, and a tensor needs more room than one of its size left.
 recompute" of benchmarks/results/planner-real.md) made at most 270 MiB of tensors in a heap that grew by 534,
 where one that joins all its holes would have grown by 280; without glibc's caches of small pieces it grew by
 100 less. What six such runs held beyond the usual was 0.9 to 2.6 blocks, and none was more than 3 % above
-this forecast. Selective recompute leaves no such holes (three runs, forecast 1 to 8 % too high without).
+this forecast. Selective recompute leaves no such holes (four runs, from 2 % above to 8 % below the forecast).
 """
 
 
