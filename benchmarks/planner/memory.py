@@ -153,10 +153,10 @@ _HABITS: tuple[tuple[str, tuple[Meaning, Callable[[Case], Case]]], ...] = (
     ("Korthikanti", ("blocks", _megatron)),
     ("SimuMax", ("allocated", _simumax)),
     ("torchtitan", ("reserved", _titan)),
-    # Neither the paper nor its program says what is counted, and no reading fits: from ZB-1p to ZB-2p a figure
-    # grows by the tensors alone (28, 18 and 30 GiB; forecast 27.8, 17.3 and 27.8), but what is left beside
-    # activations and state is 7 GiB for 6.2B and 1 GiB for 28.3B, and for 6.2B interleaved 2 GiB. What a split
-    # backward keeps, or the loss, would grow with the model, and be the same for both.
+    # Recalled, and what is counted is not known; no reading fits. From ZB-1p to ZB-2p a figure grows by the
+    # tensors alone (6.2B, 14.6B, 28.3B: 28, 18 and 30 GiB; forecast 27.8, 17.3 and 27.8), but what ZB-1p has
+    # beside activations and state is 7, 5 and 1 GiB, and 6.2B interleaved has 2. What a split backward keeps,
+    # or the loss, would grow with the model, and be missing in all schedules or only in the split ones.
     ("Zero-Bubble", ("reserved", _megatron)),
 )
 
