@@ -22,6 +22,7 @@ from wanma.planner.cost.module import (
     told_of_tables,
 )
 from wanma.planner.cost.operators import Software, product_precision
+from wanma.planner.cost.pipeline import Play, pipeline_seconds
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
 from wanma.planner.memory.ranks import Setting, forecast_memory
@@ -33,8 +34,11 @@ SNAPSHOT_BYTES_PER_SECOND = 6.5e9
 (docs/performance.md). Writing it then goes on beside the next steps."""
 
 
-def forecast(problem: Problem, plan: Plan) -> Forecast:
+def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> Forecast:
     """Of `plan`, whether or not it fits into memory; `step` is None where the machine's rates are unknown.
+
+    Args:
+        play: of a pipeline's schedule.
 
     Raises:
         JobError: the plan has more ranks than there are devices.
@@ -44,7 +48,7 @@ def forecast(problem: Problem, plan: Plan) -> Forecast:
             f"the plan has {plan.world_size} ranks, and the machines {problem.machine.devices} devices",
             "lower the sizes in [parallel], or plan for more machines",
         )
-    return with_time(problem, plan, memory(problem, plan), time(problem, plan))
+    return with_time(problem, plan, memory(problem, plan), time(problem, plan, play))
 
 
 def memory(problem: Problem, plan: Plan) -> Forecast:
@@ -97,11 +101,11 @@ def unknown_rates(problem: Problem, plan: Plan) -> str | None:
     return None
 
 
-def time(problem: Problem, plan: Plan) -> StepTime | None:
+def time(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> StepTime | None:
     """Of one step, with its share of what saving costs; None where rates are unknown."""
     if unknown_rates(problem, plan) is not None:
         return None
-    step = step_of(anatomy(problem, plan))
+    step = step_of(anatomy(problem, plan), play)
     saving = checkpoint_seconds(problem, plan)
     return replace(step, seconds=step.seconds + saving, checkpoint=saving)
 

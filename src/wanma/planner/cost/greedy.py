@@ -17,6 +17,7 @@ from wanma.planner.cost.operation import Interval, Kind, Operation, StageCost
 
 _KINDS: tuple[Kind, ...] = ("backward", "forward", "weights")
 """In the order in which a rank prefers them."""
+_BACKWARD, _FORWARD, _WEIGHTS = range(3)
 
 
 class Played(NamedTuple):
@@ -50,6 +51,8 @@ def play_greedily(
 
 
 class _Play:
+    """Operations are told apart by a slot: kind × stages + stage."""
+
     def __init__(
         self,
         costs: Sequence[StageCost],
@@ -61,88 +64,105 @@ class _Play:
     ) -> None:
         self.stages, self.micro_batches, self.send = len(costs), micro_batches, send_seconds
         self.seconds = [
-            [cost.backward for cost in costs],
-            [cost.forward for cost in costs],
-            [cost.weights for cost in costs],
+            *(cost.backward for cost in costs),
+            *(cost.forward for cost in costs),
+            *(cost.weights for cost in costs),
         ]
-        """By kind and stage."""
         self.rank_of = [0] * self.stages
         for rank, mine in enumerate(held):
             for stage in mine:
                 self.rank_of[stage] = rank
-        self.deepest_first = [sorted(mine, reverse=True) for mine in held]
-        later = [
-            [sum(stage < other for other in mine) if keeps_room else 0 for stage in deep]
-            for mine, deep in zip(held, self.deepest_first, strict=True)
-        ]
-        self.may_hold = [[in_flight - room for room in rooms] for rooms in later]
-        """Activations below which a rank runs a forward of each of its stages."""
-        self.arrivals: list[list[list[float]]] = [[[] for _ in costs] for _ in _KINDS]
-        """By kind and stage: when each micro-batch's input was there. They come in their order."""
-        self.done = [[0] * self.stages for _ in _KINDS]
+        endless = 3 * self.stages * micro_batches
+        self.slots: list[list[tuple[int, int]]] = []
+        """Of every rank, what it may run, in the order in which it prefers it; each with the activations below
+        which it does."""
+        for mine in held:
+            deepest_first = sorted(mine, reverse=True)
+            self.slots.append(
+                [
+                    (
+                        kind * self.stages + stage,
+                        in_flight - (sum(stage < other for other in mine) if keeps_room else 0)
+                        if kind == _FORWARD
+                        else endless,
+                    )
+                    for kind in (_BACKWARD, _FORWARD, _WEIGHTS)
+                    for stage in deepest_first
+                ]
+            )
+        self.arrivals: list[list[float]] = [[] for _ in self.seconds]
+        """When each micro-batch's input was there. They come in their order."""
+        self.next = [inf] * len(self.seconds)
+        """When that of the first micro-batch was there that was not run yet."""
         ranks = range(len(held))
         self.clocks, self.busy, self.holds = [0.0 for _ in ranks], [0.0 for _ in ranks], [0 for _ in ranks]
 
-    def choose(self, rank: int) -> tuple[float, int, int]:
-        """When the rank would run an operation of which kind and stage; endless when there is none."""
-        clock, stages = self.clocks[rank], self.deepest_first[rank]
-        best, best_kind, best_stage = inf, 0, 0
-        for kind in (0, 1, 2):
-            arrivals, done = self.arrivals[kind], self.done[kind]
-            for number, stage in enumerate(stages):
-                at = done[stage]
-                if at >= len(arrivals[stage]) or (
-                    kind == 1 and self.holds[rank] >= self.may_hold[rank][number]
-                ):
-                    continue
-                start = arrivals[stage][at]
-                if start <= clock:
-                    if best > clock:
-                        return clock, kind, stage
-                elif start < best:
-                    best, best_kind, best_stage = start, kind, stage
-        return best, best_kind, best_stage
-
     def run(self, wants_intervals: bool) -> Played | None:
-        last, micro_batches, rank_of, send = self.stages - 1, self.micro_batches, self.rank_of, self.send
-        (ready_b, ready_f, ready_w), clocks, busy, holds = self.arrivals, self.clocks, self.busy, self.holds
+        stages, micro_batches, rank_of, send = self.stages, self.micro_batches, self.rank_of, self.send
+        clocks, busy, holds, slots = self.clocks, self.busy, self.holds, self.slots
+        seconds_of, arrivals, upcoming = self.seconds, self.arrivals, self.next
+        first, last, weights = stages, 2 * stages - 1, 2 * stages
         intervals: list[Interval] = []
-        ready_f[0].append(0.0)
-        choices = [self.choose(rank) for rank in range(len(clocks))]
-        starts = [choice[0] for choice in choices]
-        for _ in range(3 * self.stages * micro_batches):
+        done = [0] * len(seconds_of)
+        arrivals[first] = [0.0] * micro_batches
+        upcoming[first] = 0.0
+        chosen = [0] * len(clocks)  # by every rank
+        chosen[rank_of[0]] = first
+        starts = [inf] * len(clocks)  # of what it has chosen; endless where there is nothing
+        starts[rank_of[0]] = 0.0
+        for _ in range(3 * stages * micro_batches):
             start = min(starts)
             if start == inf:
                 return None
             rank = starts.index(start)
-            _, kind, stage = choices[rank]
-            seconds = self.seconds[kind][stage]
-            index = self.done[kind][stage]
-            self.done[kind][stage] = index + 1
+            slot = chosen[rank]
+            seconds = seconds_of[slot]
+            index = done[slot]
+            done[slot] = later = index + 1
+            waiting = arrivals[slot]
+            upcoming[slot] = waiting[later] if later < len(waiting) else inf
             clocks[rank] = end = start + seconds
             busy[rank] += seconds
             if wants_intervals:
+                kind, stage = divmod(slot, stages)
                 intervals.append(Interval(rank, Operation(_KINDS[kind], stage, index), start, seconds))
+            # What this is the input of, and on which rank.
             target = rank
-            if kind == 1:
-                holds[rank] += 1
-                if stage == 0 and index + 1 < micro_batches:
-                    ready_f[0].append(0.0)
-                if stage == last:
-                    ready_b[last].append(end)
-                else:
-                    target = rank_of[stage + 1]
-                    ready_f[stage + 1].append(end + send if target != rank else end)
-            elif kind == 0:
-                ready_w[stage].append(end)
-                if stage:
-                    target = rank_of[stage - 1]
-                    ready_b[stage - 1].append(end + send if target != rank else end)
-            else:
+            if slot >= weights:
                 holds[rank] -= 1
-            choices[rank] = choice = self.choose(rank)
-            starts[rank] = choice[0]
-            if target != rank:
-                choices[target] = choice = self.choose(target)
-                starts[target] = choice[0]
+            else:
+                arrives = end
+                if slot >= first:
+                    holds[rank] += 1
+                    fed = slot + 1 if slot < last else stages - 1
+                    if slot < last:
+                        target = rank_of[slot + 1 - stages]
+                else:
+                    gradients = slot + weights
+                    arrivals[gradients].append(end)
+                    if upcoming[gradients] == inf:
+                        upcoming[gradients] = end
+                    fed = slot - 1
+                    if slot:
+                        target = rank_of[fed]
+                if fed >= 0:
+                    if target != rank:
+                        arrives += send
+                    arrivals[fed].append(arrives)
+                    if upcoming[fed] == inf:
+                        upcoming[fed] = arrives
+            while True:  # both choose anew
+                clock, held, best = clocks[rank], holds[rank], inf
+                for slot, room in slots[rank]:
+                    at = upcoming[slot]
+                    if at < best and held < room:
+                        chosen[rank] = slot
+                        if at <= clock:
+                            best = clock
+                            break
+                        best = at
+                starts[rank] = best
+                if rank == target:
+                    break
+                rank = target
         return Played(clocks, busy, intervals)

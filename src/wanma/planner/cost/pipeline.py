@@ -6,7 +6,7 @@ special case of equal stages and free links. Pure functions, without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from wanma.job.sections import Schedule
@@ -15,7 +15,15 @@ from wanma.planner.cost.operation import Interval, Operation, StageCost
 from wanma.planner.cost.ordered import Size, orders_of, play_in_order
 from wanma.planner.stages import SPLIT_BACKWARD
 
-__all__ = ["Interval", "Operation", "Pipelined", "StageCost", "pipeline_intervals", "pipeline_seconds"]
+__all__ = [
+    "Interval",
+    "Operation",
+    "Pipelined",
+    "Play",
+    "StageCost",
+    "pipeline_intervals",
+    "pipeline_seconds",
+]
 
 
 class Pipelined(NamedTuple):
@@ -29,6 +37,10 @@ class Pipelined(NamedTuple):
     def bubble_seconds(self) -> float:
         """In which the busiest rank waits."""
         return self.seconds - max(self.busy)
+
+
+Play = Callable[[Schedule, Sequence[StageCost], int, int, float, int | None], Pipelined]
+"""`pipeline_seconds`, or what gives the same without playing again what it has played."""
 
 
 def pipeline_seconds(

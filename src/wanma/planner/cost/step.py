@@ -19,7 +19,7 @@ from wanma.planner.cost.compute import streaming_seconds
 from wanma.planner.cost.data_parallel import DataParallel, exposed
 from wanma.planner.cost.machine import Machine
 from wanma.planner.cost.operators import PartTime, Software
-from wanma.planner.cost.pipeline import StageCost, pipeline_seconds
+from wanma.planner.cost.pipeline import Play, StageCost, pipeline_seconds
 from wanma.planner.stages import SPLIT_BACKWARD
 
 OPTIMIZER_KERNELS = 20
@@ -174,10 +174,10 @@ def optimizer_seconds(
     return seconds * machine.optimizer_factor
 
 
-def step_of(anatomy: Anatomy) -> StepTime:
+def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
     """The step's parts, played and added up."""
     plan = anatomy.plan
-    played = pipeline_seconds(
+    played = play(
         plan.schedule,
         anatomy.costs,
         plan.pp,

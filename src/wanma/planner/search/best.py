@@ -362,7 +362,7 @@ class _Search:
             if point.core.least[point.row, point.column] <= self._fastest * self.slowest
         ]
         known = {
-            plan: Candidate(plan, forecast(self.problem, plan))
+            plan: Candidate(plan, forecast(self.problem, plan, self.tables.play))
             for plan in {one[2] for one in kept} | set(front)
         }
         return Found(

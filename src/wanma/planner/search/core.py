@@ -16,8 +16,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
 from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.cost.data_parallel import INTERFERENCE
-from wanma.planner.cost.pipeline import StageCost, pipeline_seconds
-from wanma.planner.forecast import checkpoint_seconds, memory_setting, software, unknown_rates
+from wanma.planner.forecast import anatomy, checkpoint_seconds, memory_setting, software, unknown_rates
 from wanma.planner.memory.grid import States, memory_grid
 from wanma.planner.search.tables import Array, Integers, Tables, UnitCost, counts_of, run_again_shares
 from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
@@ -63,7 +62,9 @@ class Core:
     def play(self, row: int) -> Array:
         """Seconds of a step under the recompute of that number, of every state."""
         for columns, variant in self._variants:
-            self.least[row, columns] += variant.more_when_played(row)
+            if not variant.is_played[row]:
+                more = variant.more_when_played(self._tables, row, self.plan_of(row, columns[0]))
+                self.least[row, columns] += more
         seconds: Array = self.least[row]
         return seconds
 
@@ -89,25 +90,24 @@ class _Variant:
         forward = _of_stages([block.forward for block in some], counts, ends, "forward")
         backward = _of_stages([0.0] * len(some), counts, ends, "backward_alone")
         backward = backward + self._of_blocks(recomputes, kinds, counts, sizes)
-        self._send = tables.boundary(plan) if plan.pp > 1 else 0.0
+        send = tables.boundary(plan) if plan.pp > 1 else 0.0
         if software(tables.problem, plan).waits_for_sends and plan.virtual_stages > 1:
-            forward, backward, self._send = forward + self._send, backward + self._send, 0.0
-        self._weights: Array | None = None
-        self._forward: Array = np.broadcast_to(forward, backward.shape)
-        self._backward: Array = backward
+            forward, backward, send = forward + send, backward + send, 0.0
+        ahead: Array = np.broadcast_to(forward, backward.shape)
+        costs: tuple[Array, Array, Array | None] = (ahead, backward, None)
         if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
             weights = _of_stages([block.weights for block in some], counts, ends, "weights")
-            self._weights = np.broadcast_to(weights, backward.shape)
-            self._backward = backward - self._weights
-        costs = (self._forward, self._backward, self._weights)
+            apart = np.broadcast_to(weights, backward.shape)
+            costs = (ahead, backward - apart, apart)
         busy = busy_seconds(plan.schedule, forward + backward, plan.pp, self._micro_batches)
         self._busy = busy.mean(axis=1)
         self._shared = tables.problem.machine.shared
-        least = least_seconds(plan.schedule, *costs, plan.pp, self._micro_batches, self._send)
+        least = least_seconds(plan.schedule, *costs, plan.pp, self._micro_batches, send)
         self._least = np.array([self._on_shared_cores(*of_one) for of_one in enumerate(least)])
-        self._is_played = np.full(len(recomputes), plan.pp == 1)
+        self.is_played = np.full(len(recomputes), plan.pp == 1)
+        """Of every recompute, whether its least is what it takes."""
         every, busiest = np.arange(len(recomputes)), busy.argmax(axis=1)
-        self._busiest_forward = busy_seconds(plan.schedule, self._forward, plan.pp, 1)[every, busiest]
+        self._busiest_forward = busy_seconds(plan.schedule, ahead, plan.pp, 1)[every, busiest]
         self._busiest_backward = busy[every, busiest] / self._micro_batches - self._busiest_forward
         parameters = _of_stages([block.parameters for block in some], counts, ends, "parameters")
         self._parameters = float(busy_seconds(plan.schedule, parameters[None], plan.pp, 1).max())
@@ -138,16 +138,18 @@ class _Variant:
         seconds: Array = self._least[:, None] + reduce + gather + optimizer
         return seconds
 
-    def more_when_played(self, row: int) -> float:
-        """Seconds that the pipelined part takes beyond its least, where nobody asked before."""
-        if self._is_played[row]:
-            return 0.0
-        self._is_played[row] = True
-        weights = np.zeros_like(self._forward[row]) if self._weights is None else self._weights[row]
-        rows = (self._forward[row].tolist(), self._backward[row].tolist(), weights.tolist())
-        costs = [StageCost(*cost) for cost in zip(*rows, strict=True)]
-        plan = self._plan
-        played = pipeline_seconds(plan.schedule, costs, plan.pp, self._micro_batches, self._send)
+    def more_when_played(self, tables: Tables, row: int, plan: Plan) -> float:
+        """Seconds that the pipelined part takes beyond its least: what is to be added once.
+
+        Args:
+            plan: under the recompute of that number, with the state of one of the variant's plans.
+        """
+        self.is_played[row] = True
+        # The costs are the forecast's to the last bit, so that this is what it plays.
+        parts = anatomy(tables.problem, plan)
+        played = tables.play(
+            plan.schedule, parts.costs, plan.pp, parts.micro_batches, parts.boundary_seconds, parts.in_flight
+        )
         return self._on_shared_cores(row, played.seconds) - float(self._least[row])
 
     def _on_shared_cores(self, row: int, seconds: float) -> float:

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
+from wanma.job.sections import Recompute, Schedule
 from wanma.planner.cost.data_parallel import DataParallel, block_key
 from wanma.planner.cost.operators import PartTime
 from wanma.planner.cost.pieces import Blocks, Pieces, pieces_key
+from wanma.planner.cost.pipeline import Pipelined, StageCost, pipeline_seconds
 from wanma.planner.cost.step import Stage, optimizer_seconds, stage_cost
 from wanma.planner.forecast import blocks_of, pieces_of, software, trained_share
 from wanma.planner.forecast import boundary_seconds as seconds_between
@@ -244,6 +245,19 @@ class Tables:
         """What a stage's output takes to the next rank."""
         split = (plan.tp, plan.cp, plan.sequence, plan.world_size // plan.pp, plan.micro_batch)
         return self._once(("boundary", *split, plan.precision), lambda: seconds_between(self.problem, plan))
+
+    def play(
+        self,
+        schedule: Schedule,
+        costs: Sequence[StageCost],
+        pp: int,
+        micro_batches: int,
+        send_seconds: float,
+        in_flight: int | None,
+    ) -> Pipelined:
+        """As `pipeline_seconds`: what a search has played, the forecasts of what it keeps need not."""
+        asked = (schedule, tuple(costs), pp, micro_batches, send_seconds, in_flight)
+        return self._once(("play", *asked), lambda: pipeline_seconds(*asked))
 
     def memory(self, plan: Plan) -> MemoryTable:
         """As `forecast_memory` takes it."""
