@@ -22,8 +22,8 @@ from wanma.planner.cost.module import (
     told_of_tables,
 )
 from wanma.planner.cost.operators import Software, product_precision
-from wanma.planner.cost.pipeline import Play, pipeline_seconds
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
+from wanma.planner.cost.pipeline import Play, pipeline_seconds
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
 from wanma.planner.memory.ranks import Setting, forecast_memory
 from wanma.planner.problem import Problem

@@ -152,16 +152,25 @@ def wrong_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> str 
     The rules of torch's own classes, 2.11 to 2.13. Those that are not asked before a run raise in one
     rank or another, or leave ranks waiting for each other.
     """
-    if schedule == "1f1b" and micro_batches < pp:
+    if runs_micro_batches(schedule, pp, micro_batches):
+        return None
+    if schedule == "1f1b":
         return f"schedule '1f1b' needs at least as many as stages, {pp}"
-    if schedule == "dualpipev" and micro_batches < 2 * pp:
+    if schedule == "dualpipev":
         return f"schedule 'dualpipev' needs at least as many as stages, {2 * pp}"
-    if schedule in INTERLEAVED and micro_batches % (rounds := max(micro_batches // pp, 1)):
-        return (
-            f"schedule '{schedule}' runs them in rounds of {pp} or more, "
-            f"and {micro_batches} do not divide into {rounds} equal rounds"
-        )
-    return None
+    return (
+        f"schedule '{schedule}' runs them in rounds of {pp} or more, "
+        f"and {micro_batches} do not divide into {max(micro_batches // pp, 1)} equal rounds"
+    )
+
+
+def runs_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    """Whether nothing is wrong with them (`wrong_micro_batches`)."""
+    if schedule == "1f1b":
+        return micro_batches >= pp
+    if schedule == "dualpipev":
+        return micro_batches >= 2 * pp
+    return schedule not in INTERLEAVED or micro_batches % max(micro_batches // pp, 1) == 0
 
 
 def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:

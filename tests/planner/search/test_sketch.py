@@ -13,6 +13,7 @@ from support.problems import SMALL, job, problem
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.forecast import forecast, memory_setting
 from wanma.planner.memory.grid import States
+from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.search.sketch import Sketch
 from wanma.planner.search.space import Space, cores, grids, recomputes, states
 from wanma.planner.search.tables import Tables
@@ -63,7 +64,7 @@ def test_one_device_takes_hardly_longer_than_its_sketch() -> None:
     (grid,) = grids(space)
     plan = replace(next(iter(cores(space, grid, given.workload))), micro_batch=8)
     ways, tables = States(states(space, grid)), Tables(given)
-    sketch = Sketch(tables, replace(plan, micro_batch=1), [("none", 1.0)], ways)
+    sketch = Sketch(tables, replace(plan, micro_batch=1), Recomputes([("none", 1.0)]), ways)
     seconds = sketch.least_seconds(tables.bare(plan, [8]), None, np.array([[1]]))[0, 0]
     step = forecast(given, plan).step
     assert step is not None

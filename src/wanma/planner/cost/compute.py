@@ -38,12 +38,10 @@ def product_seconds(
         return 0.0
     rate = product_rate(chip, precision)
     curve = chip.products[precision]
-    computed = min(
-        math.ceil(count * math.ceil(m / rows) * math.ceil(n / columns) / chip.multiprocessors)
-        * (2.0 * rows * columns * (k + curve.fill) * chip.multiprocessors)
-        / (rate * share)
-        for rows, columns, share in chip.tiles
-    )
+    computed, at_once, ceil = math.inf, chip.multiprocessors, math.ceil
+    for rows, columns, share in chip.tiles:
+        waves = ceil(count * ceil(m / rows) * ceil(n / columns) / at_once)
+        computed = min(computed, waves * (2.0 * rows * columns * (k + curve.fill) * at_once) / (rate * share))
     element = ELEMENT_BYTES[precision]
     moved = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
     if moved_elements is not None:

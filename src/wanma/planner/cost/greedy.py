@@ -74,8 +74,8 @@ class _Play:
                 self.rank_of[stage] = rank
         endless = 3 * self.stages * micro_batches
         self.slots: list[list[tuple[int, int]]] = []
-        """Of every rank, what it may run, in the order in which it prefers it; each with the activations below
-        which it does."""
+        """Of every rank, what it may run, in the order in which it prefers it; each with the activations
+        below which it does."""
         for mine in held:
             deepest_first = sorted(mine, reverse=True)
             self.slots.append(

@@ -6,7 +6,7 @@ computed once and put together as arrays. The numbers are those of `ranks.foreca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -77,7 +77,7 @@ class States:
 def memory_grid(
     table: MemoryTable,
     plan: Plan,
-    recomputes: Sequence[tuple[Recompute, float]],
+    recomputes: Collection[tuple[Recompute, float]],
     states: States,
     setting: Setting,
 ) -> Array:
@@ -98,7 +98,7 @@ def _of_rank(
     rank: int,
     table: MemoryTable,
     plan: Plan,
-    recomputes: Sequence[tuple[Recompute, float]],
+    recomputes: Collection[tuple[Recompute, float]],
     states: States,
     stages: list[tuple[int, ...]],
     setting: Setting,
@@ -145,7 +145,7 @@ def _activations(
     rank: int,
     table: MemoryTable,
     plan: Plan,
-    recomputes: Sequence[tuple[Recompute, float]],
+    recomputes: Collection[tuple[Recompute, float]],
     mine: list[tuple[int, ...]],
     setting: Setting,
 ) -> tuple[Array, Array, Array]:

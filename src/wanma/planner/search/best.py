@@ -21,13 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from wanma.job.plan import AXES, Plan
-from wanma.planner.forecast import forecast, memory_setting
+from wanma.planner.forecast import forecast
 from wanma.planner.memory.grid import States
 from wanma.planner.problem import Problem
 from wanma.planner.search.candidates import Candidate, Found, pareto_front
-from wanma.planner.search.core import Core, Recomputes
+from wanma.planner.search.core import Core
 from wanma.planner.search.front import Front
 from wanma.planner.search.listing import Listing, OfGrid, Scheduled, accumulation
+from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.search.sketch import Sketch
 from wanma.planner.search.space import (
     SHARDS,
@@ -214,15 +215,13 @@ class _Search:
                 virtual_stages=one.virtual_stages,
                 stage_cuts=one.stage_cuts,
             )
-            self._divide_schedule(of_grid.grid, plan, one, of_grid.states)
+            self._divide_schedule(of_grid, plan, one)
 
-    def _divide_schedule(self, grid: Grid, plan: Plan, one: Scheduled, shared: States) -> None:
+    def _divide_schedule(self, of_grid: OfGrid, plan: Plan, one: Scheduled) -> None:
+        grid, shared = of_grid.grid, of_grid.states
         sketch = Sketch(self.tables, plan, one.recomputes, shared)
-        largest = max(self.space.batches)
-        setting = memory_setting(self.problem, plan)
         memory = sketch.least_bytes(
-            one.sizes,
-            [setting._replace(micro_batches=accumulation(plan, size, largest)) for size in one.sizes],
+            one.sizes, [self.tables.setting(plan, max(of_grid.numbers[size])) for size in one.sizes]
         )
         each = len(one.recomputes) * len(shared.plans)
         possible = memory.min(axis=1) <= self.problem.memory_bytes

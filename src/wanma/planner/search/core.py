@@ -18,11 +18,9 @@ from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.cost.data_parallel import INTERFERENCE
 from wanma.planner.forecast import anatomy, checkpoint_seconds, memory_setting, software, unknown_rates
 from wanma.planner.memory.grid import States, memory_grid
-from wanma.planner.search.tables import Array, Integers, Tables, UnitCost, counts_of, run_again_shares
+from wanma.planner.search.recomputes import Recomputes
+from wanma.planner.search.tables import Array, Integers, Tables, UnitCost, counts_of
 from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
-
-Recomputes = Sequence[tuple[Recompute, float]]
-"""Kinds and shares."""
 
 
 class Core:
@@ -120,7 +118,7 @@ class _Variant:
         sizes: Integers,
     ) -> Array:
         """Backward of every stage's blocks, with what runs again; (recomputes, stages)."""
-        share = run_again_shares(recomputes, sizes)
+        share = recomputes.of_stages(tuple(sizes.tolist()))
         total = np.zeros(share.shape)
         for number in range(counts.shape[1]):
             lines = np.array([kinds[kind][number].backward for kind, _ in recomputes])

@@ -15,11 +15,11 @@ from wanma.job.sections import Schedule
 from wanma.planner.cost.pieces import pieces_key
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.memory.grid import States
-from wanma.planner.search.core import Recomputes
+from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.search.sketch import without_bubbles
 from wanma.planner.search.space import Grid, Share, Space, recomputes, staged, states
 from wanma.planner.search.tables import Tables
-from wanma.planner.stages import wrong_micro_batches
+from wanma.planner.stages import runs_micro_batches
 
 _ENDLESS = 1 << 20
 """Samples of a micro-batch, of which what is paid once does not count."""
@@ -84,9 +84,9 @@ class Listing:
             (one.schedule, one.virtual_stages): one.recomputes for one in self.schedules_of(compiled, of_grid)
         }
         return [
-            one._replace(recomputes=[again for again in one.recomputes if again not in also])
+            one._replace(recomputes=Recomputes(again for again in one.recomputes if again not in also))
             for one in schedules
-            for also in (may_be.get((one.schedule, one.virtual_stages), ()),)
+            for also in (set(may_be.get((one.schedule, one.virtual_stages), ())),)
         ]
 
 
@@ -106,7 +106,9 @@ class OfGrid:
 
     def __init__(self, grid: Grid, ways: list[Share], sizes: list[int], space: Space) -> None:
         self.grid, self.ways, self.sizes, self._space = grid, ways, tuple(sizes), space
-        self._plain = Plan(pp=grid.pp, dp_replicate=grid.data_ranks)
+        rows = [math.ceil(batch / grid.data_ranks) for batch in space.batches]
+        self.numbers = {size: tuple(max(math.ceil(row / size), 1) for row in rows) for size in sizes}
+        """Of micro-batches of each size in a step of each batch, as `Plan.accumulation`."""
         self._sizes: dict[Schedule, tuple[int, ...]] = {}
         self.counts: dict[object, int] = {}
         """Plans of a split, by what they depend on."""
@@ -123,14 +125,12 @@ class OfGrid:
         if self.grid.pp == 1:
             return self.sizes
         if schedule not in self._sizes:
-            self._sizes[schedule] = tuple(size for size in self.sizes if self._runs(schedule, size))
+            self._sizes[schedule] = tuple(
+                size
+                for size in self.sizes
+                if all(runs_micro_batches(schedule, self.grid.pp, number) for number in self.numbers[size])
+            )
         return self._sizes[schedule]
-
-    def _runs(self, schedule: Schedule, size: int) -> bool:
-        return not any(
-            wrong_micro_batches(schedule, self.grid.pp, accumulation(self._plain, size, batch))
-            for batch in self._space.batches
-        )
 
 
 def accumulation(plan: Plan, size: int, batch: int) -> int:

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
 from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.forecast import software
 from wanma.planner.memory.grid import States, parameters_of
 from wanma.planner.memory.ranks import Setting, boundary_bytes, kept_of_stages, stage_counts, unused_shares
-from wanma.planner.search.tables import Adding, Bare, Tables, counts_of, run_again_shares
+from wanma.planner.search.recomputes import Recomputes
+from wanma.planner.search.tables import Adding, Bare, Tables, counts_of
 from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
 
 Array = npt.NDArray[np.float64]
@@ -29,7 +29,6 @@ class Sketch:
 
     Args:
         plan: in micro-batches of one sample.
-        recomputes: kinds and shares.
         states: ways to share the state among the plan's data ranks.
     """
 
@@ -37,13 +36,10 @@ class Sketch:
         self,
         tables: Tables,
         plan: Plan,
-        recomputes: Sequence[tuple[Recompute, float]],
+        recomputes: Recomputes,
         states: States,
     ) -> None:
         self.plan, self.recomputes, self.states = plan, recomputes, states
-        self._is_selective = np.array([float(kind == "selective") for kind, _ in recomputes])
-        self._is_full = np.array([float(kind == "full") for kind, _ in recomputes])
-        self._shares = np.array([share for _, share in recomputes]) * (self._is_selective + self._is_full)
         self._tables = tables
         self._table = tables.memory(plan)
         stages = stage_counts(self._table, plan)
@@ -53,9 +49,9 @@ class Sketch:
 
     def _kept_bytes(self, mine: list[tuple[int, ...]]) -> Array:
         """Of one sample in each stage of the first rank; (stages, recomputes)."""
-        shares = run_again_shares(self.recomputes, np.array([sum(counts) for counts in mine])).T
+        shares = self.recomputes.of_stages(tuple(sum(counts) for counts in mine)).T
         parts = [kind.bytes for kind in self._table.kinds]
-        costly = shares * self._is_selective
+        costly = shares * self.recomputes.is_selective
         stays = self.plan.offload_activations == "nothing"
         kept = np.zeros(shares.shape)
         for kind, part in enumerate(parts):
@@ -97,8 +93,8 @@ class Sketch:
             sends: seconds from one stage to the next; (micro-batches, 1).
         """
         plan, numbers = self.plan, self._tables.block_numbers(self.plan)
-        sizes = np.array(blocks_of_stages(sum(numbers), plan))
-        counts = counts_of(sizes, numbers).T.astype(np.float64)  # (kinds, stages)
+        sizes = blocks_of_stages(sum(numbers), plan)
+        counts = counts_of(np.array(sizes), numbers).T.astype(np.float64)  # (kinds, stages)
         forward = bare.forward @ counts
         backward = (bare.backward + adding.blocks) @ counts
         weights = (bare.weights + adding.blocks) @ counts
@@ -109,9 +105,9 @@ class Sketch:
         habits = software(self._tables.problem, plan)
         if habits.waits_for_sends and plan.virtual_stages > 1:
             forward, backward, sends = forward + sends, backward + sends, np.zeros_like(sends)
-        again = run_again_shares(self.recomputes, sizes)  # (recomputes, stages)
-        selective = (bare.selective @ counts)[:, None] * (again * self._is_selective[:, None])
-        full = (bare.full @ counts)[:, None] * (again * self._is_full[:, None])
+        again = self.recomputes.of_stages(tuple(sizes))  # (recomputes, stages)
+        selective = (bare.selective @ counts)[:, None] * (again * self.recomputes.is_selective[:, None])
+        full = (bare.full @ counts)[:, None] * (again * self.recomputes.is_full[:, None])
         backward = backward[:, None] + selective + full
         shape, rows = backward.shape, len(self.recomputes)
 
@@ -141,9 +137,9 @@ class Sketch:
 
     def _again(self, bare: Bare, counts: npt.NDArray[np.int64]) -> Array:
         """What recompute adds; (micro-batches, recomputes)."""
-        again = np.outer(bare.selective @ counts, self._is_selective)
-        again += np.outer(bare.full @ counts, self._is_full)
-        total: Array = self._shares * again
+        again = (bare.selective @ counts)[:, None] * self.recomputes.is_selective
+        again += (bare.full @ counts)[:, None] * self.recomputes.is_full
+        total: Array = self.recomputes.shares * again
         return total
 
     def least_bytes(self, sizes: Sequence[int], settings: Sequence[Setting]) -> Array:
@@ -151,15 +147,17 @@ class Sketch:
 
         Args:
             sizes: of micro-batches.
-            settings: with their numbers in a step.
+            settings: with their numbers in a step; all else is the same.
         """
         plan, more = self.plan, 1 + unused_shares(self.plan, settings[0].software).passing
         flights = np.array([kept_of_stages(0, plan, setting) for setting in settings], dtype=np.float64)
-        boundary = np.array([boundary_bytes(self._table, plan, one, self._numbers) for one in settings])
+        one = boundary_bytes(self._table, plan, settings[0]._replace(micro_batches=1), self._numbers)
+        counts = np.array([setting.micro_batches for setting in settings])
+        boundary = one * counts if settings[0].software.boundary_buffers else np.full(len(counts), one)
         passing = (flights @ self._kept + boundary[:, None]) * np.array(sizes)[:, None]
-        accumulating = {one.micro_batches > 1: one for one in settings}
-        by_kind = {accumulates: self._always(one) for accumulates, one in accumulating.items()}
-        always = np.array([by_kind[one.micro_batches > 1] for one in settings])
+        accumulating = {setting.micro_batches > 1: setting for setting in settings}
+        by_kind = {accumulates: self._always(setting) for accumulates, setting in accumulating.items()}
+        always = np.where(counts > 1, by_kind.get(True, 0.0), by_kind.get(False, 0.0))
         least: Array = always[:, None] + more * passing
         return least
 

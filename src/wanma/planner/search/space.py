@@ -33,6 +33,7 @@ from wanma.planner.search.admits import (
     takes_backward_apart,
     tensor_fits,
 )
+from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, wrong_stages
 
 Sizes = tuple[int, ...] | None
@@ -237,9 +238,11 @@ def shares(space: Space, grid: Grid) -> Iterator[Share]:
         for shard in space.shard:
             if not shard_fits(shard, dp_shard, grid.cp):
                 continue
-            way = Plan(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=grid.cp, ep=grid.ep, shard=shard)
-            if grid.ep == 1 or experts_fit(space.dimensions, way):
-                yield dp_replicate, dp_shard, shard
+            if grid.ep > 1:
+                way = Plan(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=grid.cp, ep=grid.ep, shard=shard)
+                if not experts_fit(space.dimensions, way):
+                    continue
+            yield dp_replicate, dp_shard, shard
 
 
 def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]:
@@ -291,6 +294,8 @@ def micro_batches(space: Space, grid: Grid) -> list[int]:
     """Sizes that hold whole groups on every data rank."""
     rows = math.ceil(max(space.batches) / grid.data_ranks)
     sizes = micro_batch_sizes(rows) if space.micro_batch is None else space.micro_batch
+    if space.group == 1:
+        return list(sizes)
     plain = Plan(dp_replicate=grid.data_ranks)
     return [
         size
@@ -315,7 +320,7 @@ def staged(space: Space, split: Plan, workload: Workload | None) -> Iterator[Pla
             yield replace(plan, stage_cuts=cuts)
 
 
-def recomputes(space: Space, plan: Plan) -> list[tuple[Recompute, float]]:
+def recomputes(space: Space, plan: Plan) -> Recomputes:
     """Kinds and shares of recompute that differ for the plan's stages."""
     largest = max(stage_sizes(plan, space.layers), default=0)
     found: list[tuple[Recompute, float]] = []
@@ -329,7 +334,7 @@ def recomputes(space: Space, plan: Plan) -> list[tuple[Recompute, float]]:
             found.append((kind, share if share is not None else 1.0))
         else:
             found += [(kind, count / largest) for count in range(1, largest + 1)]
-    return found
+    return Recomputes(found)
 
 
 def stage_sizes(plan: Plan, layers: int) -> list[int]:

@@ -20,8 +20,9 @@ from wanma.planner.cost.operators import PartTime
 from wanma.planner.cost.pieces import Blocks, Pieces, pieces_key
 from wanma.planner.cost.pipeline import Pipelined, StageCost, pipeline_seconds
 from wanma.planner.cost.step import Stage, optimizer_seconds, stage_cost
-from wanma.planner.forecast import blocks_of, pieces_of, software, trained_share
+from wanma.planner.forecast import blocks_of, memory_setting, pieces_of, software, trained_share
 from wanma.planner.forecast import boundary_seconds as seconds_between
+from wanma.planner.memory.ranks import Setting
 from wanma.planner.memory.table import MemoryTable, table_key, tabulate
 from wanma.planner.problem import Problem
 
@@ -246,6 +247,13 @@ class Tables:
         split = (plan.tp, plan.cp, plan.sequence, plan.world_size // plan.pp, plan.micro_batch)
         return self._once(("boundary", *split, plan.precision), lambda: seconds_between(self.problem, plan))
 
+    def setting(self, plan: Plan, micro_batches: int) -> Setting:
+        """As `memory_setting`, of so many micro-batches a step."""
+        key = ("setting", plan.compile, micro_batches)
+        return self._once(
+            key, lambda: memory_setting(self.problem, plan)._replace(micro_batches=micro_batches)
+        )
+
     def play(
         self,
         schedule: Schedule,
@@ -281,10 +289,3 @@ def counts_of(sizes: Integers, numbers: Sequence[int]) -> Integers:
     before = np.clip(bounds - starts, 0, ends - starts)
     counts: Integers = before[1:] - before[:-1]
     return counts
-
-
-def run_again_shares(recomputes: Sequence[tuple[Recompute, float]], sizes: Integers) -> Array:
-    """Of the blocks of every stage, the share that runs again, as `Plan.recomputed`; (recomputes, stages)."""
-    asked = np.array([share if kind != "none" else 0.0 for kind, share in recomputes])
-    shares: Array = np.ceil(np.round(asked[:, None] * sizes, 9)) / np.maximum(sizes, 1)
-    return shares
