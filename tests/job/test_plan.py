@@ -143,3 +143,13 @@ def test_the_blocks_that_recompute_by_hand() -> None:
     assert Plan(recompute="full", recompute_share=0.5).recomputed(3) == [1, 2]
     assert len(Plan(recompute="full", recompute_share=0.7).recomputed(10)) == 7
     assert Plan(recompute="none").recomputed(4) == []
+
+
+def test_a_changed_plan_is_as_if_made_anew_and_refuses_what_no_plan_has() -> None:
+    plan = Plan(dp_shard=2, stage_cuts=(3,))
+    assert plan.but(tp=2, shard="parameters") == replace(plan, tp=2, shard="parameters")
+    assert plan == Plan(dp_shard=2, stage_cuts=(3,))  # which stays what it was
+    with pytest.raises(TypeError, match="a plan has no micro_batches"):
+        plan.but(micro_batches=2)
+    with pytest.raises(ValueError, match="batch_shares needs one number"):
+        plan.but(batch_shares=(1, 2, 3))

@@ -84,6 +84,22 @@ class Plan:
             if not self.batch_shares:
                 raise ValueError("placed replicas need batch_shares")
 
+    def but(self, **changes: Any) -> Plan:
+        """As `dataclasses.replace`, in a fraction of its time: searches make plans by the ten thousand.
+
+        Raises:
+            TypeError: a plan has no field of such a name.
+            ValueError: the changed plan is none.
+        """
+        values = {**self.__dict__, **changes}
+        if len(values) != len(self.__dict__):
+            unknown = ", ".join(sorted(changes.keys() - self.__dict__.keys()))
+            raise TypeError(f"a plan has no {unknown}")
+        changed = object.__new__(Plan)
+        changed.__dict__.update(values)
+        changed.__post_init__()
+        return changed
+
     @property
     def world_size(self) -> int:
         if self.placement:

@@ -10,25 +10,18 @@ from hypothesis import strategies as st
 from support.problems import SMALL, job, problem
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.forecast import forecast
-from wanma.planner.search.listing import Listing, OfGrid
+from wanma.planner.search.listing import Listing
 from wanma.planner.search.space import (
-    Grid,
     Space,
     cores,
     grids,
-    micro_batches,
     recomputes,
-    shares,
     splits,
     states,
 )
 from wanma.planner.search.tables import Tables
 
 MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)]
-
-
-def of_grid(space: Space, grid: Grid) -> OfGrid:
-    return OfGrid(grid, list(shares(space, grid)), micro_batches(space, grid), space)
 
 
 @settings(max_examples=20, deadline=None)
@@ -40,7 +33,7 @@ def test_a_grid_has_as_many_plans_as_are_counted(
     space = Space.everything(given_.job, given_.cluster, dimensions, devices=(devices,))
     grid = data.draw(st.sampled_from(list(grids(space))))
     listing = Listing(space, Tables(given_))
-    counted = sum(listing.count(split, of_grid(space, grid)) for split in splits(space, grid))
+    counted = sum(listing.count(split, listing.of_grid(grid)) for split in splits(space, grid))
     ways = len(states(space, grid))
     listed = sum(len(recomputes(space, core)) for core in cores(space, grid, given_.workload)) * ways
     assert counted == listed
@@ -54,7 +47,8 @@ def test_a_plan_that_is_left_out_is_slower_and_no_smaller_than_itself_compiled(
     given_ = problem(job(global_batch=24), dimensions)
     space = Space.everything(given_.job, given_.cluster, dimensions, devices=(devices,))
     grid = data.draw(st.sampled_from(list(grids(space))))
-    listing, shared = Listing(space, Tables(given_)), of_grid(space, grid)
+    listing = Listing(space, Tables(given_))
+    shared = listing.of_grid(grid)
     eager = data.draw(st.sampled_from([split for split in splits(space, grid) if not split.compile]))
     every, left = listing.schedules_of(eager, shared), listing.unbeaten(eager, shared)
     beaten = [

@@ -46,10 +46,11 @@ def all_reduce_seconds(
     """
     if group.size == 1 or buffer_bytes <= 0:
         return 0.0
+    widths = _widths(_levels(machine, group), group)
     if algorithm is not None:
-        return machine.start_seconds + _ALL_REDUCE[algorithm](machine, group, buffer_bytes, sharing)
+        return machine.start_seconds + _ALL_REDUCE[algorithm](machine, widths, buffer_bytes, sharing)
     return machine.start_seconds + min(
-        function(machine, group, buffer_bytes, sharing) for function in _ALL_REDUCE.values()
+        [function(machine, widths, buffer_bytes, sharing) for function in _ALL_REDUCE.values()]
     )
 
 
@@ -71,8 +72,10 @@ def all_gather_seconds(
     if group.size == 1 or whole_bytes <= 0:
         return 0.0
     machine = machine.running(of)
+    widths = _widths(_levels(machine, group), group)
     return machine.start_seconds + min(
-        _ring(machine, group, whole_bytes, sharing), _by_levels(machine, group, whole_bytes, sharing)
+        _ring(machine, widths, whole_bytes, sharing),
+        _by_levels(machine, widths, whole_bytes, sharing),
     )
 
 
@@ -171,8 +174,11 @@ def _levels(machine: Machine, group: Group) -> list[Link]:
     return used
 
 
-def _widths(levels: list[Link], group: Group) -> list[tuple[Link, int]]:
-    """Each level, and the members that reach each other within it."""
+_Widths = list[tuple[Link, int]]
+"""Each level, and the members that reach each other within it."""
+
+
+def _widths(levels: list[Link], group: Group) -> _Widths:
     return [
         (link, group.size if number == len(levels) - 1 else group.inside(link))
         for number, link in enumerate(levels)
@@ -184,12 +190,13 @@ def _share(link: Link, machine: Machine, sharing: int) -> float:
     return 1.0 if link is machine.links[0] and len(machine.links) > 1 else 1.0 / max(sharing, 1)
 
 
-def _ring(machine: Machine, group: Group, whole_bytes: float, sharing: int) -> float:
+def _ring(machine: Machine, widths: _Widths, whole_bytes: float, sharing: int) -> float:
     """One pass of all parts around all members. Each unit of a level is left once by every part, over the
     links of all members inside."""
-    moved = whole_bytes * (group.size - 1) / group.size
+    size = widths[-1][1]
+    moved = whole_bytes * (size - 1) / size
     slowest, latency, inner = 0.0, 0.0, 1
-    for link, outer in _widths(_levels(machine, group), group):
+    for link, outer in widths:
         share = inner * _share(link, machine, sharing)
         slowest = max(slowest, link.seconds(moved, whole_bytes, share))
         latency += (math.ceil(outer / inner) - 1) * link.latency_seconds
@@ -197,10 +204,10 @@ def _ring(machine: Machine, group: Group, whole_bytes: float, sharing: int) -> f
     return latency + slowest
 
 
-def _by_levels(machine: Machine, group: Group, whole_bytes: float, sharing: int) -> float:
+def _by_levels(machine: Machine, widths: _Widths, whole_bytes: float, sharing: int) -> float:
     """The outer levels first: of each unit, each of its `inner` members exchanges one part in `inner`."""
     seconds, inner = 0.0, 1
-    for link, outer in _widths(_levels(machine, group), group):
+    for link, outer in widths:
         part = whole_bytes / inner
         seconds += (math.ceil(outer / inner) - 1) * link.latency_seconds
         seconds += link.seconds(part * (1 - inner / outer), part, _share(link, machine, sharing))
@@ -208,14 +215,14 @@ def _by_levels(machine: Machine, group: Group, whole_bytes: float, sharing: int)
     return seconds
 
 
-def _ring_all_reduce(machine: Machine, group: Group, buffer_bytes: float, sharing: int) -> float:
-    return 2.0 * _ring(machine, group, buffer_bytes, sharing)
+def _ring_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
+    return 2.0 * _ring(machine, widths, buffer_bytes, sharing)
 
 
-def _tree_all_reduce(machine: Machine, group: Group, buffer_bytes: float, sharing: int) -> float:
+def _tree_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
     """Up and down two binary trees, each with half the buffer (Sanders et al. 2009; NCCL 2.4)."""
     slowest, latency, inner = 0.0, 0.0, 1
-    for link, outer in _widths(_levels(machine, group), group):
+    for link, outer in widths:
         slowest = max(
             slowest, link.seconds(buffer_bytes, buffer_bytes, inner * _share(link, machine, sharing))
         )
@@ -224,9 +231,9 @@ def _tree_all_reduce(machine: Machine, group: Group, buffer_bytes: float, sharin
     return 2.0 * (latency + slowest)
 
 
-def _hierarchical_all_reduce(machine: Machine, group: Group, buffer_bytes: float, sharing: int) -> float:
+def _hierarchical_all_reduce(machine: Machine, widths: _Widths, buffer_bytes: float, sharing: int) -> float:
     """Scatter inside, reduce between the units, gather inside: only a part crosses the outer links."""
-    return 2.0 * _by_levels(machine, group, buffer_bytes, sharing)
+    return 2.0 * _by_levels(machine, widths, buffer_bytes, sharing)
 
 
 _ALL_REDUCE = {"ring": _ring_all_reduce, "tree": _tree_all_reduce, "hierarchical": _hierarchical_all_reduce}

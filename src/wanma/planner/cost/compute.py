@@ -41,7 +41,9 @@ def product_seconds(
     computed, at_once, ceil = math.inf, chip.multiprocessors, math.ceil
     for rows, columns, share in chip.tiles:
         waves = ceil(count * ceil(m / rows) * ceil(n / columns) / at_once)
-        computed = min(computed, waves * (2.0 * rows * columns * (k + curve.fill) * at_once) / (rate * share))
+        seconds = waves * (2.0 * rows * columns * (k + curve.fill) * at_once) / (rate * share)
+        if seconds < computed:
+            computed = seconds
     element = ELEMENT_BYTES[precision]
     moved = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
     if moved_elements is not None:

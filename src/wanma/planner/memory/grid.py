@@ -7,7 +7,6 @@ computed once and put together as arrays. The numbers are those of `ranks.foreca
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +49,7 @@ class States:
     def applied(self, number: int, plan: Plan) -> Plan:
         """`plan` with the way of that number."""
         way = self.plans[number]
-        return replace(plan, dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard)
+        return plan.but(dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard)
 
     def held(self, mine: Parameters, table: MemoryTable, setting: Setting) -> dict[str, Array]:
         """Bytes of a rank with these parameters, by field of `State`, of every way."""

@@ -30,15 +30,7 @@ from wanma.planner.search.front import Front
 from wanma.planner.search.listing import Listing, OfGrid, Scheduled, accumulation
 from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.search.sketch import Sketch
-from wanma.planner.search.space import (
-    SHARDS,
-    Grid,
-    Space,
-    grids,
-    micro_batches,
-    shares,
-    splits,
-)
+from wanma.planner.search.space import SHARDS, Grid, Space, grids, splits
 from wanma.planner.search.tables import Array, Tables
 
 Mask = npt.NDArray[np.bool_]
@@ -162,11 +154,9 @@ class _Search:
         """All plans on so many devices."""
         self._on_more = self._fastest
         for grid in grids(replace(self.space, devices=(devices,))):
-            ways = list(shares(self.space, grid))
-            sizes = micro_batches(self.space, grid)
-            if not ways or not sizes:
+            of_grid = self.listing.of_grid(grid)
+            if not of_grid.ways or not of_grid.rows.sizes:
                 continue
-            of_grid = OfGrid(grid, ways, sizes, self.space)
             for split in splits(self.space, grid):
                 self._look_at_split(of_grid, split)
         while self._heap:
@@ -209,11 +199,8 @@ class _Search:
         for one in schedules:
             if not one.sizes or not one.recomputes:
                 continue
-            plan = replace(
-                split,
-                schedule=one.schedule,
-                virtual_stages=one.virtual_stages,
-                stage_cuts=one.stage_cuts,
+            plan = split.but(
+                schedule=one.schedule, virtual_stages=one.virtual_stages, stage_cuts=one.stage_cuts
             )
             self._divide_schedule(of_grid, plan, one)
 
@@ -221,7 +208,7 @@ class _Search:
         grid, shared = of_grid.grid, of_grid.states
         sketch = Sketch(self.tables, plan, one.recomputes, shared)
         memory = sketch.least_bytes(
-            one.sizes, [self.tables.setting(plan, max(of_grid.numbers[size])) for size in one.sizes]
+            one.sizes, [self.tables.setting(plan, max(of_grid.rows.numbers[size])) for size in one.sizes]
         )
         each = len(one.recomputes) * len(shared.plans)
         possible = memory.min(axis=1) <= self.problem.memory_bytes
@@ -259,7 +246,7 @@ class _Search:
         sketched = sketched.only(open_)
         plan, tables = sketch.plan, self.tables
         counts = [accumulation(plan, size, self.problem.global_batch) for size in sketched.sizes]
-        sends = [tables.boundary(replace(plan, micro_batch=size)) for size in sketched.sizes]
+        sends = [tables.boundary(plan.but(micro_batch=size)) for size in sketched.sizes]
         closer = sketch.pipelined_seconds(
             tables.bare(plan, sketched.sizes),
             tables.adding(plan, counts),
@@ -279,7 +266,7 @@ class _Search:
             self._push(float(seconds.min()), _Waiting(grid, each, divide))
 
     def _core(self, plan: Plan, size: int, again: Recomputes, shared: States) -> Core:
-        return Core(self.tables, replace(plan, micro_batch=size), again, shared)
+        return Core(self.tables, plan.but(micro_batch=size), again, shared)
 
     def _divide_core(
         self,

@@ -7,7 +7,6 @@ all plans with the same recompute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +67,7 @@ class Core:
 
     def plan_of(self, row: int, column: int) -> Plan:
         recompute, share = self.recomputes[row]
-        return self.states.applied(column, replace(self.plan, recompute=recompute, recompute_share=share))
+        return self.states.applied(column, self.plan.but(recompute=recompute, recompute_share=share))
 
 
 class _Variant:

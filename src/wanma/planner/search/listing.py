@@ -17,7 +17,7 @@ from wanma.planner.forecast import unknown_rates
 from wanma.planner.memory.grid import States
 from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.search.sketch import without_bubbles
-from wanma.planner.search.space import Grid, Share, Space, recomputes, staged, states
+from wanma.planner.search.space import Grid, Share, Space, micro_batches, recomputes, shares, staged, states
 from wanma.planner.search.tables import Tables
 from wanma.planner.stages import runs_micro_batches
 
@@ -36,8 +36,15 @@ class Listing:
         self._space, self._tables = space, tables
         self.is_timeless = unknown_rates(tables.problem, space.start) is not None
         """Whether no plan has a forecast of time."""
+        self._rows: dict[int, Rows] = {}
         self._samples: dict[object, float] = {}
         self._staged: dict[object, list[Scheduled]] = {}
+
+    def of_grid(self, grid: Grid) -> OfGrid:
+        """What all plans of a grid share."""
+        if grid.data_ranks not in self._rows:
+            self._rows[grid.data_ranks] = Rows(self._space, grid)
+        return OfGrid(grid, list(shares(self._space, grid)), self._rows[grid.data_ranks], self._space)
 
     def least_seconds(self, split: Plan) -> float:
         """Of a step without bubbles: no micro-batch computes a sample faster than an endless one."""
@@ -104,12 +111,8 @@ class Scheduled(NamedTuple):
 class OfGrid:
     """What all plans of a grid share."""
 
-    def __init__(self, grid: Grid, ways: list[Share], sizes: list[int], space: Space) -> None:
-        self.grid, self.ways, self.sizes, self._space = grid, ways, tuple(sizes), space
-        rows = [math.ceil(batch / grid.data_ranks) for batch in space.batches]
-        self.numbers = {size: tuple(max(math.ceil(row / size), 1) for row in rows) for size in sizes}
-        """Of micro-batches of each size in a step of each batch, as `Plan.accumulation`."""
-        self._sizes: dict[Schedule, tuple[int, ...]] = {}
+    def __init__(self, grid: Grid, ways: list[Share], rows: Rows, space: Space) -> None:
+        self.grid, self.ways, self.rows, self._space = grid, ways, rows, space
         self.counts: dict[object, int] = {}
         """Plans of a split, by what they depend on."""
 
@@ -122,15 +125,29 @@ class OfGrid:
 
     def sizes_of(self, schedule: Schedule) -> tuple[int, ...]:
         """Micro-batches that it can run, as `admits.micro_batches_fit`."""
-        if self.grid.pp == 1:
-            return self.sizes
-        if schedule not in self._sizes:
-            self._sizes[schedule] = tuple(
+        return self.rows.sizes if self.grid.pp == 1 else self.rows.sizes_of(schedule, self.grid.pp)
+
+
+class Rows:
+    """What all grids with as many data ranks share: micro-batches of the samples that a rank gets."""
+
+    def __init__(self, space: Space, grid: Grid) -> None:
+        self.sizes = tuple(micro_batches(space, grid))
+        rows = [math.ceil(batch / grid.data_ranks) for batch in space.batches]
+        self.numbers = {size: tuple(max(math.ceil(row / size), 1) for row in rows) for size in self.sizes}
+        """Of micro-batches of each size in a step of each batch, as `Plan.accumulation`."""
+        self._sizes: dict[tuple[Schedule, int], tuple[int, ...]] = {}
+
+    def sizes_of(self, schedule: Schedule, pp: int) -> tuple[int, ...]:
+        """Of micro-batches that a schedule can run on `pp` ranks."""
+        key = (schedule, pp)
+        if key not in self._sizes:
+            self._sizes[key] = tuple(
                 size
                 for size in self.sizes
-                if all(runs_micro_batches(schedule, self.grid.pp, number) for number in self.numbers[size])
+                if all(runs_micro_batches(schedule, pp, number) for number in self.numbers[size])
             )
-        return self._sizes[schedule]
+        return self._sizes[key]
 
 
 def accumulation(plan: Plan, size: int, batch: int) -> int:

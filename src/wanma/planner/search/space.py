@@ -222,9 +222,9 @@ def grids(space: Space) -> Iterator[Grid]:
 
 def states(space: Space, grid: Grid) -> list[Plan]:
     """The grid with each way in which the data ranks can share the state; all else is `space.start`'s."""
-    plain = replace(space.start, pp=grid.pp, cp=grid.cp, tp=grid.tp, ep=grid.ep)
+    plain = space.start.but(pp=grid.pp, cp=grid.cp, tp=grid.tp, ep=grid.ep)
     return [
-        replace(plain, dp_replicate=dp_replicate, dp_shard=dp_shard, shard=shard)
+        plain.but(dp_replicate=dp_replicate, dp_shard=dp_shard, shard=shard)
         for dp_replicate, dp_shard, shard in shares(space, grid)
     ]
 
@@ -258,8 +258,7 @@ def cores(space: Space, grid: Grid, workload: Workload | None) -> Iterator[Plan]
 
 def splits(space: Space, grid: Grid) -> Iterator[Plan]:
     """How samples and matrices are cut and computed, as one stage and in micro-batches of one sample."""
-    plain = replace(
-        space.start,
+    plain = space.start.but(
         pp=grid.pp,
         dp_replicate=grid.data_ranks,
         dp_shard=1,
@@ -275,14 +274,13 @@ def splits(space: Space, grid: Grid) -> Iterator[Plan]:
     contexts = space.context if grid.cp > 1 else space.context[:1]
     sequences = space.sequence if grid.tp > 1 else (False,)
     for sequence, context in itertools.product(sequences, contexts):
-        split = replace(plain, sequence=sequence, context=context)
+        split = plain.but(sequence=sequence, context=context)
         if space.length is not None and not sequence_fits(split, space.length):
             continue
         if space.dimensions is not None and not heads_fit(space.dimensions, split):
             continue
         for compiled, (parameters, optimizer, activations) in itertools.product(space.compile, space.offload):
-            yield replace(
-                split,
+            yield split.but(
                 compile=compiled,
                 offload_parameters=parameters,
                 offload_optimizer=optimizer,
@@ -312,12 +310,12 @@ def staged(space: Space, split: Plan, workload: Workload | None) -> Iterator[Pla
     for schedule, virtual in space.schedules:
         if split.pp * virtual > space.layers + 2:
             continue
-        plan = replace(split, schedule=schedule, virtual_stages=virtual)
+        plan = split.but(schedule=schedule, virtual_stages=virtual)
         if takes_backward_apart(plan) is not None:
             continue
         cuts = space.stage_cuts or stage_cuts(workload, plan, space.layers)
         if len(cuts) == plan.stages - 1:
-            yield replace(plan, stage_cuts=cuts)
+            yield plan.but(stage_cuts=cuts)
 
 
 def recomputes(space: Space, plan: Plan) -> Recomputes:
@@ -325,7 +323,7 @@ def recomputes(space: Space, plan: Plan) -> Recomputes:
     largest = max(stage_sizes(plan, space.layers), default=0)
     found: list[tuple[Recompute, float]] = []
     for kind, share in space.recompute:
-        again = replace(plan, recompute=kind)
+        again = plan.but(recompute=kind)
         if takes_backward_apart(again) is not None or not can_compile_again(again, installed_torch()):
             continue
         if kind == "none":

@@ -6,7 +6,6 @@ All numbers are those of `step`, `cost.decoder` and `memory.ranks`, the only pla
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -109,13 +108,13 @@ class Tables:
     def pieces(self, plan: Plan) -> Pieces:
         """With what full recompute would run again, whatever the plan's."""
         key = ("pieces", pieces_key(plan))
-        return self._once(key, lambda: pieces_of(self.problem, replace(plan, recompute="full")))
+        return self._once(key, lambda: pieces_of(self.problem, plan.but(recompute="full")))
 
     def _blocks(self, plan: Plan, recompute: Recompute) -> tuple[Blocks, ...]:
         if recompute != "selective":
             return self.pieces(plan).blocks
         key = ("selective", pieces_key(plan))
-        return self._once(key, lambda: blocks_of(self.problem, replace(plan, recompute="selective")))
+        return self._once(key, lambda: blocks_of(self.problem, plan.but(recompute="selective")))
 
     def blocks(self, plan: Plan, recompute: Recompute, micro_batches: int) -> tuple[UnitCost, ...]:
         """One block of each kind."""
@@ -153,7 +152,7 @@ class Tables:
     ) -> UnitCost:
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plan, machine, habits, trained_share(self.problem))
-        apart = replace(plan, schedule="zbv")
+        apart = plan.but(schedule="zbv")
 
         def cost(share: float) -> tuple[float, float, float]:
             alone = Stage(((part, 1, parameters),), share, (), parameters)
@@ -177,10 +176,10 @@ class Tables:
 
     def _bare(self, plan: Plan, size: int) -> tuple[list[float] | tuple[float, float], ...]:
         # Nothing that is trained: there is nothing to add up, to reduce or to cast.
-        plain = replace(plan, micro_batch=size, shard="optimizer")
+        plain = plan.but(micro_batch=size, shard="optimizer")
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plain, machine, habits, 0.0)
-        apart = replace(plain, schedule="zbv")
+        apart = plain.but(schedule="zbv")
 
         def cost(part: PartTime, share: float) -> tuple[float, float, float]:
             alone = Stage(((part, 1, 0.0),), share, (), 0.0)
@@ -211,7 +210,7 @@ class Tables:
 
     def _adding(self, plan: Plan, micro_batches: int) -> tuple[list[float], float, float]:
         problem, pieces = self.problem, self.pieces(plan)
-        whole = replace(plan, shard="optimizer")
+        whole = plan.but(shard="optimizer")
         data = DataParallel(whole, problem.machine, software(problem, plan), trained_share(problem))
 
         def seconds(parameters: float) -> float:
