@@ -7,12 +7,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
+import wanma.api.study as study_module
 from support.studies import FP8, PLANS, answers, study
 from wanma.api.plan_files import write_page, write_trace
 from wanma.api.plan_json import answers_json
@@ -33,10 +35,15 @@ from wanma.api.words import (
     time_shares,
 )
 from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.cluster import Cluster
 from wanma.job.errors import WanmaError
 from wanma.job.forecast import StepTime
+from wanma.job.load import job_from
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.planner.automatic import find_plans
+from wanma.planner.search.candidates import Found
 
 
 def shown(content: RenderableType, width: int = 120) -> str:
@@ -205,6 +212,34 @@ def test_what_if_is_told_side_by_side_with_the_change_of_the_step() -> None:
     assert table["step"][2] == "–"
 
 
+def test_the_best_plans_of_a_what_if_are_searched_only_where_they_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[str] = []
+
+    def find(job: Job, machines: Cluster, *rest: Any, **more: Any) -> Found:
+        searched.append(str(machines))
+        return find_plans(job, machines, *rest, **more)
+
+    monkeypatch.setattr(study_module, "find_plans", find)
+    fixed = job_from(
+        {
+            "model": {"family": "decoder", "layers": 2, "hidden": 256, "heads": 4},
+            "data": {"text": ["stdlib"], "sequence_length": 256},
+            "train": {"global_batch": 16, "precision": "bf16"},
+            "parallel": {"dp_replicate": 8},
+        }
+    )
+    found = study_module.answer(
+        fixed, cluster="1x8 H100", questions=study_module.Questions(what_ifs=["link.inter_node=8x400G"])
+    )
+    shown(answers_text(found))
+    shown(answers_text(found))
+    assert len(searched) == 1  # what the job's own plan is set beside
+    assert answers_json(found)["what_if"][0]["outcome"]["search"]["considered"] > 0
+    assert len(searched) == 2
+
+
 # ---------------------------------------------------------------- JSON
 
 
@@ -298,7 +333,7 @@ def test_a_job_without_a_forecast_of_time_has_a_page_that_says_why(tmp_path: Pat
     assert one.planned.forecast is not None
     untimed = replace(
         one,
-        found=None,
+        look=None,
         untimed="nobody measured <this>",
         planned=replace(one.planned, forecast=replace(one.planned.forecast, step=None)),
     )

@@ -184,3 +184,14 @@ def test_a_run_reads_a_module_only_where_its_forecast_decides_something() -> Non
     deciding = job_from({**given, "parallel": {"recompute": "auto"}})
     decided = prepare_job(deciding, start, objects=objects)
     assert decided.workload is not None
+
+
+def test_batch_normalisation_says_how_many_samples_belong_together() -> None:
+    own = {"factory": "own_models:classifier", "statistics_group": 8}
+    pictures = TensorDataset(torch.zeros(10, 3, 32, 32), torch.zeros(10, dtype=torch.int64))
+    made = read_model(job_from({"model": own}), {"data": pictures}).workload
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+    data = TensorDataset(torch.zeros(10, 6), torch.zeros(10, 8))
+    passed = read_model(job_from({"model": own}), {"model": model, "data": data}).workload
+    plain = read_model(job_from({"model": own}), {"model": model[:1], "data": data}).workload
+    assert [one and one.samples_together for one in (made, passed, plain)] == [8, 8, 1]

@@ -6,6 +6,7 @@ import json
 import resource
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -331,7 +332,9 @@ def test_normalisation_over_groups_is_counted_once() -> None:
         for group in (1, 32)
     )
     assert single is not None
-    assert single == grouped
+    assert grouped is not None
+    assert (single.samples_together, grouped.samples_together) == (1, 32)
+    assert replace(single, samples_together=32) == grouped
 
 
 def test_a_model_that_compares_samples_is_refused() -> None:

@@ -270,3 +270,28 @@ def test_on_unlike_devices_placed_plans_are_shown_beside_those_that_run() -> Non
     assert found.best.plan.placement == ()
     kept = find_plans(job({"auto": True, **FEW}), mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
     assert not any(one.plan.placement for one in kept.candidates)
+
+
+# ------------------------------------------------------------------ statistics over groups of samples
+
+
+def test_a_module_that_normalises_over_groups_of_samples_gets_micro_batches_of_whole_ones() -> None:
+    asked = job({"auto": True}, train={"global_batch": 24}, model={"factory": "a:b", "statistics_group": 4})
+
+    def whole(together: int) -> list[bool]:
+        module = replace(decoder_workload(SMALL, SEQUENCE), samples_together=together)
+        plans = [one.plan for one in find_plans(asked, H100, module).candidates]
+        runs = [[run for rank in range(p.data_ranks) for run in p.micro_batches(24, rank)] for p in plans]
+        return [all(len(run) % 4 == 0 and run for run in of_plan) for of_plan in runs]
+
+    assert whole(4)
+    assert all(whole(4))
+    assert not all(whole(1))  # of a module whose samples do not see each other
+
+
+def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
+    asked = job({"auto": True}, train={"global_batch": 18}, model={"factory": "a:b", "statistics_group": 4})
+    module = replace(decoder_workload(SMALL, SEQUENCE), samples_together=4)
+    with pytest.raises(JobError, match=r"model\.statistics_group = 4 samples share one statistic") as refusal:
+        automatic(asked, H100, module)
+    assert "make train.global_batch a multiple of 4" in refusal.value.hint

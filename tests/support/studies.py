@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from support.problems import job, problem
-from wanma.api.study import Answers, Study, WhatIf, Why
+from wanma.api.study import Answers, Searched, Study, WhatIf, Why
 from wanma.job.plan import Plan
 from wanma.planner.choose import Planned
 from wanma.planner.explain.compare import compare
@@ -48,7 +48,7 @@ def study(chosen: int | None = None, devices: int = 8) -> Study:
             given.dimensions,
             given,
             None,
-            found=looked_at,
+            look=lambda: Searched(looked_at, None),
         )
     plan = PLANS[chosen]
     beside = compare(given, plan, best)
@@ -61,8 +61,7 @@ def study(chosen: int | None = None, devices: int = 8) -> Study:
         given.dimensions,
         given,
         None,
-        found=looked_at,
-        beside_best=beside,
+        look=lambda: Searched(looked_at, beside),
     )
 
 

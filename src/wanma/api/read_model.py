@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wanma.data.tokenizer import load_tokenizer
@@ -80,6 +81,11 @@ def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
         )
     except WanmaError as error:
         return ModelRead(None, f"the model has no forecast: {error.message}")
+    if "model" in objects:  # its batch normalisation is converted as training begins
+        from wanma.models.statistics import couples_samples
+
+        if couples_samples(objects["model"]):
+            workload = replace(workload, samples_together=job.model.statistics_group)
     return ModelRead(workload, None)
 
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from wanma.api.machines import imagined, run_on
 from wanma.api.planning import by_time, job_dimensions
@@ -37,6 +38,15 @@ _NO_LAYOUT = {"auto", "allow", "compile"}
 """Keys of [parallel] that leave the layout open."""
 
 
+class Searched(NamedTuple):
+    """What there is beside a plan."""
+
+    found: Found
+    """The best plans, were the layout left open."""
+    beside_best: Comparison | None
+    """The plan beside the best of `found`, where the job fixes another one."""
+
+
 @dataclass(frozen=True)
 class Study:
     """A job on its machines."""
@@ -54,12 +64,25 @@ class Study:
     """Why wanma does not run the plan."""
     unread: str | None = None
     """Why there is no workload."""
-    found: Found | None = None
-    """The best plans, were the layout left open; None where there are no forecasts of time."""
     untimed: str | None = None
-    """Why there are none."""
-    beside_best: Comparison | None = None
-    """The plan beside the best of `found`, where the job fixes another one."""
+    """Why there are no forecasts of time."""
+    look: Callable[[], Searched] | None = field(default=None, repr=False, compare=False)
+    """Searches for the best plans, which takes as long as `auto` does: only where somebody wants to see them.
+    None where there are no forecasts of time."""
+
+    @cached_property
+    def _searched(self) -> Searched | None:
+        return self.look() if self.look is not None else None
+
+    @property
+    def found(self) -> Found | None:
+        """The best plans, were the layout left open; None where there are no forecasts of time."""
+        return self._searched.found if self._searched is not None else None
+
+    @property
+    def beside_best(self) -> Comparison | None:
+        """The plan beside the best of `found`, where the job fixes another one."""
+        return self._searched.beside_best if self._searched is not None else None
 
     @property
     def best(self) -> Candidate | None:
@@ -185,11 +208,15 @@ class _Asker:
             return Study(job, machines, planned, None, self.dimensions, None, reason, self.read.reason)
         problem = self._problem(job, machines, plan.world_size)
         untimed = why_not_by_time(job, machines, self.workload, self.dimensions, self.calibration)
-        found, beside = planned.found, None
-        if untimed is None and (found is None or _fixes_layout(job)):
-            found = self._find(_free(job), machines, worlds)
-            if found.best is not None and found.best.plan != plan:
-                beside = compare(problem, plan, found.best, planned.forecast)
+
+        def look() -> Searched:
+            found, beside = planned.found, None
+            if found is None or _fixes_layout(job):
+                found = self._find(_free(job), machines, worlds)
+                if found.best is not None and found.best.plan != plan:
+                    beside = compare(problem, plan, found.best, planned.forecast)
+            return Searched(found, beside)
+
         return Study(
             job,
             machines,
@@ -198,9 +225,8 @@ class _Asker:
             self.dimensions,
             problem,
             reason,
-            found=found,
             untimed=untimed,
-            beside_best=beside,
+            look=None if untimed is not None else look,
         )
 
     def why(self, study: Study, asked: str) -> Why:

@@ -53,6 +53,8 @@ class Workload:
     """Targets of one sample: the sequence length of text, 1 for a labelled image."""
     output_elements_per_sample: float | None = None
     """That the loss is computed from; None where nobody counted."""
+    samples_together: int = 1
+    """Of one micro-batch, because modules that were read define something over so many (statistics)."""
 
     @property
     def parameters(self) -> int:

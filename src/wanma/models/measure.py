@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -66,7 +67,8 @@ def measure(
             "its forward must take the example inputs, in any number of samples (dim 0), and must not depend "
             "on the values of tensors; without a measurement a plan has no forecast",
         ) from error
-    return Workload(tuple(_merge(run.lines(), name)), targets_per_sample, run.outputs_per_sample)
+    lines = tuple(_merge(run.lines(), name))
+    return Workload(lines, targets_per_sample, run.outputs_per_sample, run.samples_together)
 
 
 class _Run:
@@ -79,9 +81,10 @@ class _Run:
             for parameter in shadow.parameters():
                 if parameter.is_floating_point():
                     parameter.data = torch.empty_like(parameter, dtype=reading.precision)
-        for part in shadow.modules():
-            if isinstance(part, GroupedBatchNorm):
-                part.register_forward_pre_hook(_one_group)
+        grouped = [part for part in shadow.modules() if isinstance(part, GroupedBatchNorm)]
+        self.samples_together = math.lcm(*(part.group for part in grouped))
+        for part in grouped:
+            part.register_forward_pre_hook(_one_group)
         self.scale = _scale(shadow, examples, reading)
         self.trace = Trace(self.scale)
         self.units = list(_units(shadow, _block_names(shadow, reading)))

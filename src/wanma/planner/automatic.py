@@ -156,7 +156,10 @@ def _searches(
     if node.devices:
         problem = problem_of(job, cluster, workload, dimensions, calibration)
         for start in _starts(job, machines):
-            yield problem, Space.of_job(job, machines, dimensions, start=start, devices=worlds)
+            yield (
+                problem,
+                Space.of_job(job, machines, dimensions, start=start, devices=worlds, workload=workload),
+            )
         return
     for ranks in divisors(node.cores):
         world = ranks * node.count
@@ -165,7 +168,10 @@ def _searches(
             threads = job.cluster.threads_per_rank or max(node.cores // ranks, 1)
             for start in _starts(job, machines):
                 start = replace(start, threads_per_rank=threads)
-                yield problem, Space.of_job(job, machines, dimensions, start=start, devices=[world])
+                yield (
+                    problem,
+                    Space.of_job(job, machines, dimensions, start=start, devices=[world], workload=workload),
+                )
 
 
 def _exact(job: Job, machines: Cluster) -> Plan:

@@ -212,7 +212,12 @@ def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
     if not any(is_open.values()) or plan.batch_shares or plan.placement:
         return None
     space = Space.of_job(
-        problem.job, problem.cluster, problem.dimensions, start=plan, devices=[plan.world_size]
+        problem.job,
+        problem.cluster,
+        problem.dimensions,
+        start=plan,
+        devices=[plan.world_size],
+        workload=problem.workload,
     )
     narrow = replace(
         space,
@@ -248,7 +253,7 @@ def _by_rule(problem: Problem, plan: Plan, rows: int) -> tuple[Plan, list[str]]:
         JobError: no micro-batch gives every rank whole groups, or the schedule cannot run them.
     """
     job, workload = problem.job, problem.workload
-    group = group_of(job, problem.dimensions)
+    group = group_of(job, problem.dimensions, workload)
     told: list[str] = []
 
     def fits(sized: Plan) -> bool:

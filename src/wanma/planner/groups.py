@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wanma.job.errors import JobError
+from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
@@ -38,13 +39,14 @@ class Group:
         )
 
 
-def group_of(job: Job, dimensions: DecoderDimensions | None) -> Group:
+def group_of(job: Job, dimensions: DecoderDimensions | None, workload: Workload | None = None) -> Group:
     """Of the job's model.
 
     Args:
         dimensions: of a decoder, where the model is one.
+        workload: of a module of one's own.
     """
-    size = samples_together(job, dimensions)
+    size = samples_together(job, dimensions, workload)
     if dimensions is not None and dimensions.couples_samples:
         return Group(size, "model.balance_group", "the experts' balance and capacity")
     return Group(size, "model.statistics_group", "one statistic")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
@@ -17,6 +18,7 @@ from wanma.models.dimensions import DecoderDimensions
 from wanma.observe.units import bytes_text, count_text
 from wanma.planner.automatic import said_keys
 from wanma.planner.explain.advice import advice
+from wanma.planner.groups import group_of
 from wanma.planner.problem import Problem, equal_machines, problem_of
 from wanma.planner.rules import check_dimensions, global_batches
 from wanma.planner.search.candidates import Candidate, Found
@@ -45,7 +47,11 @@ def no_plan(
         check_open(job, cluster, dimensions, worlds)
     except JobError as error:
         return error
-    opening = [key for key in said_keys(job) if has_plans(without(job, key), cluster, dimensions, worlds)]
+    if not_whole := _broken_groups(job, cluster, workload, dimensions, worlds):
+        return not_whole
+    opening = [
+        key for key in said_keys(job) if has_plans(without(job, key), cluster, workload, dimensions, worlds)
+    ]
     keys = " or ".join(f"parallel.{key}" for key in opening)
     fixed = ", ".join(f"{key} = {getattr(job.parallel, key)}" for key in said_keys(job))
     return JobError(
@@ -132,12 +138,33 @@ def without(job: Job, key: str) -> Job:
 
 
 def has_plans(
-    job: Job, cluster: Cluster, dimensions: DecoderDimensions | None, worlds: Sequence[int]
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None,
+    worlds: Sequence[int],
 ) -> bool:
     """Whether there is any plan, whatever memory it needs."""
     machines = equal_machines(job, cluster)
-    space = Space.of_job(job, machines, dimensions, devices=worlds)
+    space = Space.of_job(job, machines, dimensions, devices=worlds, workload=workload)
     return next(plans(space, None), None) is not None
+
+
+def _broken_groups(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None,
+    worlds: Sequence[int],
+) -> JobError | None:
+    """The error for a batch that no layout divides into whole groups; None where that is not why."""
+    machines = equal_machines(job, cluster)
+    space = Space.of_job(job, machines, dimensions, devices=worlds, workload=workload)
+    if space.group == 1 or next(plans(replace(space, group=1), None), None) is None:
+        return None
+    said = job.parallel.model_fields_set
+    sizes = {axis: getattr(job.parallel, axis) for axis in ("dp_replicate", "dp_shard") if axis in said}
+    return group_of(job, dimensions, workload).refusal(job, Plan(**sizes))
 
 
 def largest_kinds(forecast: Forecast) -> str:

@@ -38,7 +38,10 @@ def leanest(problem: Problem, cluster: Cluster) -> Plan | None:
     """A plan on all of the cluster's devices that fits; None where even the leanest does not."""
     (node,) = cluster.nodes
     world = node.count * max(len(node.devices), 1)
-    space = lean(Space.of_job(problem.job, cluster, problem.dimensions, devices=[world]), problem.job)
+    space = lean(
+        Space.of_job(problem.job, cluster, problem.dimensions, devices=[world], workload=problem.workload),
+        problem.job,
+    )
     fitting = (
         plan
         for plan in plans(space, problem.workload)

@@ -104,6 +104,7 @@ class Space:
         *,
         start: Plan | None = None,
         devices: Sequence[int] | None = None,
+        workload: Workload | None = None,
     ) -> Space:
         """What a job leaves open on a cluster.
 
@@ -111,6 +112,7 @@ class Space:
             dimensions: of a decoder; any other model is split over samples only, beside what the job says.
             start: what no choice says; default: the job's precision, on the cluster's kind of device.
             devices: sizes of the world; default: `usable_devices`.
+            workload: of a module of one's own, which says how many samples it takes together.
         """
         parallel = job.parallel
         said = parallel.model_fields_set
@@ -142,7 +144,7 @@ class Space:
             batches=tuple(global_batches(job)),
             dimensions=dimensions,
             length=job.data.sequence_length if has_text else None,
-            group=samples_together(job, dimensions),
+            group=samples_together(job, dimensions, workload),
             pp=sizes("pp", (1,) if job.model.loss is not None else alone),
             dp_replicate=sizes("dp_replicate", None),
             dp_shard=sizes("dp_shard", None),
@@ -356,8 +358,10 @@ def usable_devices(cluster: Cluster) -> tuple[int, ...]:
     return (cluster.device_count or machines, *[size for size in sizes if size != cluster.device_count])
 
 
-def samples_together(job: Job, dimensions: DecoderDimensions | None) -> int:
+def samples_together(job: Job, dimensions: DecoderDimensions | None, workload: Workload | None = None) -> int:
     """Samples that must be computed in one micro-batch, because something is defined over them."""
+    if workload is not None and workload.samples_together > 1:
+        return workload.samples_together
     if (job.model.preset or job.model.family or "").startswith("resnet"):
         return job.model.statistics_group
     if dimensions is not None and dimensions.couples_samples:
