@@ -26,6 +26,7 @@ from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.pipeline import Play, pipeline_seconds
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
 from wanma.planner.memory.ranks import Setting, forecast_memory
+from wanma.planner.memory.state import rule_of, state_elements
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
 
@@ -69,7 +70,7 @@ def memory_setting(problem: Problem, plan: Plan) -> Setting:
     """What a forecast of memory needs beside model and plan."""
     train = problem.job.train
     return Setting(
-        train.optimizer,
+        rule_of(train),
         plan.accumulation(max(global_batches(problem.job))),
         train.weight_average > 0,
         software(problem, plan),
@@ -160,7 +161,8 @@ def checkpoint_seconds(problem: Problem, plan: Plan) -> float:
     every = problem.job.checkpoint.every_steps
     if every == 0:
         return 0.0
-    elements = problem.workload.parameters * (1 + 2 * problem.workload.trained_share)
+    workload = problem.workload
+    elements = workload.parameters + state_elements(workload, problem.job.train)
     return 4.0 * elements / plan.world_size / SNAPSHOT_BYTES_PER_SECOND / every
 
 

@@ -14,6 +14,7 @@ from wanma.observe.units import bytes_text
 from wanma.planner.cost.machine import Machine
 from wanma.planner.cost.machines import machine_of
 from wanma.planner.cost.operators import Software
+from wanma.planner.cost.update import update_of
 from wanma.planner.measure.calibration import Calibration
 
 MEMORY_SHARE = 0.93
@@ -83,7 +84,13 @@ def problem_of(
         (device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks
     )
     machine = machine_of(machines, calibration=calibration, ranks=ranks)
-    habits = Software(unused_factor=machine.unused_factor)
+    update = update_of(job.train, workload, dimensions)
+    habits = Software(
+        unused_factor=machine.unused_factor,
+        optimizer_bytes=update.moved_bytes,
+        optimizer_flops=update.flops,
+        optimizer_exchanged_bytes=update.exchanged_bytes,
+    )
     memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE
     return Problem(job, machines, workload, machine, memory_bytes, dimensions, habits)
 

@@ -22,6 +22,7 @@ from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.choose import plan_for
 from wanma.planner.forecast import forecast
 from wanma.planner.measure.calibration import Calibration
+from wanma.planner.memory.state import state_elements
 from wanma.planner.problem import Problem, device_of, problem_of
 
 RESTART_SECONDS = 10.0
@@ -151,8 +152,7 @@ def change_cost(
 ) -> ChangeCost:
     """Of going on under `plan`: every replica gets a copy of the state, all machines their parts at once."""
     master = 8 if plan.precision == "fp64" else 4
-    moments = {"adamw": 2, "sgd": 1, "muon": 2, "adafactor": 0}[problem.job.train.optimizer]
-    elements = problem.workload.parameters * (1 + moments * problem.workload.trained_share)
+    elements = problem.workload.parameters + state_elements(problem.workload, problem.job.train)
     state_bytes = master * elements * plan.replicas
     return ChangeCost(
         state_bytes, state_bytes / machines / state_bytes_per_second, restart_seconds, lost_seconds

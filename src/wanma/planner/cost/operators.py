@@ -63,7 +63,12 @@ class Software:
     """Of one element as it is reduced."""
     optimizer_bytes: int = 42
     """Moved per parameter and step: AdamW reads a gradient, a master weight and two moments and writes three
-    of them and a copy in 16 bits (30), after a norm over gradients (4) and clipping them (8)."""
+    of them and a copy in 16 bits (30), after a norm over gradients (4) and clipping them (8). Of other rules
+    see `update`."""
+    optimizer_flops: float = 0.0
+    """Of products in 16 bits, likewise (`update.Update`)."""
+    optimizer_exchanged_bytes: float = 0.0
+    """Of whole matrices, likewise."""
     loss_bytes: int = 28
     """Moved per logit, forward and backward: a copy in 32 bits, its maximum, sum and gradient, and back."""
     weights: Literal["shards", "copies"] = "shards"

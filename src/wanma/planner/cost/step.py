@@ -15,7 +15,8 @@ from statistics import fmean
 
 from wanma.job.forecast import StepTime
 from wanma.job.plan import Plan
-from wanma.planner.cost.compute import streaming_seconds
+from wanma.planner.cost.communication import Group, all_gather_seconds
+from wanma.planner.cost.compute import product_rate, streaming_seconds
 from wanma.planner.cost.data_parallel import DataParallel, exposed
 from wanma.planner.cost.machine import Machine
 from wanma.planner.cost.operators import PartTime, Software
@@ -171,6 +172,13 @@ def optimizer_seconds(
     """Of an update of the fullest rank's `parameters`, counted before `tp` and sharding."""
     updated = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
     seconds = streaming_seconds(machine.chip, updated * software.optimizer_bytes, OPTIMIZER_KERNELS)
+    if updated and software.optimizer_flops:
+        precision = "bf16" if "bf16" in machine.chip.products else plan.precision
+        flops = updated / plan.replicas * software.optimizer_flops
+        seconds += flops / product_rate(machine.chip, precision)
+    exchanged = parameters * trained_share * software.optimizer_exchanged_bytes if updated else 0.0
+    for ranks in (plan.tp * plan.shard_ranks, plan.tp * plan.shard_ranks * plan.replicas):
+        seconds += all_gather_seconds(machine, Group(ranks), exchanged)
     return seconds * machine.optimizer_factor
 
 

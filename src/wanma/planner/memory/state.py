@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from wanma.job.forecast import Workload
 from wanma.job.plan import UPDATED_TOGETHER, Plan
+from wanma.job.sections import TrainSection
 from wanma.planner.cost.operators import Software
 from wanma.planner.memory.activations import BYTES
 
@@ -55,10 +57,25 @@ class State(NamedTuple):
     disk: float
 
 
-STATE_COPIES = {"adamw": (2, 2), "sgd": (1, 1), "muon": (1, 2), "adafactor": (0, 0)}
-"""Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD one momentum; Muon
-keeps one for the blocks' matrices and leaves the rest to AdamW; Adafactor keeps a row and a column for each
-matrix, which is next to nothing."""
+STATE_COPIES = {"adamw": (2, 2), "sgd": (1, 1), "plain sgd": (0, 0), "muon": (1, 2), "adafactor": (0, 0)}
+"""Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD one momentum if any;
+Muon keeps one for the blocks' matrices and leaves the rest to AdamW; Adafactor keeps a row and a column for
+each matrix, which is next to nothing."""
+
+
+def rule_of(train: TrainSection) -> str:
+    """The key of `STATE_COPIES` for a job."""
+    return "plain sgd" if train.optimizer == "sgd" and train.momentum == 0 else train.optimizer
+
+
+def state_elements(workload: Workload, train: TrainSection) -> float:
+    """Of the whole model's optimizer state."""
+    of_blocks, of_ends = STATE_COPIES[rule_of(train)]
+    return sum(
+        (of_blocks if layer.is_block or layer.count > 1 else of_ends)
+        * (layer.count * layer.parameters * layer.trained_share)
+        for layer in workload.layers
+    )
 
 
 def state_of(
@@ -73,7 +90,7 @@ def state_of(
 ) -> State:
     """
     Args:
-        optimizer: `train.optimizer`.
+        optimizer: as of `rule_of`.
         micro_batches: of one step and rank, at most.
         trained_share: of the parameters, those that are trained.
     """

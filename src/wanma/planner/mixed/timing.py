@@ -32,6 +32,7 @@ from wanma.planner.cost.operators import Software
 from wanma.planner.cost.pieces import End
 from wanma.planner.cost.step import Stage, optimizer_seconds, stage_cost
 from wanma.planner.memory.ranks import RankMemory, memory_of_stage
+from wanma.planner.memory.state import rule_of
 from wanma.planner.memory.table import MemoryTable, tabulate
 from wanma.planner.mixed.fleet import Fleet, Kind
 from wanma.planner.problem import Problem
@@ -375,7 +376,7 @@ class MixedCosts:
                 _shared(view, replicas.count, shard),
                 stage,
                 blocks,
-                train.optimizer,
+                rule_of(train),
                 software=self.software,
                 micro_batches=micro_batches,
                 weight_average=train.weight_average > 0,
