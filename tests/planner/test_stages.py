@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from support.schedules import comes_to_an_end, fake_stages, most_kept, step_time
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
-from wanma.job.sections import Schedule
+from wanma.job.sections import Recompute, Schedule
 from wanma.parallel.pipeline import SCHEDULES
 from wanma.planner.stages import (
     INTERLEAVED,
@@ -111,6 +111,26 @@ def test_recompute_makes_blocks_dearer_next_to_the_head() -> None:
     blocks = Workload((*DECODER.layers[:2], Layer("head", 1, 1000, 35.0, 1.0)), 16)
     assert planned_cuts(blocks, Plan(pp=2), 8) == (6,)
     assert planned_cuts(blocks, plan, 8) == (5,)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "share", "again"),
+    [("none", 1.0, 0.0), ("selective", 1.0, 0.5), ("selective", 0.5, 0.25), ("full", 1.0, 1.0)],
+)
+def test_cuts_count_what_the_plans_recompute_runs_again(
+    recompute: Recompute, share: float, again: float
+) -> None:
+    head = 3.2  # blocks
+    layers = (
+        Layer("embedding", 1, 0, 0.0, 0.0),
+        Layer("block", 8, 0, 1.0, 0.0),
+        Layer("head", 1, 0, head, 0.0),
+    )
+    plan = Plan(pp=2, recompute=recompute, recompute_share=share)
+    (cut,) = planned_cuts(Workload(layers, 1), plan, 8)
+    dearest = [max((3 + again) * first, (3 + again) * (8 - first) + 3 * head) for first in range(9)]
+    assert dearest[cut] == min(dearest)
+    assert cut == (6 if again < 0.2 else 5)
 
 
 def test_blocks_that_nobody_measured_count_alike() -> None:

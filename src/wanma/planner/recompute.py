@@ -7,10 +7,7 @@ from dataclasses import replace
 
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
-from wanma.planner.stages import SPLIT_BACKWARD
-
-SELECTIVE_COST = 0.5
-"""What running a block again selectively costs, next to running all of it again: every second product."""
+from wanma.planner.stages import SPLIT_BACKWARD, run_again
 
 
 def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]) -> tuple[Plan, str]:
@@ -28,14 +25,8 @@ def least_recompute(plan: Plan, workload: Workload, fits: Callable[[Plan], bool]
         share = number / in_stage
         options.append(replace(plan, recompute="selective", recompute_share=share))
         options.append(replace(plan, recompute="full", recompute_share=share))
-    chosen = next((option for option in sorted(options, key=_cost) if fits(option)), options[-1])
+    chosen = next((option for option in sorted(options, key=run_again) if fits(option)), options[-1])
     if chosen.recompute == "none":
         return chosen, "recompute none: all activations fit"
     count = len(chosen.recomputed(in_stage))
     return chosen, f"recompute {chosen.recompute} of {count} of {in_stage} blocks: the least that fits"
-
-
-def _cost(plan: Plan) -> float:
-    """Blocks that run again, as a share."""
-    by_block = {"none": 0.0, "selective": SELECTIVE_COST, "full": 1.0}[plan.recompute]
-    return by_block * plan.recompute_share

@@ -29,6 +29,9 @@ INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubbl
 SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
 """They compute the gradients of a stage's inputs first and those of its weights later, in the bubble."""
 
+SELECTIVE_COST = 0.5
+"""What running a block again selectively costs, next to running all of it again: every second product."""
+
 _EVENNESS = 1 << 20
 """Steps into which the largest stage's cost is divided when equally good cuts are told apart."""
 
@@ -48,11 +51,16 @@ def planned_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[in
     costs, first_cost, last_cost = [1.0] * blocks, 0.0, 0.0
     if workload is not None and sum(layer.count for layer in workload.layers) == blocks + 2:
         first, *middle, last = workload.layers
-        # Backward is twice the forward; recompute runs a block's forward once more, and never the ends'.
-        again = plan.recompute_share if plan.recompute == "full" else 0.0
+        # Backward is twice the forward; recompute runs blocks once more, and never the ends.
+        again = run_again(plan)
         costs = [(3.0 + again) * layer.flops_per_sample for layer in middle for _ in range(layer.count)]
         first_cost, last_cost = 3.0 * first.flops_per_sample, 3.0 * last.flops_per_sample
     return balanced_cuts(costs, plan.stages, first_cost, last_cost)
+
+
+def run_again(plan: Plan) -> float:
+    """Forwards that recompute adds to each block, on average over them."""
+    return {"none": 0.0, "selective": SELECTIVE_COST, "full": 1.0}[plan.recompute] * plan.recompute_share
 
 
 def balanced_cuts(

@@ -20,6 +20,7 @@ from wanma.planner.rules import (
 )
 from wanma.planner.search.admits import micro_batch_sizes
 from wanma.planner.search.space import Space, divisors, plans, usable_devices
+from wanma.planner.stages import planned_cuts
 
 MIXTURE = replace(SMALL, experts=8, experts_per_token=2)
 WORKLOAD = decoder_workload(SMALL, 512)
@@ -94,3 +95,15 @@ def test_all_devices_are_tried_then_numbers_that_many_sizes_divide(
 @given(st.integers(1, 5000))
 def test_divisors_divide(number: int) -> None:
     assert list(divisors(number)) == [size for size in range(1, number + 1) if number % size == 0]
+
+
+def test_stages_are_cut_by_what_the_jobs_recompute_runs_again() -> None:
+    dimensions = replace(SMALL, layers=8, vocabulary=46_000)
+    workload = decoder_workload(dimensions, 512)
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for recompute in ("none", "selective"):
+        one = job({"pp": 2, "schedule": "1f1b", "recompute": recompute, "tp": 1, "cp": 1})
+        listed_ = list(plans(Space.of_job(one, cluster(2), dimensions, devices=(2,)), workload))
+        assert {plan.stage_cuts for plan in listed_} == {planned_cuts(workload, listed_[0], 8)}
+        found[recompute] = {plan.stage_cuts for plan in listed_}
+    assert found["none"] != found["selective"]

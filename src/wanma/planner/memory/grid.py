@@ -6,7 +6,7 @@ computed once and put together as arrays. The numbers are those of `ranks.foreca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class States:
 def memory_grid(
     table: MemoryTable,
     plan: Plan,
-    recomputes: Collection[tuple[Recompute, float]],
+    recomputes: Sequence[tuple[Recompute, float]],
     states: States,
     setting: Setting,
 ) -> Array:
@@ -97,7 +97,7 @@ def _of_rank(
     rank: int,
     table: MemoryTable,
     plan: Plan,
-    recomputes: Collection[tuple[Recompute, float]],
+    recomputes: Sequence[tuple[Recompute, float]],
     states: States,
     stages: list[tuple[int, ...]],
     setting: Setting,
@@ -144,7 +144,7 @@ def _activations(
     rank: int,
     table: MemoryTable,
     plan: Plan,
-    recomputes: Collection[tuple[Recompute, float]],
+    recomputes: Sequence[tuple[Recompute, float]],
     mine: list[tuple[int, ...]],
     setting: Setting,
 ) -> tuple[Array, Array, Array]:

@@ -58,7 +58,7 @@ class State(NamedTuple):
 
 
 STATE_COPIES = {"adamw": (2, 2), "sgd": (1, 1), "plain sgd": (0, 0), "muon": (1, 2), "adafactor": (0, 0)}
-"""Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD one momentum if any;
+"""Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD a momentum if any;
 Muon keeps one for the blocks' matrices and leaves the rest to AdamW; Adafactor keeps a row and a column for
 each matrix, which is next to nothing."""
 

@@ -34,7 +34,7 @@ class Core:
         self.plan, self.recomputes, self.states = plan, recomputes, states
         problem = tables.problem
         setting = memory_setting(problem, plan)
-        self.memory = memory_grid(tables.memory(plan), plan, recomputes, states, setting)
+        self.memory = memory_grid(tables.memory(plan), plan, recomputes.all, states, setting)
         """Bytes of the fullest rank."""
         self.least = np.zeros(self.memory.shape)
         """No step is shorter; zero where the machine's rates are unknown, and where `bound` was not asked."""

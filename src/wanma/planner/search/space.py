@@ -34,7 +34,7 @@ from wanma.planner.search.admits import (
     tensor_fits,
 )
 from wanma.planner.search.recomputes import Recomputes
-from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, wrong_stages
+from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, run_again, wrong_stages
 
 Sizes = tuple[int, ...] | None
 """Of an axis; None: every size that divides the devices."""
@@ -272,6 +272,7 @@ def splits(space: Space, grid: Grid) -> Iterator[Plan]:
         virtual_stages=1,
         stage_cuts=(),
         recompute="none" if len(space.recompute) > 1 else space.recompute[0][0],
+        recompute_share=1.0 if len(space.recompute) > 1 else space.recompute[0][1] or 1.0,
     )
     contexts = space.context if grid.cp > 1 else space.context[:1]
     sequences = space.sequence if grid.tp > 1 else (False,)
@@ -414,7 +415,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def stage_cuts(workload: Workload | None, plan: Plan, layers: int) -> tuple[int, ...]:
     """As `stages.planned_cuts`, computed once for all plans with as many stages."""
-    again = plan.recompute_share if plan.recompute == "full" else 0.0
+    again = run_again(plan)
     costs = None
     if workload is not None:
         costs = tuple((layer.count, layer.flops_per_sample) for layer in workload.layers)
@@ -428,6 +429,6 @@ def _cuts(
     workload = None
     if costs is not None:
         workload = Workload(tuple(Layer("", count, 0, flops, 0.0) for count, flops in costs), 1)
-    recompute: Recompute = "full" if again else "none"
-    plan = Plan(pp=stages, recompute=recompute, recompute_share=again or 1.0)
+    # As much of every block as `again` says.
+    plan = Plan(pp=stages, recompute="full", recompute_share=again)
     return planned_cuts(workload, plan, layers)
