@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
+from wanma.job.sections import Schedule
 from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.cost import pipeline
+from wanma.planner.cost.pipeline import Pipelined, StageCost, _play
 from wanma.planner.forecast import forecast
 from wanma.planner.problem import Problem
 from wanma.planner.search.best import SLOWEST, TOLERANCE, complexity, layout_of, rank_of, search
@@ -202,3 +206,20 @@ def test_an_outcome_is_pure_data() -> None:
     found = search(given, space)
     assert pickle.loads(pickle.dumps(found)) == found
     assert found.best is not None
+
+
+def test_no_pipeline_is_played_twice_also_not_for_the_forecasts_of_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played: list[tuple[object, ...]] = []
+
+    def play(schedule: Schedule, costs: Sequence[StageCost], pp: int, *rest: Any) -> Pipelined:
+        played.append((schedule, tuple(costs), pp, *rest))
+        return _play(schedule, costs, pp, *rest)
+
+    monkeypatch.setattr(pipeline, "_play", play)
+    given = problem(job(global_batch=12), TINY)
+    found = search(given, small_space(given, devices=(4,), pp=(2, 4)))
+    assert len([one for one in found.candidates if one.plan.pp > 1]) > 1
+    assert played
+    assert len(set(played)) == len(played)
