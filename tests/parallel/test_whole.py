@@ -67,7 +67,7 @@ def given(rank: int) -> Tensor:
 
 
 def gradients(worker: Worker, bucket_bytes: int) -> dict[str, Any]:
-    whole.BUCKET_BYTES = bucket_bytes  # this process ends with the test
+    whole.REDUCED_TOGETHER_BYTES = bucket_bytes  # this process ends with the test
     with process_grid(worker, Plan(dp_replicate=2, precision="fp32"), 60) as grid:
         model = Branches()
         held = Whole(model, grid, Stopwatch(), None)

@@ -74,6 +74,13 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
         (2, 13),
         "between products in fp8 is bf16, and the plan's precision is fp16",
     ),
+    "an optimizer of rows and columns that are split": (
+        job(train={"optimizer": "adafactor"}),
+        Plan(dp_shard=2, shard="optimizer"),
+        LAPTOP,
+        (2, 13),
+        r"'adafactor' needs whole rows and columns, which parallel.dp_shard = 2, tp = 1 .* split",
+    ),
     "split matrices compiled to run again": (
         job(),
         Plan(tp=2, compile=True, recompute="full"),

@@ -21,6 +21,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 UPDATED_TOGETHER = 1 << 23
 """Parameters whose optimizer state is on the device at once, where it otherwise waits elsewhere."""
 
+REDUCED_TOGETHER_BYTES = 25 << 20
+"""Of whole gradients that are summed over replicas in one message, as DDP's: many small ones cost more
+switches between ranks than the copy saves, and one of all would be a second copy of them all."""
+
 
 @dataclass(frozen=True)
 class Plan:

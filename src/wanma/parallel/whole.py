@@ -23,11 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.shards import local_part
 from wanma.collectives.gloo import Stopwatch
+from wanma.job.plan import REDUCED_TOGETHER_BYTES
 from wanma.parallel.mesh import Grid
-
-BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed over the replicas in one message, as DDP's: many small ones cost more switches
-between ranks than the copy saves, and one of all would be a second copy of them all."""
 
 
 @dataclass
@@ -198,13 +195,13 @@ def _joined(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], li
 
 
 def _buckets(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """Runs of (parameter, bytes) of at least `BUCKET_BYTES`, from the last, whose gradient is made first."""
+    """Runs of (parameter, bytes) that are reduced together, from the last, whose gradient is made first."""
     bucket: list[int] = []
     held = 0
     for parameter, nbytes in reversed(sizes):
         bucket.append(parameter)
         held += nbytes
-        if held >= BUCKET_BYTES:
+        if held >= REDUCED_TOGETHER_BYTES:
             yield bucket
             bucket, held = [], 0
     if bucket:

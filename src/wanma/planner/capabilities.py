@@ -192,6 +192,17 @@ def _unsplit_model(asked: _Asked) -> _Reason | None:
     )
 
 
+def _split_factors(asked: _Asked) -> _Reason | None:
+    plan = asked.plan
+    if asked.job.train.optimizer != "adafactor" or plan.shard_ranks == plan.tp == plan.ep == 1:
+        return None
+    return _Reason(
+        "train.optimizer = 'adafactor' needs whole rows and columns, which parallel.dp_shard = "
+        f"{plan.dp_shard}, tp = {plan.tp} and ep = {plan.ep} split",
+        "use dp_replicate, or train.optimizer = 'adamw'",
+    )
+
+
 def _split_backward(asked: _Asked) -> _Reason | None:
     plan = asked.plan
     apart = plan.pp > 1 and plan.schedule in SPLIT_BACKWARD
@@ -212,5 +223,6 @@ _LIMITS = (
     _compressed,
     _fp8,
     _compiled_again,
+    _split_factors,
     _split_backward,
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from wanma.job.forecast import Workload
-from wanma.job.plan import UPDATED_TOGETHER, Plan
+from wanma.job.plan import REDUCED_TOGETHER_BYTES, UPDATED_TOGETHER, Plan
 from wanma.job.sections import TrainSection
 from wanma.planner.cost.operators import Software
 from wanma.planner.memory.activations import BYTES
@@ -170,6 +170,8 @@ def _shards(
     if plan.computes_with_state:  # gradients are summed where backward has put them
         gathered = 0.0
         final = mine.held * master
+        if plan.replicas > 1:
+            final += min(final, REDUCED_TOGETHER_BYTES)
 
     average = shards * master * int(weight_average)
     # What rounding lost, of all gradients that this rank hands over.
