@@ -50,6 +50,8 @@ PLANS: dict[str, tuple[dict[str, Any], Plan]] = {
     "experts in replicas": (EVERYTHING, Plan(dp_replicate=4, ep=2, micro_batch=2)),
     "pipeline": (EVERYTHING, Plan(pp=2, micro_batch=2)),
     "replicas": (EVERYTHING, Plan(dp_replicate=2, micro_batch=2)),
+    "replicas, parameters away": (EVERYTHING, Plan(dp_replicate=2, offload_parameters="disk", micro_batch=2)),
+    "replicas of shards": (EVERYTHING, Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=2)),
     "ZeRO 3": (EVERYTHING, Plan(dp_shard=2, shard="parameters", micro_batch=2)),
 }
 
@@ -85,8 +87,9 @@ MUTATIONS: list[tuple[Callable[[], None], str]] = [
     (broken.tied_gradients_are_not_summed, "pipeline"),
     (broken.tied_tensors_count_twice_in_the_norm, "pipeline"),
     (broken.replicas_are_not_summed, "replicas"),
+    (broken.replicas_of_shards_are_not_summed, "replicas of shards"),
     (broken.shards_keep_their_own_gradient, "ZeRO 3"),
-    (broken.the_divisor_is_forgotten, "replicas"),
+    (broken.the_divisor_is_forgotten, "replicas, parameters away"),
     (broken.replicated_gradients_count_on_every_rank, "tensor"),
     (broken.ranks_do_not_agree_on_the_step, "ZeRO 3"),
     (broken.the_mean_is_over_all_targets_that_could_be, "ZeRO 3"),

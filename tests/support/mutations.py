@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from wanma.collectives import gloo
 from wanma.models.routing import Routing
-from wanma.parallel import all_to_all, expert, local, parallelize, pipeline, ring, tensor, ties
+from wanma.parallel import all_to_all, expert, local, parallelize, pipeline, ring, tensor, ties, whole
 from wanma.training import batch_statistics, cross_entropy, forward_backward, optimizer, trainer, update
 
 
@@ -282,6 +282,10 @@ def tied_tensors_count_twice_in_the_norm() -> None:
 
 
 def replicas_are_not_summed() -> None:
+    whole._sum_together = lambda tensors, _: ([], tensors)
+
+
+def replicas_of_shards_are_not_summed() -> None:
     _without_all_reduce(_fsdp_collectives)
 
 
