@@ -153,7 +153,7 @@ class Sharded:
     def begin_micro_batch(self, last: bool) -> None:
         """Say what the backward of the next micro-batch communicates: all of it only at the last one.
 
-        In a pipeline torch's schedules say it themselves.
+        For pipelines torch's schedules say it: here it is said as they do, for a dry run, which has none.
         """
         if self.plan.shard in ("nothing", "optimizer") or self.plan.pp > 1:
             self.model.set_requires_gradient_sync(last)
