@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from support.ranks import run_ranks
 from wanma.collectives.gloo import Stopwatch
 from wanma.job.plan import Plan
 from wanma.job.worker import Worker
+from wanma.models.build import custom_spec
 from wanma.parallel import whole
+from wanma.parallel.local import distribute
 from wanma.parallel.mesh import process_grid
+from wanma.parallel.parallelize import parallelize
+from wanma.parallel.scratch import Scratch
+from wanma.parallel.strays import Strays
 from wanma.parallel.whole import Whole
 
 
@@ -33,6 +38,47 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, to_second: bool) -> Tensor:
         return self.second(x) if to_second else self.same(self.first(x)) * self.frozen
+
+
+class Recurrent(nn.Module):
+    """Of torch's own, which keep a list of their parameters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.lstm = nn.LSTM(3, 3)
+        self.gru = nn.GRU(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.gru(self.lstm(x)[0])[0]
+        return output
+
+
+class Listed(nn.Module):
+    """Computes with a parameter that it keeps in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(3))
+        self.kept = nn.Parameter(torch.ones(3))
+        self.list = [self.kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.used * self.list[0]
+
+
+class Scaled(nn.Module):
+    """Multiplies by a whole parameter what a tensor rank holds a part of, as DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        part: Any = DTensor.from_local(x, weight.device_mesh, [Shard(0)]) * weight
+        output: Tensor = part.to_local()
+        return output
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 40, 1 << 20])
@@ -60,6 +106,38 @@ def test_what_computes_is_the_memory_of_the_state_and_leaves_it_after_the_step()
 
 def test_what_comes_in_is_cast_for_proofs_in_full_precision() -> None:
     assert run_ranks(precision_of_output, 1, ()) == ["torch.float64"]
+
+
+def test_recurrent_layers_are_trained() -> None:
+    model = Recurrent()
+    for rank in range(2):
+        model(given(rank)).sum().backward()
+    for of_rank in run_ranks(recurrent_gradients, 2, ()):
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert of_rank[name] == pytest.approx(parameter.grad.flatten().tolist(), rel=1e-5), name
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(offload_parameters="disk")], ids=["whole", "FSDP2"])
+def test_a_parameter_that_the_model_takes_from_elsewhere_is_refused_by_name(plan: Plan) -> None:
+    with pytest.raises(AssertionError, match=r"kept: the model computes with this parameter by another"):
+        run_ranks(train_listed, 1, (plan,))
+
+
+def test_a_gradient_from_before_the_training_is_no_reason_to_refuse() -> None:
+    model = Listed()
+    model(torch.ones(3)).sum().backward()
+    strays = Strays(model)
+    model(torch.ones(3)).sum().backward()
+    strays.refuse()
+
+
+def test_a_gradient_that_tensor_ranks_hold_by_parts_is_put_together() -> None:
+    assert run_ranks(gradient_by_parts, 2, ()) == [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
+def test_what_is_frozen_or_released_between_steps_is_so_in_the_next() -> None:
+    assert run_ranks(frozen_by_steps, 1, ()) == [[True, False, True]]
 
 
 def given(rank: int) -> Tensor:
@@ -95,6 +173,56 @@ def memory(worker: Worker) -> dict[str, Any]:
         held.rest()
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         return found
+
+
+def recurrent_gradients(worker: Worker) -> dict[str, list[float]]:
+    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+        parallel = parallelize(custom_spec(Recurrent()), grid.plan, grid, 1)
+        parallel.module(given(worker.rank)).sum().backward()
+        parallel.end_backward()
+        return {name: whole_gradient(parameter) for name, parameter in parallel.named_parameters()}
+
+
+def train_listed(worker: Worker, plan: Plan) -> None:
+    with process_grid(worker, plan, 60) as grid, Scratch(worker.run_directory) as scratch:
+        parallel = parallelize(custom_spec(Listed()), plan, grid, 1, scratch)
+        parallel.begin_micro_batch(last=True)
+        parallel.module(torch.ones(3)).sum().backward()
+        parallel.end_backward()
+
+
+def gradient_by_parts(worker: Worker) -> list[float]:
+    with process_grid(worker, Plan(tp=2), 60) as grid:
+        model = Scaled()
+        distribute(model, grid.axis("tp"), {"weight": Replicate()})
+        held = Whole(model, grid, Stopwatch(), None)
+        first = 1.0 + 2 * worker.rank
+        model(torch.tensor([first, first + 1])).sum().backward()
+        held.end_backward()
+        return whole_gradient(model.weight)
+
+
+def frozen_by_steps(worker: Worker) -> list[bool]:
+    with process_grid(worker, Plan(), 60) as grid:
+        model = Branches()
+        held = Whole(model, grid, Stopwatch(), None)
+        found = []
+        for trained in (True, False, True):
+            model.first.bias.grad = None
+            model.first.bias.requires_grad_(trained)
+            model(given(0), False).sum().backward()
+            held.end_backward()
+            found.append(model.first.bias.grad is not None)
+        return found
+
+
+def whole_gradient(parameter: nn.Parameter) -> list[float]:
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    assert gradient.placements == parameter.placements  # type: ignore[attr-defined]  # a DTensor too
+    assert gradient.to_local().shape == parameter.to_local().shape  # type: ignore[attr-defined]  # likewise
+    values: list[float] = gradient.full_tensor().flatten().tolist()
+    return values
 
 
 def precision_of_output(worker: Worker) -> str:

@@ -40,6 +40,7 @@ from wanma.models.blocks import shared_parameters
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
+from wanma.parallel.strays import Strays
 from wanma.parallel.whole import Whole
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,6 +65,7 @@ def shard_data(
     """
     if plan.computes_with_state:
         return Whole(model, grid, stopwatch, torch.float64 if plan.precision == "fp64" else None)
+    strays = Strays(model)
     policy = MixedPrecisionPolicy()
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
     root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
@@ -135,7 +137,7 @@ def shard_data(
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
-    return Sharded(model, plan, stopwatch, divisor)
+    return Sharded(model, plan, stopwatch, divisor, strays)
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ class Sharded:
     with compute and is not separable by the host's clock)."""
     divisor: int
     """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
+    strays: Strays
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say what the backward of the next micro-batch communicates: all of it only at the last one.
@@ -166,7 +169,8 @@ class Sharded:
             self.model.set_reshard_after_backward(last)
 
     def end_backward(self) -> None:
-        """As of `Whole`; FSDP2 reduces gradients within backward."""
+        """As of `Whole`; FSDP2 has reduced gradients within backward."""
+        self.strays.refuse()
 
     def rest(self) -> None:
         """Let parameters be this rank's shards again: a forward without backward leaves them whole."""

@@ -25,6 +25,7 @@ from wanma.checkpoint.shards import local_part
 from wanma.collectives.gloo import Stopwatch
 from wanma.job.plan import REDUCED_TOGETHER_BYTES
 from wanma.parallel.mesh import Grid
+from wanma.parallel.strays import Strays
 
 
 @dataclass
@@ -45,13 +46,19 @@ class _Held:
             if self.tensor_ranks is not None:
                 value = _joined(local, *self.tensor_ranks, like=self.state)
             self.computing = nn.Parameter(value, self.state.requires_grad)
-        return self.computing
+        # Who trains may freeze and release parameters between steps.
+        return self.computing.requires_grad_(self.state.requires_grad)
 
     def take_gradient(self) -> Tensor | None:
-        """This rank's, from where backward has put it."""
+        """This rank's, from where backward has put it: placed as the parameter, or a part of its sum."""
         if self.computing is None:
             return None
         gradient, self.computing.grad = self.computing.grad, None
+        if isinstance(gradient, DTensor) and self.tensor_ranks is not None:
+            _, placements = self.tensor_ranks
+            # What computes with DTensors, as no module of ours does, may place it otherwise.
+            if not _is_owed(gradient) and gradient.placements != placements:
+                return gradient.redistribute(placements=placements)
         return gradient
 
 
@@ -72,6 +79,7 @@ class Whole:
         self._input_dtype = input_dtype
         self._replicas = grid.state["replicate"].get_group() if grid.plan.replicas > 1 else None
         self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
+        self._strays = Strays(model)
         self._held = _hold(model, grid)
         self._computes = False
         # Outside what is compiled, as FSDP2's are.
@@ -82,7 +90,12 @@ class Whole:
         """As of `Sharded`; here nothing is communicated before `end_backward`."""
 
     def end_backward(self) -> None:
-        """Give the state its gradients, summed over the replicas: once per step, after its last backward."""
+        """Give the state its gradients, summed over the replicas: once per step, after its last backward.
+
+        Raises:
+            JobError: as of `Strays`.
+        """
+        self._strays.refuse()
         self.communication.start(time.perf_counter())
         gradients = self._over_tensor_ranks([held.take_gradient() for held in self._held])
         if self._replicas is not None:
@@ -125,7 +138,7 @@ class Whole:
         owed = {
             index: whole
             for index, (gradient, whole) in enumerate(zip(gradients, plain, strict=True))
-            if isinstance(gradient, DTensor) and whole is not None and gradient.placements[0].is_partial()
+            if gradient is not None and whole is not None and _is_owed(gradient)
         }
         if owed:
             assert self._tensor_ranks is not None
@@ -184,6 +197,11 @@ def _hold(model: nn.Module, grid: Grid) -> list[_Held]:
 def _name(held: _Held, parameter: nn.Parameter) -> None:
     for module, name in held.named:
         module._parameters[name] = parameter
+
+
+def _is_owed(gradient: Tensor) -> bool:
+    """Whether each tensor rank has a summand of it."""
+    return isinstance(gradient, DTensor) and gradient.placements[0].is_partial("sum")
 
 
 @torch.no_grad()

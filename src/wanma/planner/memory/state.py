@@ -137,7 +137,8 @@ def _shards(
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
     # FSDP2 computes with a copy of the weights in compute precision beside the shards of the master's,
-    # also where there is nobody to share with. On a GPU it gathers the next block while one computes.
+    # also where there is nobody to share with; but for what computes with the state itself, below. On a
+    # GPU it gathers the next block while one computes.
     # In a pipeline blocks stay gathered from their backward on, and gradients whole to the step's end.
     around = 1 if plan.device == "cpu" else 2
     away = plan.offload_parameters != "nothing"

@@ -1,0 +1,43 @@
+"""Parameters that a model computes with behind its modules' backs."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from wanma.job.errors import JobError
+
+
+class Strays:
+    """Watches the parameters that a model had before its state took their place.
+
+    Modules are given other tensors to compute with, under their own names. A model that has kept the first
+    ones elsewhere, in a list or a closure, computes with those, and their gradients reach nobody.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # A gradient that is there already is none of ours.
+        self._given = [
+            (name, weakref.ref(parameter))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+
+    def refuse(self) -> None:
+        """After a backward.
+
+        Raises:
+            JobError: one of them has got a gradient.
+        """
+        # Most are gone with the first step.
+        self._given = [(name, given) for name, given in self._given if given() is not None]
+        for name, given in self._given:
+            parameter = given()
+            if parameter is not None and parameter.grad is not None:
+                raise JobError(
+                    f"{name}: the model computes with this parameter by another reference than its module's "
+                    "attribute, so that it would not be trained",
+                    "read parameters from their modules in every forward, and keep none in lists, closures "
+                    "or other objects",
+                )
