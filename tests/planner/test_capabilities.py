@@ -76,10 +76,10 @@ LIMITS: dict[str, tuple[Job, Plan, Cluster, tuple[int, int], str]] = {
     ),
     "an optimizer of rows and columns that are split": (
         job(train={"optimizer": "adafactor"}),
-        Plan(dp_shard=2, shard="optimizer"),
+        Plan(cp=2, shard="optimizer", tp=2),
         LAPTOP,
         (2, 13),
-        r"'adafactor' needs whole rows and columns, which parallel.dp_shard = 2, tp = 1 .* split",
+        r"'adafactor' needs whole rows and columns, which parallel.cp = 2 and parallel.tp = 2 would split",
     ),
     "split matrices compiled to run again": (
         job(),

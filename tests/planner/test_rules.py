@@ -273,6 +273,18 @@ def test_a_pipeline_that_cannot_run_is_refused(parallel: dict[str, Any], says: s
     assert way_out in error.value.hint
 
 
+@pytest.mark.parametrize("key", ["virtual_stages", "stage_cuts"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_stages_without_a_pipeline_are_refused(key: str, schedule: str) -> None:
+    value = {"virtual_stages": 2, "stage_cuts": [2]}[key]
+    with pytest.raises(JobError, match=rf"parallel\.{key} = \[?2\]? with parallel\.pp = 1: there is no"):
+        pipelined(pp=1, schedule=schedule, **{key: value})
+
+
+def test_a_schedule_alone_waits_for_a_pipeline() -> None:
+    assert pipelined(pp=1, schedule="zbv").pp == 1
+
+
 def test_a_plan_says_where_a_pipeline_is_cut_and_the_jobs_cuts_win() -> None:
     assert pipelined().stage_cuts == (3,)
     assert pipelined(stage_cuts=[5]).stage_cuts == (5,)

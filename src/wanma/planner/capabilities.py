@@ -74,6 +74,20 @@ def can_compile_again(plan: Plan, torch: Version) -> bool:
     return torch < (2, 12) or not (plan.compile and plan.recompute == "full" and plan.tp > 1)
 
 
+def split_factors(optimizer: str, plan: Plan) -> JobError | None:
+    """Why an optimizer that keeps sums of rows and columns cannot update what `plan` splits."""
+    if optimizer != "adafactor" or plan.shard_ranks == plan.tp == plan.ep == 1:
+        return None
+    axes = ("dp_shard", "cp", "tp", "ep") if plan.shard_ranks > 1 else ("tp", "ep")
+    split = " and ".join(
+        f"parallel.{axis} = {getattr(plan, axis)}" for axis in axes if getattr(plan, axis) > 1
+    )
+    return JobError(
+        f"train.optimizer = 'adafactor' needs whole rows and columns, which {split} would split",
+        "use dp_replicate, or train.optimizer = 'adamw'",
+    )
+
+
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Those that a plan of the job may use: what `parallel.allow` names, and what the job itself asks for."""
     asked = {"fp8"} if job.train.fp8 else set()
@@ -193,14 +207,8 @@ def _unsplit_model(asked: _Asked) -> _Reason | None:
 
 
 def _split_factors(asked: _Asked) -> _Reason | None:
-    plan = asked.plan
-    if asked.job.train.optimizer != "adafactor" or plan.shard_ranks == plan.tp == plan.ep == 1:
-        return None
-    return _Reason(
-        "train.optimizer = 'adafactor' needs whole rows and columns, which parallel.dp_shard = "
-        f"{plan.dp_shard}, tp = {plan.tp} and ep = {plan.ep} split",
-        "use dp_replicate, or train.optimizer = 'adamw'",
-    )
+    error = split_factors(asked.job.train.optimizer, asked.plan)
+    return None if error is None else _Reason(error.message, error.hint)
 
 
 def _split_backward(asked: _Asked) -> _Reason | None:

@@ -66,6 +66,8 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
         )
     if plan.pp > 1:
         check_schedule(plan)
+    else:
+        _check_no_stages(job, plan)
     if plan.cp > 1:
         _check_context(job, plan)
     if plan.ep > 1:
@@ -223,6 +225,18 @@ def global_batches(job: Job) -> list[int]:
     """The global batches of the steps that the job has."""
     starts = {0, *(step for step, _ in job.train.batch_ramp if step < job.train.steps)}
     return [global_batch(job.train, step) for step in sorted(starts)]
+
+
+def _check_no_stages(job: Job, plan: Plan) -> None:
+    """Stages that a job asks for are not dropped in silence where there is no pipeline."""
+    virtual = plan.virtual_stages if job.parallel.virtual_stages else 1  # else a schedule's own number
+    given = {"virtual_stages": virtual if virtual > 1 else None, "stage_cuts": list(plan.stage_cuts)}
+    for key, value in given.items():
+        if value:
+            raise JobError(
+                f"parallel.{key} = {value} with parallel.pp = 1: there is no pipeline to cut",
+                f"leave parallel.{key} out, or set parallel.pp to the number of ranks that share the layers",
+            )
 
 
 def _check_context(job: Job, plan: Plan) -> None:

@@ -21,6 +21,7 @@ from wanma.checkpoint.shards import local_part
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import TrainSection
+from wanma.planner.capabilities import split_factors
 from wanma.training.muon import Muon
 from wanma.training.state_home import StateHome
 
@@ -201,12 +202,8 @@ def build_updater(
     frozen = {name for name in parameters if _is_frozen(copies.get(name, name), train)}
     for name in frozen:
         parameters[name].requires_grad_(False)
-    if train.optimizer == "adafactor" and (plan.shard_ranks > 1 or plan.tp > 1 or plan.ep > 1):
-        raise JobError(
-            "train.optimizer = 'adafactor' needs whole rows and columns, which parallel.dp_shard = "
-            f"{plan.dp_shard}, tp = {plan.tp} and ep = {plan.ep} split",
-            "use dp_replicate, or train.optimizer = 'adamw'",
-        )
+    if error := split_factors(train.optimizer, plan):
+        raise error
     trained = {n: p.ndim for n, p in parameters.items() if n not in frozen and p.requires_grad}
     by_saved_name = group_rules({copies.get(name, name): ndim for name, ndim in trained.items()}, train)
     rules = {name: by_saved_name[copies.get(name, name)] for name in trained}
