@@ -84,10 +84,40 @@ class Shared(nn.Module):
         return logits
 
 
+class Tempered(nn.Module):
+    """Its parameters are single numbers too, in a block and beside them; two modules share one."""
+
+    def __init__(self, features: int = 8, classes: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaling(features) for _ in range(3))
+        self.head = nn.Linear(features, classes)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        blocks: Any = self.blocks
+        blocks[2].scale = blocks[0].scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(x) * self.temperature.exp()
+        return logits
+
+
+class Scaling(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x).tanh() * self.scale
+        return output
+
+
 MODELS: dict[str, tuple[type[nn.Module], int]] = {
     "translator": (Translator, 5),
     "unet": (UNet, 5),
     "shared": (Shared, 1),
+    "tempered": (Tempered, 3),
 }
 PLANS = {
     "2 ranks ZeRO 3, recomputing": Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="full"),
@@ -127,6 +157,22 @@ def test_every_plan_follows_one_process(name: str, tmp_path: Path) -> None:
 def test_every_block_is_a_unit_of_communication_but_for_those_that_share(name: str) -> None:
     kind, expected = MODELS[name]
     assert run_ranks(count_units, 1, (kind,)) == [expected + 1]  # and the rest of the model
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    with pytest.raises(AssertionError, match=r"Sequential: 0 makes sparse gradients.*\n.*sparse=False"):
+        run_ranks(build_sparse, 1, (True,))
+    run_ranks(build_sparse, 1, (False,))  # frozen, it has none
+
+
+def build_sparse(worker: Worker, trained: bool) -> None:
+    from wanma.models.build import custom_spec
+    from wanma.parallel.mesh import process_grid
+    from wanma.parallel.parallelize import parallelize
+
+    table = nn.EmbeddingBag(10, 2, sparse=True).requires_grad_(trained)
+    with process_grid(worker, Plan(), 60) as grid:
+        parallelize(custom_spec(nn.Sequential(table, nn.Linear(2, 2))), Plan(), grid, 1)
 
 
 def count_units(worker: Worker, kind: type[nn.Module]) -> int:

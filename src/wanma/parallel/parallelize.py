@@ -130,6 +130,7 @@ def parallelize(
         JobError: the plan asks for a split that this model does not declare.
     """
     whole = _make(spec, plan, seed)
+    _refuse_sparse_gradients(whole, spec)
     _refuse_what_depends_on_the_layout(whole, spec, plan)
     names = tuple(name for name, _ in whole.named_parameters())
     trainable = tuple(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
@@ -197,6 +198,16 @@ def _apply(
     if spec.own_initialization and plan.precision in ("bf16", "fp16"):
         autocast_forward(part, DTYPES[plan.precision], grid.device)
     return data_parallel
+
+
+def _refuse_sparse_gradients(module: nn.Module, spec: ModelSpec) -> None:
+    for name, table in module.named_modules():
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.sparse and table.weight.requires_grad:
+            raise JobError(
+                f"{spec.name}: {name or type(table).__name__} makes sparse gradients, and wanma sums and "
+                "applies them as whole tensors",
+                "build it with sparse=False",
+            )
 
 
 def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:

@@ -19,7 +19,8 @@ Gradients are summed over the global batch; what FSDP2 divides by on the way (`S
 multiplied in beforehand, so that the loop divides once, by the global batch's target count.
 
 On a CPU, what is neither sharded nor computed in another precision than it is kept in goes without FSDP2:
-`parallel.whole`.
+`parallel.whole`. So do parameters that are one number, which FSDP2 does not take, on every device: they are
+whole on every rank at every stage, and in their own precision.
 """
 
 from __future__ import annotations
@@ -65,7 +66,14 @@ def shard_data(
     """
     if plan.computes_with_state:
         return Whole(model, grid, stopwatch, torch.float64 if plan.precision == "fp64" else None)
-    strays = Strays(model)
+    strays, scalars = Strays(model), None
+    divides = _divides(plan)
+    divisor = plan.replicas if divides else 1
+    if any(parameter.ndim == 0 for parameter in model.parameters()):
+        # The time of communication is told on CPUs alone.
+        watch = stopwatch if plan.device == "cpu" else Stopwatch()
+        scalars = Whole(model, grid, watch, None, divisor=divisor, scalars_only=True)
+    whole = {parameter for parameter in model.parameters() if parameter.ndim == 0}
     policy = MixedPrecisionPolicy()
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
     root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
@@ -86,7 +94,7 @@ def shard_data(
         # gradients to the end of the step anyway; the price is a second copy while they are reduced.
         blocks = []
     # A parameter that two modules share stays one only in the unit that holds both of them.
-    shared = shared_parameters(model, blocks)
+    shared = shared_parameters(model, blocks) - {id(parameter) for parameter in whole}
     blocks = [block for block in blocks if shared.isdisjoint(id(p) for p in block.parameters())]
     of_experts = {id(parameter) for module in experts for parameter in module.parameters()}
     if plan.ep > 1:
@@ -98,6 +106,7 @@ def shard_data(
                 mesh=grid.expert_mesh,
                 mp_policy=expert_policy,
                 offload_policy=offload,
+                ignored_params=whole,
                 reshard_after_forward=reshard,
                 shard_placement_fn=partial(_placement, experts=of_experts, shards=grid.expert_mesh.size(1)),
             )
@@ -110,6 +119,7 @@ def shard_data(
             mesh=grid.state_mesh,
             mp_policy=policy,
             offload_policy=offload,
+            ignored_params=whole,
             reshard_after_forward=reshard,
             shard_placement_fn=placement,
         )
@@ -118,16 +128,11 @@ def shard_data(
         mesh=grid.state_mesh,
         mp_policy=root_policy,
         offload_policy=offload,
+        ignored_params=whole,
         reshard_after_forward=False,
         shard_placement_fn=placement,
     )
 
-    # With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
-    # tensor and copies), its default division by the replicas one in place, and none without replicas.
-    # Not in fp16: a loss multiplied by the replicas would overflow where one process's does not. And not
-    # where experts have fewer replicas than the rest.
-    divides = plan.shard_ranks == 1 and plan.ep == 1 and plan.precision != "fp16"
-    divisor = plan.replicas if divides else 1
     spread = {id(module) for module in experts} if plan.ep > 1 else set()
     for unit in _units(model):
         mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
@@ -137,7 +142,7 @@ def shard_data(
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
-    return Sharded(model, plan, stopwatch, divisor, strays)
+    return Sharded(model, plan, stopwatch, divisor, strays, scalars)
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,8 @@ class Sharded:
     divisor: int
     """What the summed gradients are divided by on the way; multiply the loss by it beforehand."""
     strays: Strays
+    scalars: Whole | None
+    """Parameters that are one number."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say what the backward of the next micro-batch communicates: all of it only at the last one.
@@ -171,11 +178,26 @@ class Sharded:
     def end_backward(self) -> None:
         """As of `Whole`; FSDP2 has reduced gradients within backward."""
         self.strays.refuse()
+        if self.scalars is not None:
+            self.scalars.end_backward()
 
     def rest(self) -> None:
         """Let parameters be this rank's shards again: a forward without backward leaves them whole."""
         for unit in _units(self.model):
             unit.reshard()
+        if self.scalars is not None:
+            self.scalars.rest()
+
+
+def _divides(plan: Plan) -> bool:
+    """Whether gradients are divided by the replicas on the way.
+
+    With one shard a divide factor of 1 costs two passes over the gradients (FSDP2 divides into a new
+    tensor and copies), its default division by the replicas one in place, and none without replicas.
+    Not in fp16: a loss multiplied by the replicas would overflow where one process's does not. And not
+    where experts have fewer replicas than the rest.
+    """
+    return plan.shard_ranks == 1 and plan.ep == 1 and plan.precision != "fp16"
 
 
 def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard | None:

@@ -3,7 +3,8 @@
 FSDP2 does it too, by copying all parameters into one buffer and out of another before every step, and all
 gradients into a third. Here what computes are plain tensors in the memory of the state itself, and
 gradients are summed where backward has put them. From outside the state looks the same: DTensors under the
-module's own names, over (replicate, shard).
+module's own names, over (replicate, shard). Parameters of no dims, which FSDP2 does not take, are held so
+beside it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class _Held:
                 value = _joined(local, *self.tensor_ranks, like=self.state)
             self.computing = nn.Parameter(value, self.state.requires_grad)
         # Who trains may freeze and release parameters between steps.
-        return self.computing.requires_grad_(self.state.requires_grad)
+        self.computing.requires_grad_(self.state.requires_grad)
+        return self.computing
 
     def take_gradient(self) -> Tensor | None:
         """This rank's, from where backward has put it: placed as the parameter, or a part of its sum."""
@@ -67,20 +69,28 @@ class Whole:
 
     Args:
         input_dtype: given to all floating-point tensors that come into the module; None leaves them.
+        divisor: of gradients, beside their sum.
+        scalars_only: leave all other parameters alone.
     """
 
-    divisor = 1
-    """Gradients are sums: nothing divides them on the way."""
-
     def __init__(
-        self, model: nn.Module, grid: Grid, stopwatch: Stopwatch, input_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        grid: Grid,
+        stopwatch: Stopwatch,
+        input_dtype: torch.dtype | None,
+        *,
+        divisor: int = 1,
+        scalars_only: bool = False,
     ) -> None:
+        self.divisor = divisor
         self.communication = stopwatch
         self._input_dtype = input_dtype
-        self._replicas = grid.state["replicate"].get_group() if grid.plan.replicas > 1 else None
+        data_axes = (grid.state[name] for name in ("replicate", "shard"))
+        self._data_ranks = [axis.get_group() for axis in data_axes if axis.size() > 1]
         self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
         self._strays = Strays(model)
-        self._held = _hold(model, grid)
+        self._held = _hold(model, grid, scalars_only=scalars_only)
         self._computes = False
         # Outside what is compiled, as FSDP2's are.
         before = torch.compiler.disable(self._before_forward)
@@ -90,7 +100,7 @@ class Whole:
         """As of `Sharded`; here nothing is communicated before `end_backward`."""
 
     def end_backward(self) -> None:
-        """Give the state its gradients, summed over the replicas: once per step, after its last backward.
+        """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
 
         Raises:
             JobError: as of `Strays`.
@@ -98,12 +108,14 @@ class Whole:
         self._strays.refuse()
         self.communication.start(time.perf_counter())
         gradients = self._over_tensor_ranks([held.take_gradient() for held in self._held])
-        if self._replicas is not None:
-            gradients = self._over_replicas(gradients, self._replicas)
+        for ranks in self._data_ranks:
+            gradients = self._over_data_ranks(gradients, ranks)
         self.communication.stop(time.perf_counter())
         self.rest()
         for held, gradient in zip(self._held, gradients, strict=True):
             if gradient is not None:
+                if self.divisor != 1:
+                    gradient.div_(self.divisor)
                 state: Any = held.state
                 state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
 
@@ -149,18 +161,18 @@ class Whole:
                 plain[index] = total
         return plain
 
-    def _over_replicas(self, sums: list[Tensor | None], replicas: dist.ProcessGroup) -> list[Tensor | None]:
-        """Their sums, which take their place; None where no replica has a gradient.
+    def _over_data_ranks(self, sums: list[Tensor | None], group: dist.ProcessGroup) -> list[Tensor | None]:
+        """Their sums, which take their place; None where no rank has a gradient.
 
         Which of them have one may differ, as where an expert got no token: all send the same tensors, zeros
         for what they do not have, and whether they have it.
         """
         trained = [index for index, held in enumerate(self._held) if held.state.requires_grad]
         has = torch.tensor([float(sums[index] is not None) for index in trained])
-        works = [_all_reduce(has, replicas)]
+        works = [_all_reduce(has, group)]
         for bucket in _buckets([(index, local_part(self._held[index].state).nbytes) for index in trained]):
             mine = [_or_zeros(sums[index], self._held[index].state) for index in bucket]
-            under_way, totals = _sum_together(mine, replicas)
+            under_way, totals = _sum_together(mine, group)
             works += under_way
             for index, total in zip(bucket, totals, strict=True):
                 sums[index] = total
@@ -172,13 +184,13 @@ class Whole:
         return [total if index in anywhere else None for index, total in enumerate(sums)]
 
 
-def _hold(model: nn.Module, grid: Grid) -> list[_Held]:
+def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
     """Make the parameters of `model` its state: DTensors over all ranks that hold them."""
     everywhere = (Replicate(), Replicate())
     held: dict[nn.Parameter, _Held] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or (scalars_only and parameter.ndim > 0):
                 continue
             if parameter not in held:
                 if isinstance(parameter, DTensor):
