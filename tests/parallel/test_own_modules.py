@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,20 +160,32 @@ def test_every_block_is_a_unit_of_communication_but_for_those_that_share(name: s
     assert run_ranks(count_units, 1, (kind,)) == [expected + 1]  # and the rest of the model
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
-    with pytest.raises(AssertionError, match=r"Sequential: 0 makes sparse gradients.*\n.*sparse=False"):
-        run_ranks(build_sparse, 1, (True,))
-    run_ranks(build_sparse, 1, (False,))  # frozen, it has none
+@pytest.mark.parametrize("trained", [True, False])
+def test_sparse_gradients_are_refused_by_name(trained: bool) -> None:
+    table = nn.EmbeddingBag(10, 2, sparse=True).requires_grad_(trained)
+    expected = r"Sequential: 0 makes sparse gradients.*\n.*sparse=False"
+    builds_if(not trained, nn.Sequential(table, nn.Linear(2, 2)), expected)
 
 
-def build_sparse(worker: Worker, trained: bool) -> None:
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_in_16_bits_are_not_trained(trained: bool) -> None:
+    low = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(trained)
+    expected = r"Sequential: 1\.weight is bfloat16, and weights that are trained are kept in fp32"
+    builds_if(not trained, nn.Sequential(nn.Linear(2, 2), low), expected)
+
+
+def builds_if(right: bool, model: nn.Module, otherwise: str) -> None:
+    with nullcontext() if right else pytest.raises(AssertionError, match=otherwise):
+        run_ranks(build, 1, (model,))
+
+
+def build(worker: Worker, model: nn.Module) -> None:
     from wanma.models.build import custom_spec
     from wanma.parallel.mesh import process_grid
     from wanma.parallel.parallelize import parallelize
 
-    table = nn.EmbeddingBag(10, 2, sparse=True).requires_grad_(trained)
     with process_grid(worker, Plan(), 60) as grid:
-        parallelize(custom_spec(nn.Sequential(table, nn.Linear(2, 2))), Plan(), grid, 1)
+        parallelize(custom_spec(model), Plan(), grid, 1)
 
 
 def count_units(worker: Worker, kind: type[nn.Module]) -> int:

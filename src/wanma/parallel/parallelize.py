@@ -130,6 +130,7 @@ def parallelize(
         JobError: the plan asks for a split that this model does not declare.
     """
     whole = _make(spec, plan, seed)
+    _refuse_low_weights(whole, spec)
     _refuse_sparse_gradients(whole, spec)
     _refuse_what_depends_on_the_layout(whole, spec, plan)
     names = tuple(name for name, _ in whole.named_parameters())
@@ -198,6 +199,17 @@ def _apply(
     if spec.own_initialization and plan.precision in ("bf16", "fp16"):
         autocast_forward(part, DTYPES[plan.precision], grid.device)
     return data_parallel
+
+
+def _refuse_low_weights(module: nn.Module, spec: ModelSpec) -> None:
+    """What is trained is kept in fp32, that small updates are not rounded away; `plan.precision` computes."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise JobError(
+                f"{spec.name}: {name} is {dtype}, and weights that are trained are kept in fp32",
+                "build the model in fp32 (model.float()); train.precision says in what it computes",
+            )
 
 
 def _refuse_sparse_gradients(module: nn.Module, spec: ModelSpec) -> None:
