@@ -10,6 +10,7 @@ from wanma.models.statistics import (
     GroupedBatchNorm,
     convert_batch_norm,
     couples_samples,
+    keeps_statistics,
     noting_modules,
 )
 
@@ -128,6 +129,12 @@ def test_modules_that_couple_samples_are_named_until_they_are_converted() -> Non
     assert couples_samples(model) == []
     assert [module.features for module in noting_modules(model).values()] == [3, 8]
     assert couples_samples(nn.SyncBatchNorm(3)) == ["SyncBatchNorm"]
+
+
+def test_instance_normalisation_that_keeps_statistics_is_named() -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(3), nn.InstanceNorm2d(3, track_running_stats=True))
+    assert keeps_statistics(model) == ["1"]
+    assert keeps_statistics(nn.Sequential(nn.BatchNorm1d(3))) == []
 
 
 def test_a_converted_model_keeps_its_state_and_computes_the_same_where_the_group_is_the_batch() -> None:

@@ -174,18 +174,26 @@ def test_weights_in_16_bits_are_not_trained(trained: bool) -> None:
     builds_if(not trained, nn.Sequential(nn.Linear(2, 2), low), expected)
 
 
-def builds_if(right: bool, model: nn.Module, otherwise: str) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_running_statistics_of_ones_own_samples_are_for_one_rank(ranks: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2, track_running_stats=True))
+    builds_if(
+        ranks == 1, model, r"the running statistics of 1 are of the samples that a rank sees, so 2", ranks
+    )
+
+
+def builds_if(right: bool, model: nn.Module, otherwise: str, ranks: int = 1) -> None:
     with nullcontext() if right else pytest.raises(AssertionError, match=otherwise):
-        run_ranks(build, 1, (model,))
+        run_ranks(build, ranks, (model, Plan(dp_replicate=ranks)))
 
 
-def build(worker: Worker, model: nn.Module) -> None:
+def build(worker: Worker, model: nn.Module, plan: Plan) -> None:
     from wanma.models.build import custom_spec
     from wanma.parallel.mesh import process_grid
     from wanma.parallel.parallelize import parallelize
 
-    with process_grid(worker, Plan(), 60) as grid:
-        parallelize(custom_spec(model), Plan(), grid, 1)
+    with process_grid(worker, plan, 60) as grid:
+        parallelize(custom_spec(model), plan, grid, 1)
 
 
 def count_units(worker: Worker, kind: type[nn.Module]) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wanma.job.errors import WanmaError
 
@@ -167,6 +168,15 @@ def couples_samples(model: nn.Module) -> list[str]:
         name or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm)
+    ]
+
+
+def keeps_statistics(model: nn.Module) -> list[str]:
+    """Names of instance normalisations whose running statistics are of the samples that one rank has seen."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _InstanceNorm) and module.track_running_stats
     ]
 
 

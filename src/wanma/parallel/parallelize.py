@@ -16,7 +16,7 @@ from wanma.models.blocks import repeated_blocks
 from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
-from wanma.models.statistics import NotesStatistics, couples_samples, noting_modules
+from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
 from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
@@ -231,6 +231,12 @@ def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan:
             f"{spec.name}: {coupled[0]} computes statistics over whatever samples share a micro-batch, so "
             f"{plan.data_ranks} data ranks would train another model than one",
             "make its groups explicit: wanma.models.statistics.convert_batch_norm(model, group)",
+        )
+    if keeping := keeps_statistics(module):
+        raise JobError(
+            f"{spec.name}: the running statistics of {keeping[0]} are of the samples that a rank sees, so "
+            f"{plan.data_ranks} data ranks would evaluate another model than one",
+            "let it keep none: track_running_stats=False",
         )
     if drawing := unkeyed_randomness(module):
         raise JobError(

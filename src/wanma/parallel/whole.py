@@ -168,7 +168,10 @@ class Whole:
         for what they do not have, and whether they have it.
         """
         trained = [index for index, held in enumerate(self._held) if held.state.requires_grad]
-        has = torch.tensor([float(sums[index] is not None) for index in trained])
+        if not trained:
+            return sums
+        device = local_part(self._held[0].state).device
+        has = torch.tensor([float(sums[index] is not None) for index in trained], device=device)
         works = [_all_reduce(has, group)]
         for bucket in _buckets([(index, local_part(self._held[index].state).nbytes) for index in trained]):
             mine = [_or_zeros(sums[index], self._held[index].state) for index in bucket]
