@@ -2,7 +2,7 @@
 
     every = best_intervals(LLAMA3, recovery, devices=16384, step_seconds=6.0)
     useful_share(LLAMA3, recovery, every, devices=16384)     # expected, in closed form
-    simulate(LLAMA3, recovery, every, devices=16384, days=54, seed=0).useful_share
+    simulate(LLAMA3, recovery, every, devices=16384, days=54, seed=0)
 
 A state is kept up to three times: in the memory of its own node, which a process's death leaves; in that of a
 partner node, which a node's death leaves; and on disk, which all else leaves. Pure functions, without torch.
@@ -100,18 +100,6 @@ class Recovery:
         return levels
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """What became of a simulated run."""
-
-    useful_share: float
-    """Of the time: work that is left at the end."""
-    repeated_share: float
-    """Work that was lost and done again."""
-    restoring_share: float
-    failures: int
-
-
 def young_interval(stall_seconds: float, seconds_between_failures: float) -> float:
     """Work between two copies that costs least, to the first order: sqrt(2 δ M) (Young 1974, "A first order
     approximation to the optimum checkpoint interval", CACM 17(9))."""
@@ -120,8 +108,7 @@ def young_interval(stall_seconds: float, seconds_between_failures: float) -> flo
 
 def daly_interval(stall_seconds: float, seconds_between_failures: float) -> float:
     """The same to a higher order, sqrt(2 δ M) (1 + x/3 + x²/9) - δ with x = sqrt(δ / 2M); M where δ >= 2M
-    (Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3),
-    eq. 37)."""
+    (Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22)."""
     if stall_seconds >= 2 * seconds_between_failures:
         return seconds_between_failures
     x = math.sqrt(stall_seconds / (2 * seconds_between_failures))
@@ -131,7 +118,7 @@ def daly_interval(stall_seconds: float, seconds_between_failures: float) -> floa
 def useful_share(failures: Failures, recovery: Recovery, intervals: Sequence[float], devices: int) -> float:
     """Of a long run's time, that of work which is not lost.
 
-    With one place and no lag it is Daly's complete model: τ / (M exp(R/M) (exp((τ+δ)/M) - 1)) (2006, eq. 20).
+    With one place and no lag it is Daly's complete model: τ / (M exp(R/M) (exp((τ+δ)/M) - 1)) (2006).
 
     Args:
         intervals: seconds of work between copies of each place there is, nearest first, none shorter than
@@ -154,20 +141,20 @@ def best_intervals(
     if any(rate == 0 for _, rate in levels):
         raise ValueError("a place from which no failure is restored has no best interval: leave it out")
     shortest = [max(step_seconds, copy.lag_seconds) for copy, _ in levels]
-    centres = [young_interval(copy.stall_seconds, 1 / rate) for copy, rate in levels]
+    starts = [
+        max(young_interval(copy.stall_seconds, 1 / rate), low)
+        for (copy, rate), low in zip(levels, shortest, strict=True)
+    ]
+    centres = [starts[0] / step_seconds, *(max(far / near, 1.0) for near, far in pairwise(starts))]
+    every: list[Values] = []
     for width in (100.0, 5.0, 1.5, 1.1):
-        steps = np.geomspace(1 / width, width, 17)
-        axes = [np.maximum(centre * steps, low) for centre, low in zip(centres, shortest, strict=True)]
-        grid = [np.asarray(axis, dtype=np.float64) for axis in np.meshgrid(*axes, indexing="ij")]
-        for near, far in pairwise(grid):
-            np.maximum(near, far, out=far)
-        best = int(np.argmax(_share(levels, grid)))
-        centres = [float(axis.flat[best]) for axis in grid]
-    chosen: list[float] = []
-    for centre, low in zip(centres, shortest, strict=True):
-        unit = chosen[-1] if chosen else step_seconds
-        chosen.append(unit * max(round(centre / unit), math.ceil(low / unit)))
-    return tuple(chosen)
+        axes = [np.rint(centre * np.geomspace(1 / width, width, 17)).clip(1) for centre in centres]
+        steps = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(len(axes), -1)
+        every = list(np.cumprod(steps, axis=0) * step_seconds)
+        whole = np.all([seconds >= low for seconds, low in zip(every, shortest, strict=True)], axis=0)
+        best = int(np.argmax(np.where(whole, _share(levels, every), -1.0)))
+        centres = steps[:, best].tolist()
+    return tuple(float(seconds[best]) for seconds in every)
 
 
 def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Values:
@@ -208,8 +195,8 @@ def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Val
 
 def simulate(
     failures: Failures, recovery: Recovery, intervals: Sequence[float], devices: int, days: float, seed: int
-) -> Simulated:
-    """One run, failure by failure; stalls are spread over the work between copies.
+) -> float:
+    """The useful share of one run, failure by failure; stalls are spread over the work between copies.
 
     Args:
         intervals: as in `useful_share`, each a whole multiple of the one before.
@@ -229,25 +216,17 @@ def simulate(
     random = np.random.default_rng(seed)
     times = np.sort(random.uniform(0, duration, random.poisson(rates.sum() * duration)))
     kinds = np.searchsorted(np.cumsum(rates), random.uniform(0, rates.sum(), len(times)), side="right")
-    start, ready, level = 0, 0.0, 0  # in ticks, where the run goes on; when; and restored from where
-    reached, repeated, restoring = 0.0, 0.0, 0.0
+    start, ready, reached, level = 0, 0.0, 0.0, 0
     for time, kind in zip(times.tolist(), kinds.tolist(), strict=True):
         if time >= ready:
             reached, level = start + (time - ready) / pace, kind
-            position = reached
+            start = int(reached)
         else:  # while it recovers
-            restoring -= ready - time
-            position, level = start, max(level, kind)
+            level = max(level, kind)
         copy, _ = levels[level]
-        start = max(int(min(position, reached - copy.lag_seconds / pace)) // ticks[level] * ticks[level], 0)
+        whole = max(int(min(start, reached - copy.lag_seconds / pace)), 0)
+        start = whole - whole % ticks[level]
         ready = time + copy.restore_seconds
-        repeated += position - start
-        restoring += copy.restore_seconds
     left = start + max(duration - ready, 0.0) / pace
-    nodes = failures.node * devices * duration  # as many leave as are expected
-    return Simulated(
-        (left * intervals[0] - nodes * recovery.shrink_seconds) / duration,
-        repeated * intervals[0] / duration,
-        (restoring - max(ready - duration, 0.0)) / duration,
-        len(times),
-    )
+    lost = failures.node * devices * recovery.shrink_seconds
+    return left * intervals[0] / duration - lost
