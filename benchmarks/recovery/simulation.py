@@ -34,7 +34,20 @@ SYSTEMS = {
     "the same, shrinks for 1 h": Recovery(DISK, PARTNER, MEMORY, shrink_seconds=3600 / 128),
 }
 RSC1 = Failures.observed(0, 6.5, 0, devices=8, days=1000)
+"""6.50 failures in 1,000 days of a node of 8 A100 (Kokolis et al. 2025, arXiv 2410.21680)."""
 PUBLISHED = (("Llama 3", 16_384, 0.90), ("MegaScale", 12_288, 0.90), ("ByteRobust", 9_600, 0.97))
+PLACES = ["copies; from failure to next step", "GPUs", "best steps between", "formula", "played"]
+SNAPSHOTS = ["GPUs", "steps", "1 s", "10 s", "60 s", "600 s"]
+CHECKPOINTS = ["GPUs", "minutes", "60 s", "120 s", "600 s", "1,800 s"]
+CHECKS = ["stall", "Young", "Daly", "found", "share at Daly's", "played at found"]
+RUNS = [
+    "run",
+    "GPUs",
+    "hours, Llama 3's rate",
+    "hours, RSC-1's",
+    "useful, %",
+    "minutes for each, Llama 3's rate",
+]
 
 
 def main() -> None:
@@ -48,59 +61,48 @@ def main() -> None:
 
     def played(recovery: Recovery, every: Sequence[float], devices: int) -> str:
         """Mean and standard deviation over the runs."""
-        shares = [
-            100 * simulate(LLAMA3, recovery, every, devices, options.days, seed)
-            for seed in range(options.runs)
-        ]
-        return f"{statistics.mean(shares):.2f} ± {statistics.stdev(shares):.2f}"
+        runs = [simulate(LLAMA3, recovery, every, devices, options.days, at) for at in range(options.runs)]
+        return f"{100 * statistics.mean(runs):.2f} ± {100 * statistics.stdev(runs):.2f}"
 
-    systems, disks = [], []
-    for name, recovery in SYSTEMS.items():
-        for devices in DEVICES:
-            every = best_intervals(LLAMA3, recovery, devices, STEP)
-            share = f"{100 * useful_share(LLAMA3, recovery, every, devices):.2f}"
-            steps = ", ".join(f"{seconds / STEP:.0f}" for seconds in every)
-            systems.append([name, f"{devices:,}", steps, share, played(recovery, every, devices)])
-    grids = []
-    for devices in DEVICES:
-        for steps in (1, 10, 100, 1000):
-            row = [f"{devices:,}", f"{steps:,}"]
-            for restore in (1.0, 10.0, 60.0, 600.0):
-                near = Copy(0.05, restore, 0.5)
-                row.append(
-                    played(
-                        Recovery(DISK, near, near),
-                        (STEP * steps, STEP * steps, STEP * max(steps, 100)),
-                        devices,
-                    )
-                )
-            grids.append(row)
-        for minutes in (1, 10, 100):
-            row = [f"{devices:,}", str(minutes)]
-            for restore in (60.0, 120.0, 600.0, 1800.0):
-                recovery = Recovery(Copy(0.05, restore, 60.0), PARTNER, MEMORY)
-                row.append(played(recovery, (STEP, STEP, 60.0 * minutes), devices))
-            disks.append(row)
-    checks = []
-    for stall in (0.05, 5.0, 30.0, 300.0, 1800.0):
+    def system(name: str, recovery: Recovery, devices: int) -> list[str]:
+        every = best_intervals(LLAMA3, recovery, devices, STEP)
+        steps = ", ".join(f"{seconds / STEP:.0f}" for seconds in every)
+        share = f"{100 * useful_share(LLAMA3, recovery, every, devices):.2f}"
+        return [name, f"{devices:,}", steps, share, played(recovery, every, devices)]
+
+    def snapshots(devices: int, steps: int) -> list[str]:
+        near = [Copy(0.05, restore, 0.5) for restore in (1.0, 10.0, 60.0, 600.0)]
+        every = (STEP * steps, STEP * steps, STEP * max(steps, 100))
+        return [
+            f"{devices:,}",
+            f"{steps:,}",
+            *(played(Recovery(DISK, at, at), every, devices) for at in near),
+        ]
+
+    def checkpoints(devices: int, minutes: int) -> list[str]:
+        disks = [Copy(0.05, restore, 60.0) for restore in (60.0, 120.0, 600.0, 1800.0)]
+        every = (STEP, STEP, 60.0 * minutes)
+        shares = (played(Recovery(disk, PARTNER, MEMORY), every, devices) for disk in disks)
+        return [f"{devices:,}", str(minutes), *shares]
+
+    def check(stall: float) -> list[str]:
         mean, recovery = LLAMA3.seconds_between(16_384), Recovery(Copy(stall, 600.0))
-        every = best_intervals(LLAMA3, recovery, 16_384, 0.01)
-        row = [f"{x:,.1f}" for x in (stall, young_interval(stall, mean), daly_interval(stall, mean), *every)]
-        share = 100 * useful_share(LLAMA3, recovery, (daly_interval(stall, mean),), 16_384)
-        checks.append([*row, f"{share:.2f}", played(recovery, every, 16_384)])
-    means = [
-        [f"{devices:,}", *(f"{rates.seconds_between(devices) / 3600:.2f}" for rates in (LLAMA3, RSC1))]
-        for devices in (*DEVICES, 131_072)
-    ]
-    allowed = []
-    for name, devices, useful in PUBLISHED:
-        minutes = (1 - useful) * LLAMA3.seconds_between(devices) / 60
-        allowed.append([name, f"{devices:,}", f"{useful:.0%}", f"{minutes:.1f}"])
+        every, daly = best_intervals(LLAMA3, recovery, 16_384, 0.01), daly_interval(stall, mean)
+        share = 100 * useful_share(LLAMA3, recovery, (daly,), 16_384)
+        row = [f"{stall:g}", *(f"{seconds:,.1f}" for seconds in (young_interval(stall, mean), daly, *every))]
+        return [*row, f"{share:.2f}", played(recovery, every, 16_384)]
+
+    def published(name: str, devices: int, share: float) -> list[str]:
+        hours = [rates.seconds_between(devices) / 3600 for rates in (LLAMA3, RSC1)]
+        return [
+            name,
+            f"{devices:,}",
+            *(f"{x:.2f}" for x in (*hours, 100 * share, 60 * (1 - share) * hours[0])),
+        ]
+
     command = (
         f"python -m benchmarks.recovery.simulation --days {options.days:g} --runs {options.runs} --write"
     )
-    places = ["copies; from failure to next step", "GPUs", "best steps between", "formula", "played"]
-    allowances = ["run", "GPUs", "useful", "minutes lost to each"]
     text = f"""# Long runs under failures, simulated
 
 {datetime.date.today()}, wanma at {commit()}: `{command}`.
@@ -109,22 +111,19 @@ Llama 3's, steps of 6 s. What is assumed: [docs/reliability.md](../../docs/relia
 
 ## Where copies are kept
 
-{table(places, systems)}
+{table(PLACES, [system(name, where, devices) for name, where in SYSTEMS.items() for devices in DEVICES])}
 ## Steps between snapshots, own and partner's, and their seconds to recover; disk every 100 steps or more
 
-{table(["GPUs", "steps", "1 s", "10 s", "60 s", "600 s"], grids)}
+{table(SNAPSHOTS, [snapshots(devices, steps) for devices in DEVICES for steps in (1, 10, 100, 1000)])}
 ## Minutes between checkpoints on disk and its seconds to recover; snapshots every step
 
-{table(["GPUs", "minutes", "60 s", "120 s", "600 s", "1,800 s"], disks)}
+{table(CHECKPOINTS, [checkpoints(devices, minutes) for devices in DEVICES for minutes in (1, 10, 100)])}
 ## Best interval beside Young and Daly: one place, 16,384 GPUs, 10 min to recover; in seconds
 
-{table(["stall", "Young", "Daly", "found", "share at Daly's", "played at found"], checks)}
-## Hours between failures
+{table(CHECKS, [check(stall) for stall in (0.05, 5.0, 30.0, 300.0, 1800.0)])}
+## Published runs: hours between failures, and what their useful share leaves for each
 
-{table(["GPUs", "Llama 3", "RSC-1"], means)}
-## What published shares leave for a failure at Llama 3's rate
-
-{table(allowances, allowed)}"""
+{table(RUNS, [published(*run) for run in PUBLISHED])}"""
     print(text)
     if options.write:
         (RESULTS / "recovery-simulation.md").write_text(text)
