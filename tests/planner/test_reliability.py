@@ -106,6 +106,7 @@ def test_more_devices_and_slower_restores_never_help(devices: int, longer: float
     assert share >= useful_share(LLAMA3, EVERYWHERE, INTERVALS, 2 * devices)
     slower = replace(EVERYWHERE, disk=Copy(0.05, 120.0 + longer, 60.0))
     assert share >= useful_share(LLAMA3, slower, INTERVALS, devices)
+    assert useful_share(LLAMA3, slower, INTERVALS, 10**9 * devices) == 0.0
 
 
 def test_llama_3_was_interrupted_419_times_in_54_days() -> None:

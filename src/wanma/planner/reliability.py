@@ -179,7 +179,7 @@ def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Val
                 blocks = every[level] / every[level - 1]
                 begun = np.where(success < 1, (1 - success**blocks) / (1 - success), blocks)
                 success, seconds, ends = success**blocks, seconds * begun, [end * begun for end in ends]
-            undisturbed = math.exp(-total * copy.restore_seconds)
+            undisturbed = np.exp(-total * copy.restore_seconds)
             kept = 1 - (1 - undisturbed) * sum(rates[: level + 1]) / total  # of restores, not begun again
             restoring = (1 - undisturbed) / total / kept
             lost = [(1 - undisturbed) * rate / total / kept for rate in rates]
@@ -189,7 +189,7 @@ def _share(levels: Sequence[tuple[Copy, float]], every: Sequence[Values]) -> Val
             ends = [end if at > level else np.zeros_like(end) for at, end in enumerate(higher)]
             success = success * again
         lags = sum(rate * copy.lag_seconds for copy, rate in levels)
-        share = every[-1] / seconds * (1 - lags)
+        share = every[-1] / seconds * max(1 - lags, 0.0)
     return np.nan_to_num(share, nan=0.0)
 
 
