@@ -140,7 +140,8 @@ def test_files_are_written_and_named(
         (["--what-if", "device=H300"], "'H300' is not in the catalogue"),
         (["--scale", "8-64"], "this is no range"),
         (["--why", "tp"], "is no KEY=VALUE"),
-        (["--why", "tpp=4"], "tpp"),
+        (["--why", "tpp=4"], "--why tpp=4: unknown key 'parallel.tpp'. Did you mean"),
+        (["--why", "tp=0"], "--why tp=0: parallel.tp = 0: must be a whole number >= 1"),
         (["--html", "/nowhere/plan.html"], "cannot write /nowhere/plan.html"),
     ],
 )

@@ -182,6 +182,11 @@ def test_a_file_without_machines_and_no_file_at_all_say_how_to_get_one(tmp_path:
     with pytest.raises(JobError, match=r"there is no cluster file .*none.toml") as caught:
         read_cluster(str(tmp_path / "none.toml"))
     assert "wanma cluster > cluster.toml" in caught.value.hint
+    with pytest.raises(JobError, match="no cluster is named"):
+        read_cluster(" ")
+    with pytest.raises(JobError, match="'h100' names a device, and no machines") as caught:
+        read_cluster("h100")
+    assert caught.value.hint == "say how many: '1x8 H100 SXM'"
 
 
 def test_this_machine_written_as_a_file_reads_back() -> None:

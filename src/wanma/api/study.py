@@ -87,7 +87,7 @@ class Study:
     @property
     def best(self) -> Candidate | None:
         """What the job's plan is measured against."""
-        return self.found.best if self.found is not None else None
+        return self.found.shown if self.found is not None else None
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ class _Asker:
             found, beside = planned.found, None
             if found is None or _fixes_layout(job):
                 found = self._find(_free(job), machines, worlds)
-                if found.best is not None and found.best.plan != plan:
-                    beside = compare(problem, plan, found.best, planned.forecast)
+                if found.shown is not None and found.shown.plan != plan:
+                    beside = compare(problem, plan, found.shown, planned.forecast)
             return Searched(found, beside)
 
         return Study(
@@ -243,7 +243,7 @@ class _Asker:
             found = self._find(pinned, study.cluster, worlds)
         except JobError as error:
             return Why(asked, None, error.message)
-        chosen = found.best or next(iter(found.candidates), None) or found.nearest
+        chosen = found.shown or found.nearest
         if chosen is None:
             refused = no_plan(pinned, study.cluster, study.workload, self.dimensions, found, worlds)
             return Why(asked, None, refused.message)
@@ -314,4 +314,4 @@ def _pinned(job: Job, asked: str) -> Job:
     if not pins:
         raise JobError("--why asks about nothing", "for example --why tp=16,pp=2")
     told: dict[str, Any] = _free(job).model_dump(exclude_unset=True)
-    return job_from(told, pins)
+    return job_from(told, pins, f"--why {asked}")

@@ -36,8 +36,12 @@ def read_cluster(said: str) -> Cluster:
     Raises:
         JobError: as `load_cluster` and `parse_cluster`.
     """
+    if not said.strip():
+        raise JobError("no cluster is named", STARTER)
     if is_text(said) and not Path(said).is_file():
         return parse_cluster(said)
+    if (kind := find_named(said)) is not None and not Path(said).exists():
+        raise JobError(f"'{said}' names a device, and no machines", f"say how many: '1x8 {kind.name}'")
     return load_cluster(Path(said))
 
 

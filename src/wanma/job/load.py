@@ -45,8 +45,13 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     return job
 
 
-def job_from(value: Job | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Job:
+def job_from(
+    value: Job | Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), told_by: str | None = None
+) -> Job:
     """A `Job` from what the Python API takes: a job, its sections as nested mappings, or a file's path.
+
+    Args:
+        told_by: what errors call the place of the overrides, where it is not the command line's end.
 
     Raises:
         JobError: as `load_job`.
@@ -62,7 +67,7 @@ def job_from(value: Job | Mapping[str, Any] | str | Path, overrides: Sequence[st
             f"a job cannot be made from {type(value).__name__}",
             "give a Job, a mapping of sections such as {'model': {'preset': 'gpt-10m'}}, or a file's path",
         )
-    return _build(dict(value), overrides, Places())
+    return _build(dict(value), overrides, Places(), told_by)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,9 @@ def _literal(raw: str) -> Any:
     return raw if isinstance(value, datetime.date | datetime.time) else value
 
 
-def _build(tables: Mapping[str, Any], overrides: Sequence[str], places: Places) -> Job:
+def _build(
+    tables: Mapping[str, Any], overrides: Sequence[str], places: Places, told_by: str | None = None
+) -> Job:
     mistakes: list[Mistake] = []
     given = plain(tables, (), mistakes)
     given = {section: value for section, value in given.items() if value is not None}  # YAML's bare `train:`
@@ -116,7 +123,8 @@ def _build(tables: Mapping[str, Any], overrides: Sequence[str], places: Places) 
         given["parallel"] = {"auto": True}
     for number, text in enumerate(overrides, 1):
         override = parse_override(text)
-        _apply(given, override, f"override {number} on the command line", places, mistakes)
+        place = told_by or f"override {number} on the command line"
+        _apply(given, override, place, places, mistakes)
     if mistakes:
         raise refuse(mistakes, places)
     try:

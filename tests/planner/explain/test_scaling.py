@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from wanma.hardware.cluster_text import parse_cluster
@@ -47,6 +49,13 @@ def test_efficiency_is_that_of_a_device_next_to_the_first_points() -> None:
     points = scaling(CLUSTER, [8, 16, 32], lambda cluster: found_at(rates[cluster.device_count]))
     assert [point.devices for point in points] == [8, 16, 32]
     assert [point.efficiency for point in points] == pytest.approx([1.0, 0.9, 0.5])
+
+
+def test_where_wanma_runs_no_plan_the_points_are_forecasts_only() -> None:
+    (one,) = found_at(10.0).candidates
+    foreign = replace(one, forecast_only="wanma does not run on TPU v4")
+    (point,) = scaling(CLUSTER, [8], lambda _: Found((foreign,), (foreign,), None, 1))
+    assert point.best == foreign
 
 
 def test_points_without_a_plan_say_why() -> None:

@@ -102,9 +102,13 @@ def test_several_changes_hold_at_once_in_any_order() -> None:
         ("gpus=many", "whole number from 1"),
         ("nodes=1000001", "whole number from 1 to 1,000,000"),
         ("memory=40", "no size"),
-        ("memory=0GB", "has some memory"),
-        ("link.intra_node=0GB", "some bandwidth"),
+        ("memory=0GB", "more than nothing and at most 1,000 TB"),
+        ("memory=1001TB", "more than nothing and at most 1,000 TB"),
+        ("link.intra_node=0GB", "more than nothing and at most 100 TB"),
+        ("link.intra_node=101TB", "more than nothing and at most 100 TB"),
         ("link.inter_node=fast", "is no network"),
+        ("link.inter_node=0G", "more than 0 and at most"),
+        ("gpus=20", "machines have 8 devices each"),
         ("gpus", "KEY=VALUE"),
         ("gpus=", "KEY=VALUE"),
         ("gpus=8, gpus=16", "given twice"),
@@ -113,8 +117,9 @@ def test_several_changes_hold_at_once_in_any_order() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_its_cause(text: str, said: str) -> None:
-    with pytest.raises(JobError, match=said):
+    with pytest.raises(JobError, match=said) as error:
         changed(EIGHT, text)
+    assert error.value.message.startswith("--what-if")
 
 
 def test_a_network_of_unknown_cards_needs_their_number() -> None:
@@ -126,7 +131,7 @@ def test_a_network_of_unknown_cards_needs_their_number() -> None:
 
 
 def test_gpus_without_accelerators_are_refused() -> None:
-    with pytest.raises(JobError, match="this cluster has none"):
+    with pytest.raises(JobError, match="this cluster has no accelerators"):
         changed(parse_cluster("2x64 cores EPYC 7742, 1x25G"), "gpus=8")
 
 

@@ -64,7 +64,7 @@ def scaling(
         except JobError as error:
             points.append(ScalePoint(count, None, error.message))
             continue
-        best = found.best
+        best = found.shown
         if best is None:
             points.append(ScalePoint(count, None, "no plan fits" if found.nearest else "there is no plan"))
             continue

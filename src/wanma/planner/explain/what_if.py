@@ -27,6 +27,9 @@ KEYS = {
 }
 """What can be changed. They are applied in this order, whatever order they are given in."""
 
+MOST_MEMORY_BYTES, MOST_LINK_BYTES = 10**15, 10**14
+"""Of a device and its link, as in a cluster file."""
+
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)(?:/s)?", re.IGNORECASE)
 
@@ -40,7 +43,13 @@ def changed(cluster: Cluster, text: str) -> Cluster:
     changes = parse(text)
     for key in KEYS:
         if key in changes:
-            cluster = _CHANGES[key](cluster, changes[key])
+            try:
+                cluster = _CHANGES[key](cluster, changes[key])
+            except JobError as error:
+                if error.message.startswith("--what-if"):
+                    raise
+                # Of who else reads such sizes, and does not know where they stand.
+                raise JobError(f"--what-if {key}={changes[key]}: {error.message}", error.hint) from None
     return cluster
 
 
@@ -78,7 +87,7 @@ def with_gpus(cluster: Cluster, count: int) -> Cluster:
     """
     present = cluster.device_count
     if present == 0:
-        raise JobError(f"gpus={count}: this cluster has none", "say nodes=... for machines without them")
+        raise JobError("this cluster has no accelerators", "say nodes=... for machines without them")
     if len(cluster.nodes) == 1:
         (node,) = cluster.nodes
         on_each = len(node.devices)
@@ -89,7 +98,7 @@ def with_gpus(cluster: Cluster, count: int) -> Cluster:
         if count % on_each:
             below = count - count % on_each
             raise JobError(
-                f"gpus={count}: machines have {on_each} devices each",
+                f"machines have {on_each} devices each",
                 f"say gpus={below} or gpus={below + on_each}",
             )
     nodes = []
@@ -97,7 +106,7 @@ def with_gpus(cluster: Cluster, count: int) -> Cluster:
         machines_then, rest = divmod(node.count * count, present)
         if rest or machines_then < 1:
             raise JobError(
-                f"gpus={count}: {cluster} cannot grow or shrink to that in proportion",
+                f"{cluster} cannot grow or shrink to that in proportion",
                 f"take a multiple of {_unit(cluster)}, or write the cluster out with --cluster",
             )
         nodes.append(replace(node, count=machines_then))
@@ -162,8 +171,10 @@ def _exchanged(node: Node, kind: DeviceKind) -> Node:
 
 def _memory(cluster: Cluster, value: str) -> Cluster:
     size = round(_bytes("memory", value))
-    if size < 1:
-        raise _wrong(f"memory={value}", "a device has some memory", "say memory=40GB")
+    if not 1 <= size <= MOST_MEMORY_BYTES:
+        raise _wrong(
+            f"memory={value}", "a device has more than nothing and at most 1,000 TB", "say memory=40GB"
+        )
 
     def sized(device: Device) -> Device:
         return replace(device, memory_bytes=size)
@@ -181,8 +192,12 @@ def _memory(cluster: Cluster, value: str) -> Cluster:
 
 def _inside(cluster: Cluster, value: str) -> Cluster:
     rate = _bytes("link.intra_node", value)
-    if rate <= 0:
-        raise _wrong(f"link.intra_node={value}", "a link has some bandwidth", "say link.intra_node=450GB")
+    if not 0 < rate <= MOST_LINK_BYTES:
+        raise _wrong(
+            f"link.intra_node={value}",
+            "a link has more than nothing and at most 100 TB per second",
+            "say link.intra_node=450GB",
+        )
     if not any(node.inside for node in cluster.nodes):
         raise _wrong(
             f"link.intra_node={value}",

@@ -51,6 +51,11 @@ class Found:
         """The fastest that wanma runs."""
         return next((one for one in self.candidates if one.forecast_only is None), None)
 
+    @property
+    def shown(self) -> Candidate | None:
+        """`best`; where wanma runs none of them, the fastest that it does not run."""
+        return self.best or next(iter(self.candidates), None)
+
 
 def pareto_front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Those beside which no other is at least as fast and needs less memory; the fastest first."""
