@@ -8,6 +8,7 @@ from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from
+from wanma.job.plan import Plan
 from wanma.planner import capabilities
 from wanma.planner.choose import Planned
 from wanma.planner.measure.calibration import Calibration
@@ -114,3 +115,14 @@ def test_fp8_is_left_out_where_it_is_allowed_and_not_installed(monkeypatch: pyte
     assert without.planned is not None
     assert not without.plan.fp8
     assert notes(job, without.planned)[0].startswith("fp8 was not looked at: it needs the package `torchao`")
+
+
+def test_bf16_that_is_allowed_for_another_model_than_a_decoder_is_told_to_be_left_out() -> None:
+    given = {"train": {"precision": "fp32"}, "parallel": {"auto": True, "allow": ["bf16"]}}
+    images = job_from({"model": {"family": "resnet"}, "data": {"images": "cifar"}, **given})
+    decoder = job_from({"model": {"preset": "gpt-1m"}, **given})
+    plan = Planned(Plan(), None)
+    assert notes(decoder, plan) == []
+    assert notes(images, plan) == [
+        "bf16 was not looked at: only decoders are planned for in another precision"
+    ]

@@ -139,6 +139,33 @@ def test_fp8_is_chosen_only_where_the_job_allows_it_by_name() -> None:
     assert not planned(allowed, parse_cluster("8 A100"), LARGE).plan.fp8
 
 
+def test_bf16_is_chosen_for_a_job_in_fp32_only_where_it_allows_it_by_name() -> None:
+    fp32 = {"train": {"precision": "fp32"}}
+    exact = planned(job(**fp32))
+    assert exact.plan.precision == "fp32"
+    assert exact.forecast is not None
+    allowed = job({"auto": True, "allow": ["bf16"], **FEW}, **fp32)
+    half = planned(allowed)
+    assert (half.plan.precision, half.plan.approximate) == ("bf16", ("bf16",))
+    assert half.forecast is not None
+    assert half.forecast.step is not None
+    assert exact.forecast.step is not None
+    assert half.forecast.step.seconds < exact.forecast.step.seconds
+    same_plan = replace(half.plan, approximate=())
+    in_bf16 = problem_of(job(), H100, decoder_workload(SMALL, SEQUENCE), SMALL)
+    assert half.forecast.step == forecast(in_bf16, same_plan).step
+    # A V100 does not compute in it, and a job in fp16 asked for what it has.
+    assert planned(allowed, parse_cluster("8 V100")).plan.precision == "fp32"
+    fp16 = job({"auto": True, "allow": ["bf16"], **FEW}, train={"precision": "fp16"})
+    assert planned(fp16).plan.precision == "fp16"
+
+
+def test_a_job_in_fp32_that_allows_both_gets_fp8_between_products_in_bf16() -> None:
+    both = job({"auto": True, "allow": ["bf16", "fp8"], **FEW}, train={"precision": "fp32"})
+    plan = planned(both, model=LARGE).plan
+    assert (plan.precision, plan.fp8, plan.approximate) == ("bf16", True, ("bf16", "fp8"))
+
+
 def test_compressed_gradients_are_forecast_where_the_job_allows_them_and_never_chosen() -> None:
     slow = parse_cluster("4x8 H100, 1x10G")
     workload = decoder_workload(SMALL, SEQUENCE)

@@ -134,6 +134,8 @@ def notes(job: Job, planned: Planned) -> list[str]:
     chosen = job.parallel.auto or job.parallel.recompute == "auto"
     if _installed(job).parallel.allow != job.parallel.allow and planned.plan.device == "cuda":
         told.append("fp8 was not looked at: it needs the package `torchao` (pip install 'wanma[fp8]')")
+    if "bf16" in job.parallel.allow and job.train.precision == "fp32" and model_kind(job.model) != "tokens":
+        told.append("bf16 was not looked at: only decoders are planned for in another precision")
     if chosen and planned.forecast is not None:
         told += planned.forecast.reasons
     return told

@@ -18,7 +18,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
 Compression = Literal["nothing", "bf16", "int8"]
-Approximation = Literal["fp8", "compression"]
+Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """A list of text; one text alone is a list of one."""
@@ -46,18 +46,24 @@ class ModelSection(Section):
         None,
         description="'package.module:function' (output, targets) -> loss per target; default: cross-entropy",
     )
-    layers: int | None = Field(None, gt=0, description="decoder: number of blocks")
-    hidden: int | None = Field(None, gt=0, description="decoder: width of the residual stream")
-    heads: int | None = Field(None, gt=0, description="decoder: attention heads")
-    kv_heads: int | None = Field(None, gt=0, description="decoder: key/value heads; default: heads")
-    feed_forward: int | None = Field(None, gt=0, description="decoder: inner width of the SwiGLU block")
+    layers: int | None = Field(None, gt=0, le=1_024, description="decoder: number of blocks")
+    hidden: int | None = Field(None, gt=0, le=10_000_000, description="decoder: width of the residual stream")
+    heads: int | None = Field(None, gt=0, le=1_000_000, description="decoder: attention heads")
+    kv_heads: int | None = Field(
+        None, gt=0, le=1_000_000, description="decoder: key/value heads; default: heads"
+    )
+    feed_forward: int | None = Field(
+        None, gt=0, le=100_000_000, description="decoder: inner width of the SwiGLU block"
+    )
     vocabulary: int | None = Field(
-        None, gt=0, description="decoder: default: the tokenizer's, rounded up to 64"
+        None, gt=0, le=1_000_000_000, description="decoder: default: the tokenizer's, rounded up to 64"
     )
     rope_theta: float | None = Field(None, gt=0, description="decoder: base of the rotary frequencies")
     tie_embeddings: bool | None = Field(None, description="decoder: share input and output embeddings")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: residual dropout, keyed by sample")
-    experts: int | None = Field(None, gt=1, description="decoder: routed experts per block; default: dense")
+    experts: int | None = Field(
+        None, gt=1, le=100_000, description="decoder: routed experts per block; default: dense"
+    )
     experts_per_token: int | None = Field(None, gt=0, description="decoder: experts per token; default: 2")
     shared_experts: int | None = Field(None, ge=0, description="decoder: experts that every token passes")
     expert_feed_forward: int | None = Field(
@@ -130,7 +136,7 @@ class DataSection(Section):
     factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
     tokenizer: str = Field("bytes", description="'bytes' or the path of a Hugging Face tokenizer.json")
-    sequence_length: int = Field(256, gt=0, description="tokens per sample")
+    sequence_length: int = Field(256, gt=0, le=1_000_000_000, description="tokens per sample")
     document_masks: bool = Field(False, description="attention stays within a document; positions restart")
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents kept for validation")
     cache: str | None = Field(None, description="folder of token files; default: the user's cache folder")
@@ -161,7 +167,7 @@ class TrainSection(Section):
     """The mathematics of the run: nothing here may depend on the machine."""
 
     steps: int = Field(300, gt=0, description="optimizer steps")
-    global_batch: int = Field(32, gt=0, description="samples per optimizer step")
+    global_batch: int = Field(32, gt=0, le=1_000_000_000, description="samples per optimizer step")
     batch_ramp: list[tuple[int, int]] = Field(
         default_factory=list, description="[[step, global_batch], ...]: batch size from that step on"
     )

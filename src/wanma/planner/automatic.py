@@ -30,9 +30,10 @@ from wanma.planner.problem import (
     host_overflow,
     problem_of,
 )
+from wanma.planner.search.admits import divisors
 from wanma.planner.search.best import rank_of, search
 from wanma.planner.search.candidates import Candidate, Found, pareto_front
-from wanma.planner.search.space import Space, divisors
+from wanma.planner.search.space import Space
 
 
 def find_plans(
@@ -155,7 +156,7 @@ def _searches(
     (node,) = machines.nodes
     if node.devices:
         problem = problem_of(job, cluster, workload, dimensions, calibration)
-        for start in _starts(job, machines):
+        for start in _starts(problem, machines):
             yield (
                 problem,
                 Space.of_job(job, machines, dimensions, start=start, devices=worlds, workload=workload),
@@ -166,7 +167,7 @@ def _searches(
         if worlds is None or world in worlds:
             problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
             threads = job.cluster.threads_per_rank or max(node.cores // ranks, 1)
-            for start in _starts(job, machines):
+            for start in _starts(problem, machines):
                 start = replace(start, threads_per_rank=threads)
                 yield (
                     problem,
@@ -184,16 +185,27 @@ def _exact(job: Job, machines: Cluster) -> Plan:
     )
 
 
-def _starts(job: Job, machines: Cluster) -> list[Plan]:
+def _starts(problem: Problem, machines: Cluster) -> list[Plan]:
     """The exact plans, and the approximate ones that the job allows and the devices can compute."""
+    job = problem.job
     exact, allowed = _exact(job, machines), allowed_approximations(job)
     found = [exact]
-    low = replace(exact, fp8=True, approximate=("fp8",))
-    if "fp8" in allowed and not exact.fp8 and not_runnable(job, low, machines) is None:
-        found.append(low)
+    # Any other model was read in the job's precision, and may compute parts of itself in another.
+    if "bf16" in allowed and exact.precision == "fp32" and problem.dimensions is not None:
+        half = replace(exact, precision="bf16", approximate=(*exact.approximate, "bf16"))
+        if unknown_rates(problem, half) is None:
+            found.append(half)
+    wide = tuple(found)
+    for start in wide:
+        low = replace(start, fp8=True, approximate=(*start.approximate, "fp8"))
+        if "fp8" in allowed and not start.fp8 and not_runnable(job, low, machines) is None:
+            found.append(low)
     if "compression" in allowed:
-        names = (*exact.approximate, "compression")
-        found += [replace(exact, compression=kind, approximate=names) for kind in COMPRESSED_BYTES]
+        found += [
+            replace(start, compression=kind, approximate=(*start.approximate, "compression"))
+            for start in wide
+            for kind in COMPRESSED_BYTES
+        ]
     return found
 
 

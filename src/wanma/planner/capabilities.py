@@ -34,6 +34,7 @@ FP8_LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with products in fp8."""
 
 APPROXIMATIONS = {
+    "bf16": "computes in 16 bits what the job has in fp32",
     "fp8": "rounds what the blocks' products take to 8 bits",
     "compression": "rounds gradients before ranks exchange them",
 }

@@ -18,8 +18,8 @@ from wanma.planner.rules import (
     check_schedule,
     check_stage_cuts,
 )
-from wanma.planner.search.admits import micro_batch_sizes
-from wanma.planner.search.space import Space, divisors, plans, usable_devices
+from wanma.planner.search.admits import divisors, micro_batch_sizes
+from wanma.planner.search.space import Grid, Space, grids, micro_batches, plans, usable_devices
 from wanma.planner.stages import planned_cuts
 
 MIXTURE = replace(SMALL, experts=8, experts_per_token=2)
@@ -90,6 +90,14 @@ def test_all_devices_are_tried_then_numbers_that_many_sizes_divide(
     devices: int, expected: tuple[int, ...]
 ) -> None:
     assert usable_devices(cluster(devices)) == expected
+
+
+def test_absurdly_long_sequences_and_batches_are_planned_for_in_a_moment() -> None:
+    asked = job({"auto": True, "pp": 1}, global_batch=10**9)
+    data = asked.data.model_copy(update={"sequence_length": 10**9})
+    long = Space.of_job(asked.model_copy(update={"data": data}), cluster(8), SMALL)
+    assert {grid.cp for grid in grids(long)} == {1, 2, 4, 8}
+    assert micro_batches(long, Grid(1, 1, 1, 1, 8))[-1] == 10**9 // 8
 
 
 @given(st.integers(1, 5000))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 from wanma.job.plan import Plan
 from wanma.job.sections import Shard
@@ -90,8 +91,15 @@ def micro_batch_sizes(rows: int) -> list[int]:
 
     A larger one for the same number of micro-batches holds no more samples, and needs the memory of more.
     """
-    sizes = {size for size in range(1, rows + 1) if rows % size == 0}
+    sizes = set(divisors(rows))
     for power in range(rows.bit_length()):
         if not any(2**power <= size < 2 ** (power + 1) for size in sizes):
             sizes.add(math.ceil(rows / math.ceil(rows / 2**power)))
     return sorted(sizes)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """In rising order."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return (*small, *(number // size for size in reversed(small) if size * size != number))

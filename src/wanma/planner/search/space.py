@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import can_compile_again, installed_torch
 from wanma.planner.rules import global_batches
 from wanma.planner.search.admits import (
+    divisors,
     experts_fit,
     groups_are_whole,
     heads_fit,
@@ -36,7 +37,7 @@ from wanma.planner.search.admits import (
 from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, run_again, wrong_stages
 
-Sizes = tuple[int, ...] | None
+Sizes = tuple[int, ...] | range | None
 """Of an axis; None: every size that divides the devices."""
 
 Share = tuple[int, int, Shard]
@@ -388,7 +389,7 @@ def _schedules(job: Job) -> tuple[tuple[Schedule, int], ...]:
 def _context_sizes(job: Job) -> Sizes:
     """Those that leave each rank enough of a sequence to compute with."""
     most = max(job.data.sequence_length // LEAST_TOKENS, 1)
-    return tuple(range(1, most + 1))
+    return range(1, most + 1)
 
 
 def _recompute(job: Job) -> tuple[tuple[Recompute, float | None], ...]:
@@ -403,14 +404,9 @@ def _recompute(job: Job) -> tuple[tuple[Recompute, float | None], ...]:
 def _sizes(allowed: Sizes, devices: int) -> Sequence[int]:
     if allowed is None:
         return divisors(devices)
+    if isinstance(allowed, range):  # which may be far longer than there are divisors
+        return [size for size in divisors(devices) if size in allowed]
     return [size for size in allowed if devices % size == 0]
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """In rising order."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return (*small, *(number // size for size in reversed(small) if size * size != number))
 
 
 def stage_cuts(workload: Workload | None, plan: Plan, layers: int) -> tuple[int, ...]:
