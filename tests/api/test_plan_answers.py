@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -364,3 +365,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_fp8_is_told_in_the_plans_words() -> None:
     assert settings_words(FP8).endswith("fp8")
+
+
+def test_bf16_is_told_where_it_was_chosen_and_not_where_the_job_says_it() -> None:
+    plan = Plan(precision="bf16", approximate=("bf16",))
+    assert settings_words(plan) == "micro-batch 1, bf16"
+    assert settings_words(replace(plan, approximate=())) == "micro-batch 1"

@@ -11,7 +11,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.planner.cost.decoder import step_time
 from wanma.planner.cost.energy import run_cost
-from wanma.planner.forecast import SNAPSHOT_BYTES_PER_SECOND, forecast, where_time_goes
+from wanma.planner.forecast import SNAPSHOT_BYTES_PER_SECOND, forecast, where_time_goes, with_pipeline_ranks
 
 PLAN = Plan(dp_shard=4, tp=2, sequence=True, shard="parameters", precision="bf16", device="cuda")
 
@@ -28,6 +28,18 @@ def test_it_is_the_time_of_the_step_with_its_share_of_saving() -> None:
     assert found.run == run_cost(given, PLAN, found.step)
     flops = given.workload.flops_per_sample * 64
     assert found.model_flops_utilisation == pytest.approx(flops / found.step.seconds / (8 * 100e12))
+
+
+def test_each_rank_of_a_pipeline_has_a_forecast_of_its_memory() -> None:
+    deep = replace(PLAN, pp=2, dp_shard=2, stage_cuts=(2,), micro_batch=1)
+    given = problem(job(global_batch=64))
+    found = with_pipeline_ranks(given, deep, forecast(given, deep))
+    first, last = found.pipeline_ranks
+    assert max(first.memory_bytes, last.memory_bytes) == found.memory_bytes
+    assert first.memory_bytes != last.memory_bytes
+    assert found.tensor_bytes in (first.tensor_bytes, last.tensor_bytes)
+    flat = forecast(given, PLAN)
+    assert with_pipeline_ranks(given, PLAN, flat) == flat
 
 
 def test_without_checkpoints_nothing_is_saved() -> None:

@@ -17,6 +17,7 @@ from wanma.report.promise import (
     kept,
     peak_memory_bytes,
     rank_memory_bytes,
+    ranks_kept,
     sentence,
     usual_step_seconds,
 )
@@ -109,6 +110,48 @@ def test_the_fullest_rank_is_found_in_the_ranks_logs(new_run: NewRun) -> None:
     run.log(1).write_text(line.format(10, 700) + line.format(20, 900) + "a line of the user's\n")
     assert rank_memory_bytes(run) == {0: 500, 1: 900}
     assert peak_memory_bytes(read_report(run)) == (900, 1)
+
+
+def with_ranks(run: RunDirectory, device: str) -> RunDirectory:
+    """`run` as a pipeline of two stages, whose ranks' logs say what they held."""
+    promised(run, STEP, Plan(pp=2, tp=2, device=device))
+    planned = json.loads(run.plan.read_text())
+    of_ranks = [{"memory_bytes": 1000, "tensor_bytes": 800}, {"memory_bytes": 600, "tensor_bytes": 400}]
+    planned["forecast"] |= {"memory_bytes": 1000, "tensor_bytes": 800, "pipeline_ranks": of_ranks}
+    run.plan.write_text(json.dumps(planned))
+    line = "step 10/30  loss 2.1  gradient norm 0.4  0.720 s  peak memory {} bytes\n"
+    for rank, peak in ((0, 900), (1, 1100), (3, 300)):
+        run.log(rank).write_text(line.format(peak))
+    return run
+
+
+def test_every_rank_of_a_pipeline_is_set_beside_the_forecast_of_its_stage(new_run: NewRun) -> None:
+    report = read_report(with_ranks(new_run(30), "cpu"))
+    found = [(one.name, one.forecast, one.measured) for one in ranks_kept(report)]
+    assert found == [
+        ("memory of rank 0", 1000, 900),
+        ("memory of rank 1", 1000, 1100),
+        ("memory of rank 3", 600, 300),
+    ]
+    told = "  memory by rank, of its forecast: rank 0 900 B of 1000 B (-10 %), rank 1 1.1 KiB of 1000 B"
+    assert told in summary(report)
+    assert '<td>rank 3</td><td class="n">600 B</td><td class="n">300 B</td>' in page(report)
+
+
+def test_on_a_gpu_what_torch_allocates_is_set_beside_its_forecast(new_run: NewRun) -> None:
+    report = read_report(with_ranks(new_run(30), "cuda"))
+    assert [one.forecast for one in ranks_kept(report)] == [800, 800, 400]
+    (memory,) = (one for one in kept(report) if one.name == "memory")
+    assert (memory.forecast, memory.measured) == (800, 1100)
+
+
+def test_without_a_pipeline_every_rank_is_as_full_as_the_fullest(new_run: NewRun) -> None:
+    run = promised(new_run(30), STEP, Plan(dp_replicate=2))
+    line = "step 10/30  loss 2.1  gradient norm 0.4  0.720 s  peak memory {} bytes\n"
+    for rank in (0, 1):
+        run.log(rank).write_text(line.format(500 << 20))
+    report = read_report(run)
+    assert [one.forecast for one in ranks_kept(report)] == [report.forecast["memory_bytes"]] * 2
 
 
 def test_terminal_and_page_show_the_promise(new_run: NewRun) -> None:

@@ -15,6 +15,7 @@ from wanma.api.words import (
     energy_words,
     memory_parts,
     memory_words,
+    pipeline_words,
     rate,
     rate_unit,
     rate_words,
@@ -135,7 +136,9 @@ def _memory_card(study: Study, forecast: Forecast) -> str:
         for place in ("host", "disk")
         if (size := getattr(forecast, f"{place}_bytes"))
     )
-    return card("Memory of the fullest rank", f"{body}<table>{rows}{waiting}</table>")
+    told = pipeline_words(forecast)
+    note = f'<p class="note">Pipeline ranks in their order: {escape(told)}</p>' if told else ""
+    return card("Memory of the fullest rank", f"{body}<table>{rows}{waiting}</table>{note}")
 
 
 # ---------------------------------------------------------------- other plans

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from wanma.api.planning import Prepared, notes
 from wanma.api.step_table import step_table
-from wanma.api.words import memory_parts
+from wanma.api.words import memory_parts, pipeline_words
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
@@ -90,7 +90,7 @@ def _offloaded(plan: Plan) -> str:
     return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "nothing")
 
 
-def _memory_table(forecast: Forecast) -> Table:
+def _memory_table(forecast: Forecast) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -100,6 +100,8 @@ def _memory_table(forecast: Forecast) -> Table:
     for place in ("host", "disk"):
         if size := getattr(forecast, f"{place}_bytes"):
             table.add_row(f"waiting on {place}", bytes_text(size))
+    if told := pipeline_words(forecast):
+        return Group(table, Text(f"pipeline ranks in their order: {told}"))
     return table
 
 

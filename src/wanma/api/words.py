@@ -7,10 +7,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from wanma.job.cluster import Cluster
-from wanma.job.forecast import Forecast, StepTime, Workload
+from wanma.job.forecast import MEMORY_KINDS, Forecast, StepTime, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text
-from wanma.planner.explain.compare import MEMORY_KINDS
 
 
 class TimeKind(NamedTuple):
@@ -92,6 +91,8 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield plan.context
     if plan.compile:
         yield "compiled"
+    if "bf16" in plan.approximate:
+        yield "bf16"
     if plan.fp8:
         yield "fp8"
     if plan.compression != "nothing":
@@ -182,6 +183,14 @@ def run_words(forecast: Forecast) -> str:
 
 def memory_words(forecast: Forecast) -> str:
     return bytes_text(forecast.memory_bytes)
+
+
+def pipeline_words(forecast: Forecast, most: int = 8) -> str:
+    """'3.10 GiB, 2.40 GiB, 2.40 GiB, 2.90 GiB': what the ranks of a pipeline hold, in their order; empty
+    where there is none."""
+    ranks = forecast.pipeline_ranks
+    told = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:most])
+    return f"{told} and {len(ranks) - most} more" if len(ranks) > most else told
 
 
 def spread(count: int, most: int) -> list[int]:

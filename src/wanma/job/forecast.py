@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from wanma.job.operator import Operator
@@ -127,6 +128,30 @@ class RunCost:
     """In the cluster file's currency; None where it names no price."""
 
 
+MEMORY_KINDS = MappingProxyType(
+    {
+        "parameters_bytes": "parameters",
+        "gradients_bytes": "gradients",
+        "optimizer_bytes": "optimizer state",
+        "activations_bytes": "activations",
+        "logits_bytes": "logits",
+        "buffers_bytes": "communication buffers",
+        "fragmentation_bytes": "fragmentation",
+        "runtime_bytes": "torch and its libraries",
+    }
+)
+"""Fields of a forecast that add up to its memory, and what plans and reports call them."""
+
+
+@dataclass(frozen=True)
+class PipelineRank:
+    """What one rank of a pipeline holds."""
+
+    memory_bytes: int
+    tensor_bytes: int
+    """As of `Forecast`."""
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What a plan will cost, on its fullest rank."""
@@ -153,19 +178,15 @@ class Forecast:
     model_flops_utilisation: float | None = None
     """Model FLOPs without recompute over the devices' peak in the plan's precision."""
     run: RunCost | None = None
+    pipeline_ranks: tuple[PipelineRank, ...] = ()
+    """All ranks of a pipeline, which hold other stages; empty where every rank holds as much as the fullest,
+    and while a search compares plans."""
 
     @property
     def memory_bytes(self) -> int:
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.logits_bytes
-            + self.runtime_bytes
-            + self.buffers_bytes
-            + self.fragmentation_bytes
-        )
+        """On the device."""
+        whole: int = sum(getattr(self, kind) for kind in MEMORY_KINDS)
+        return whole
 
     @property
     def tensor_bytes(self) -> int:

@@ -12,7 +12,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
-from wanma.planner.forecast import forecast, memory
+from wanma.planner.forecast import forecast, memory, with_pipeline_ranks
 from wanma.planner.groups import Group, group_of
 from wanma.planner.measure.calibration import Calibration
 from wanma.planner.nowhere import does_not_fit, no_plan
@@ -93,13 +93,13 @@ def automatic(
     """
     worlds = run_worlds(job, cluster) if worlds is None else worlds
     found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
-    best = found.best
-    if best is None and or_forecast_only:
-        best = next(iter(found.candidates), None)
+    best = found.shown if or_forecast_only else found.best
     if best is None:
         raise no_plan(job, cluster, workload, dimensions, found, worlds)
-    told = (*reasons(found), *best.forecast.reasons)
-    return Planned(best.plan, replace(best.forecast, reasons=told), found)
+    ranks = max(best.plan.world_size // job.cluster.nodes, 1)
+    problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
+    whole = with_pipeline_ranks(problem, best.plan, best.forecast)
+    return Planned(best.plan, replace(whole, reasons=(*reasons(found), *whole.reasons)), found)
 
 
 def layout(job: Job, cluster: Cluster) -> Plan:
@@ -191,7 +191,7 @@ def complete(
         plan, told = _by_rule(problem, plan, rows)
     else:
         plan, told = chosen
-    needed = forecast(problem, plan)
+    needed = with_pipeline_ranks(problem, plan, forecast(problem, plan))
     if (overflow := host_overflow(problem, plan, needed)) is not None:
         raise JobError(
             f"the plan does not fit: {overflow}", "offload less to 'host' (parallel.offload_*), or to 'disk'"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from wanma.job.errors import JobError
-from wanma.job.forecast import Forecast, StepTime
+from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
@@ -25,7 +25,7 @@ from wanma.planner.cost.operators import Software, product_precision
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.pipeline import Play, pipeline_seconds
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
-from wanma.planner.memory.ranks import Setting, forecast_memory
+from wanma.planner.memory.ranks import Setting, forecast_memory, memory_of_ranks
 from wanma.planner.memory.state import rule_of, state_elements
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
@@ -64,6 +64,25 @@ def memory(problem: Problem, plan: Plan) -> Forecast:
         dimensions=problem.dimensions,
         software=setting.software,
     )
+
+
+def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Forecast:
+    """`found`, a forecast of `plan`, with what each rank of its pipeline holds."""
+    if plan.pp == 1 or plan.placement:
+        return found
+    setting = memory_setting(problem, plan)
+    ranks = memory_of_ranks(
+        problem.workload,
+        plan,
+        setting.optimizer,
+        micro_batches=setting.micro_batches,
+        weight_average=setting.weight_average,
+        dimensions=problem.dimensions,
+        software=setting.software,
+    )
+    held = (rank.forecast for rank in ranks)
+    told = tuple(PipelineRank(one.memory_bytes, one.tensor_bytes) for one in held)
+    return replace(found, pipeline_ranks=told)
 
 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.forecast import Forecast, Workload
+from wanma.job.forecast import MEMORY_KINDS, Forecast, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
@@ -169,15 +169,6 @@ def _broken_groups(
 
 def largest_kinds(forecast: Forecast) -> str:
     """'activations 44.0 GiB, parameters 12.5 GiB': what fills a rank, the largest first."""
-    kinds = {
-        "parameters": forecast.parameters_bytes,
-        "gradients": forecast.gradients_bytes,
-        "optimizer state": forecast.optimizer_bytes,
-        "activations": forecast.activations_bytes,
-        "logits": forecast.logits_bytes,
-        "communication buffers": forecast.buffers_bytes,
-        "the allocator's holes": forecast.fragmentation_bytes,
-        "Python and torch": forecast.runtime_bytes,
-    }
+    kinds = {name: getattr(forecast, field) for field, name in MEMORY_KINDS.items()}
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in ordered if size)

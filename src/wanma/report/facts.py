@@ -12,18 +12,6 @@ from wanma.observe.units import bytes_text, count_text, duration_text, number_te
 from wanma.report.page import Tile
 from wanma.report.read import Report
 
-FORECAST_PARTS = (
-    ("parameters_bytes", "parameters"),
-    ("gradients_bytes", "gradients"),
-    ("optimizer_bytes", "optimizer"),
-    ("activations_bytes", "activations"),
-    ("logits_bytes", "logits"),
-    ("runtime_bytes", "Python and torch"),
-    ("buffers_bytes", "communication buffers"),
-    ("fragmentation_bytes", "held by the allocator"),
-)
-"""Key of a forecast → its name."""
-
 REFUSED = "a later start failed before its first step, and left the run as it was"
 
 PHASE_COLOURS = dict(

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import WanmaError
+from wanma.job.forecast import MEMORY_KINDS
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.report.chart import figure
 from wanma.report.charts import charts
 from wanma.report.facts import (
-    FORECAST_PARTS,
     REFUSED,
     event_text,
     key_numbers,
@@ -27,10 +27,11 @@ from wanma.report.facts import (
     state_sentence,
 )
 from wanma.report.page import bar, card, document, key, reasons, row, tiles, under_bar
-from wanma.report.promise import MEMORY, kept, peak_memory_bytes, sentence
+from wanma.report.promise import MEMORY, kept, peak_memory_bytes, ranks_kept, sentence
 from wanma.report.read import Report, read_report
 
 MOST_EVENTS = 200
+MOST_RANKS = 64
 NO_METRICS = (
     '<section class="empty"><b>This run has no metrics.</b> No step was finished; '
     "what each rank said is in its log.</section>"
@@ -130,7 +131,8 @@ def _memory(report: Report) -> str:
     if not total:
         return ""
     full = max(total, peak[0] if peak is not None else 0)
-    kinds = [(colour, label, forecast.get(key, 0)) for colour, (key, label) in enumerate(FORECAST_PARTS, 1)]
+    named = enumerate(MEMORY_KINDS.items(), 1)
+    kinds = [(colour, label, forecast.get(key, 0)) for colour, (key, label) in named]
     rows = "".join(row(key(label, colour), bytes_text(size)) for colour, label, size in kinds if size)
     parts = [
         bar((f"c{colour}", size / full) for colour, _, size in kinds),
@@ -140,11 +142,28 @@ def _memory(report: Report) -> str:
         measured, rank = peak
         parts += [
             bar([("measured", measured / full)]),
-            under_bar(f"measured, rank {rank}", bytes_text(measured)),
+            under_bar(f"measured, rank {rank}{_counted(report)}", bytes_text(measured)),
         ]
     parts.append(f"<table>{rows}</table>")
+    parts.append(_ranks(report))
     parts.append(reasons(forecast.get("reasons") or ()))
     return card("Memory: forecast and measured", "".join(parts))
+
+
+def _counted(report: Report) -> str:
+    return ", what torch allocated" if report.plan.get("device") == "cuda" else ""
+
+
+def _ranks(report: Report) -> str:
+    """Each rank beside its forecast, where there are several."""
+    ranks = ranks_kept(report)
+    if len(ranks) < 2:
+        return ""
+    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
+    rows = "".join(row(one.name.removeprefix(f"{MEMORY} of "), *one.texts) for one in ranks[:MOST_RANKS])
+    rest = len(ranks) - MOST_RANKS
+    more = f"<p class=note>and {rest} more ranks</p>" if rest > 0 else ""
+    return f"<table><tr>{heads}</tr>{rows}</table>{more}"
 
 
 def _phases(report: Report) -> str:

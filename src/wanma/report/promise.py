@@ -35,9 +35,9 @@ class Kept:
     """One promise."""
 
     name: str
-    """`STEP`, a phase, `OTHER` (of a step, what no phase holds), or `MEMORY`."""
+    """`STEP`, a phase, `OTHER` (of a step, what no phase holds), `MEMORY`, or 'memory of rank 3'."""
     forecast: float
-    """Seconds; of `MEMORY` bytes."""
+    """Seconds; of memory bytes."""
     measured: float
 
     @property
@@ -48,7 +48,7 @@ class Kept:
     @property
     def texts(self) -> tuple[str, str, str]:
         """(forecast, measured, deviation) as people read them."""
-        write = bytes_text if self.name == MEMORY else duration_text
+        write = bytes_text if self.name.startswith(MEMORY) else duration_text
         apart = f"{100 * self.deviation:+.0f} %" if self.forecast else "–"
         return write(self.forecast), write(self.measured), apart
 
@@ -83,6 +83,23 @@ def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
         return found[rank], rank
     highest = report.highest("memory_bytes")
     return None if highest is None else (int(highest), 0)
+
+
+def ranks_kept(report: Report) -> list[Kept]:
+    """Memory of each rank whose log is here, beside its forecast: that of its stages, where there is a
+    pipeline; else that of the fullest rank."""
+    plan, whole = _plan(report), report.forecast
+    key = _memory_key(report)
+    stages = whole.get("pipeline_ranks") or []
+    if plan is None or not whole.get(key) or (plan.pp > 1 and len(stages) != plan.pp):
+        return []
+    found = []
+    for rank, measured in sorted(rank_memory_bytes(report.run).items()):
+        if rank >= plan.world_size:
+            continue
+        of_rank = stages[plan.coordinates(rank)["pp"]] if plan.pp > 1 else whole
+        found.append(Kept(f"{MEMORY} of rank {rank}", float(of_rank[key]), float(measured)))
+    return found
 
 
 def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
@@ -159,10 +176,16 @@ def _step(report: Report) -> list[Kept]:
 
 
 def _memory(report: Report) -> list[Kept]:
-    promised, peak = report.forecast.get("memory_bytes"), peak_memory_bytes(report)
+    promised, peak = report.forecast.get(_memory_key(report)), peak_memory_bytes(report)
     if not promised or peak is None:
         return []
     return [Kept(MEMORY, float(promised), float(peak[0]))]
+
+
+def _memory_key(report: Report) -> str:
+    """Of a forecast, what a recorder counts: on a GPU what torch allocates, not what CUDA and its own
+    allocator hold besides."""
+    return "tensor_bytes" if report.plan.get("device") == "cuda" else "memory_bytes"
 
 
 def _plan(report: Report) -> Plan | None:

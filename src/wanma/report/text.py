@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from wanma.job.forecast import MEMORY_KINDS
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.progress import Curve, sparkline
 from wanma.observe.units import bytes_text, duration_text, number_text, share_text
 from wanma.report.facts import (
-    FORECAST_PARTS,
     REFUSED,
     event_text,
     key_numbers,
@@ -18,7 +18,7 @@ from wanma.report.facts import (
     size_text,
     state_sentence,
 )
-from wanma.report.promise import sentence
+from wanma.report.promise import ranks_kept, sentence
 from wanma.report.read import Report, read_report
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ STATE_STYLES = {
 }
 SPARKLINE_WIDTH = 60
 LAST_MESSAGES = 10
+SHOWN_RANKS = 8
 
 
 def summary(report: Report) -> str:
@@ -104,15 +105,27 @@ def _phase_lines(report: Report) -> list[str]:
     return [f"  time: {parts}"] if shares else []
 
 
+def _rank_lines(report: Report) -> list[str]:
+    ranks = ranks_kept(report)
+    if len(ranks) < 2:
+        return []
+    told = []
+    for one in ranks[:SHOWN_RANKS]:
+        forecast, measured, apart = one.texts
+        told.append(f"{one.name.removeprefix('memory of ')} {measured} of {forecast} ({apart})")
+    rest = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    return [f"  memory by rank, of its forecast: {', '.join(told)}{rest}"]
+
+
 def _forecast_lines(report: Report) -> list[str]:
     """What was promised beside what came, or the forecast alone where nothing can be set beside it."""
     if told := sentence(report):
-        return [f"  promise: {told}"]
+        return [f"  promise: {told}", *_rank_lines(report)]
     if not report.forecast.get("memory_bytes"):
         return []
     parts = ", ".join(
         f"{label} {bytes_text(report.forecast.get(key))}"
-        for key, label in FORECAST_PARTS
+        for key, label in MEMORY_KINDS.items()
         if report.forecast.get(key)
     )
     return [f"  forecast of memory: {bytes_text(report.forecast['memory_bytes'])} ({parts})"]

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
+from wanma.job.cluster import Cluster, Device
+from wanma.job.forecast import MEMORY_KINDS
 from wanma.job.plan import Plan
 from wanma.observe.units import bytes_text
-from wanma.planner.explain.compare import MEMORY_KINDS, NAMED, compare
+from wanma.planner.explain.compare import NAMED, compare
 from wanma.planner.forecast import forecast, memory
 from wanma.planner.memory.ranks import memory_of_ranks
 from wanma.planner.problem import Problem
@@ -150,3 +152,14 @@ def test_what_wanma_does_not_run_is_a_forecast_only() -> None:
     assert told.verdict == "not runnable"
     assert "does not allow it" in told.sentence
     assert told.forecast is not None
+
+
+def test_among_plans_that_wanma_does_not_run_for_one_reason_the_slower_one_says_why_it_is() -> None:
+    given = problem()
+    foreign = Device("other", "TPU", 80 << 30, {"bf16": 1e14})
+    given = replace(given, cluster=Cluster((replace(given.cluster.nodes[0], devices=(foreign,) * 8),)))
+    best = replace(candidate(given, replace(BEST, dp_replicate=8)), forecast_only="wanma does not run on TPU")
+    told = compare(given, replace(BEST, dp_replicate=4), best)
+    assert told.verdict == "slower"
+    assert any("4 ranks instead of 8" in one.cause for one in told.differences)
+    assert compare(given, replace(BEST, dp_replicate=4), None).verdict == "not runnable"

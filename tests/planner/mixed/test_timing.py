@@ -101,7 +101,9 @@ def test_equal_pipelines_on_one_kind_take_nearly_what_the_plan_of_equal_ranks_ta
     equal = replace(START, pp=2, dp_replicate=2, tp=2, stage_cuts=(2,))
     expected = step_time(SMALL, SEQUENCE, equal, batch, parts.fleet.kinds[FAST].machine, Software())
     plan = placed((Replicas(2, (Place(FAST, 2, 2), Place(FAST, 2, 2))), batch // 2))
-    assert mixed_step_time(parts, plan, batch).seconds == pytest.approx(expected.seconds, rel=0.03)
+    found = mixed_step_time(parts, plan, batch)
+    assert found.seconds == pytest.approx(expected.seconds, rel=0.03)
+    assert found.uncertainty == expected.uncertainty > 0.12
 
 
 CASES = {

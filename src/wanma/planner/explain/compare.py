@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from wanma.job.forecast import Forecast, StepTime
+from wanma.job.forecast import MEMORY_KINDS, Forecast, StepTime
 from wanma.job.plan import Plan
 from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.capabilities import not_runnable
 from wanma.planner.explain.advice import advice, savings
 from wanma.planner.explain.changes import Change
-from wanma.planner.forecast import forecast, memory_setting
-from wanma.planner.memory.ranks import memory_of_ranks
+from wanma.planner.forecast import forecast, with_pipeline_ranks
 from wanma.planner.problem import Problem
 from wanma.planner.refusal import refusal
 from wanma.planner.search.candidates import Candidate
@@ -30,18 +29,6 @@ SAME = 0.005
 """Steps whose times differ by less than this share are as fast as each other."""
 NAMED = 0.01
 """Differences below this share of the best plan's step are not named."""
-
-MEMORY_KINDS = {
-    "parameters_bytes": "parameters",
-    "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimizer state",
-    "activations_bytes": "activations",
-    "logits_bytes": "logits",
-    "buffers_bytes": "communication buffers",
-    "fragmentation_bytes": "fragmentation",
-    "runtime_bytes": "torch and its libraries",
-}
-"""Fields of a forecast, and what people call them."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +87,8 @@ def compare(
     if needed.memory_bytes > problem.memory_bytes:
         ways = tuple(advice(problem, plan, keep=3) or savings(problem, plan, keep=3))
         return Comparison(plan, "does not fit", _too_large(problem, plan, needed, ways), needed, (), ways)
-    if reason := not_runnable(problem.job, plan, problem.cluster):
+    reason = not_runnable(problem.job, plan, problem.cluster)
+    if reason is not None and (best is None or best.forecast_only != reason):
         return Comparison(plan, "not runnable", f"a forecast only: {reason}", needed)
     if needed.step is None or best is None or best.forecast.step is None:
         return Comparison(plan, "time unknown", "fits; the time of its step is not known", needed)
@@ -114,7 +102,7 @@ def _too_large(problem: Problem, plan: Plan, needed: Forecast, ways: tuple[Chang
     kinds = {name: getattr(needed, field) for field, name in MEMORY_KINDS.items()}
     largest = max(kinds, key=lambda name: kinds[name])
     sentences = [
-        f"does not fit: {_fullest(problem, plan)} needs {bytes_text(needed.memory_bytes)} of "
+        f"does not fit: {_fullest(problem, plan, needed)} needs {bytes_text(needed.memory_bytes)} of "
         f"{bytes_text(problem.memory_bytes)}",
         f"largest: {largest} {bytes_text(kinds[largest])}",
     ]
@@ -125,21 +113,12 @@ def _too_large(problem: Problem, plan: Plan, needed: Forecast, ways: tuple[Chang
     return "; ".join(sentences)
 
 
-def _fullest(problem: Problem, plan: Plan) -> str:
+def _fullest(problem: Problem, plan: Plan, needed: Forecast) -> str:
     """'stage 0', of a pipeline; 'a rank' of what has only equal ones."""
     if plan.pp == 1 or plan.placement:
         return "a rank"
-    setting = memory_setting(problem, plan)
-    ranks = memory_of_ranks(
-        problem.workload,
-        plan,
-        setting.optimizer,
-        micro_batches=setting.micro_batches,
-        weight_average=setting.weight_average,
-        dimensions=problem.dimensions,
-        software=setting.software,
-    )
-    fullest = max(range(plan.pp), key=lambda rank: ranks[rank].total)
+    ranks = with_pipeline_ranks(problem, plan, needed).pipeline_ranks
+    fullest = max(range(plan.pp), key=lambda rank: ranks[rank].memory_bytes)
     numbers = plan.stages_of(fullest)
     return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -229,6 +208,8 @@ def _compute(_problem: Problem, plan: Plan, other: Plan) -> str:
         causes.append(f"recompute {_again(plan)} instead of {_again(other)}")
     if plan.compile != other.compile:
         causes.append("not compiled" if other.compile else "compiled")
+    if plan.precision != other.precision:
+        causes.append(f"computed in {plan.precision} instead of {other.precision}")
     if plan.fp8 != other.fp8:
         causes.append("products in 16 bits instead of 8" if other.fp8 else "products in 8 bits")
     if plan.tp > other.tp:

@@ -30,7 +30,7 @@ from wanma.planner.cost.decoder import decoder_pieces
 from wanma.planner.cost.machine import Link
 from wanma.planner.cost.operators import Software
 from wanma.planner.cost.pieces import End
-from wanma.planner.cost.step import Stage, optimizer_seconds, stage_cost
+from wanma.planner.cost.step import Stage, optimizer_seconds, stage_cost, uncertainty
 from wanma.planner.memory.ranks import RankMemory, memory_of_stage
 from wanma.planner.memory.state import rule_of
 from wanma.planner.memory.table import MemoryTable, tabulate
@@ -462,6 +462,5 @@ def _group_step(costs: MixedCosts, replicas: Replicas, micro_batches: int, plan:
         data=tail.data,
         bubble=played - micro_batches * busiest.seconds,
         optimizer=tail.optimizer,
-        # As of `step`.
-        uncertainty=math.hypot(0.10, max(doubts), *[0.06 for size in axes if size > 1]),
+        uncertainty=uncertainty(max(doubts), axes),
     )
