@@ -65,6 +65,20 @@ def test_memory_is_forecast_where_rates_are_unknown_and_why_there_is_no_time() -
     )
 
 
+def test_a_forecast_says_what_nobody_measured_of_its_machine() -> None:
+    given = problem()
+    guessed = replace(given, machine=replace(given.machine, assumed=("test chip: taken to be another",)))
+    assert forecast(guessed, PLAN).reasons[-1] == "test chip: taken to be another"
+
+
+def test_a_machine_whose_rates_nobody_knows_says_how_to_give_them() -> None:
+    given = problem()
+    nameless = replace(given, machine=replace(given.machine, unknown="measure it with `wanma cluster`"))
+    found = forecast(nameless, PLAN)
+    assert found.step is None
+    assert found.reasons[-1] == "step time unknown: measure it with `wanma cluster`"
+
+
 def test_more_ranks_than_devices_are_refused() -> None:
     with pytest.raises(JobError, match="the plan has 32 ranks, and the machines 16 devices"):
         forecast(problem(), replace(PLAN, dp_replicate=4))

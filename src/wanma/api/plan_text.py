@@ -48,7 +48,8 @@ def answers_text(answers: Answers) -> RenderableType:
     parts.append(describe_plan(study.job, prepared))
     if shares := share_lines(study.planned.plan, study.cluster):
         parts += [_head("Who computes what"), *map(Text, shares)]
-    if study.untimed is not None:
+    forecast = study.planned.forecast
+    if study.untimed is not None and (forecast is None or study.untimed not in forecast.reasons):
         parts.append(Text(f"· {study.untimed}", style="dim"))
     if study.found is not None:
         parts += _found(study, study.found)

@@ -28,7 +28,7 @@ def describe(job: Job, prepared: Prepared) -> RenderableType:
 
 def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
     """`describe` without the job."""
-    parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared.plan)]
+    parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared)]
     forecast, workload = prepared.planned.forecast, prepared.workload
     if workload is None or forecast is None:
         parts += [Text(f"· {note}", style="dim") for note in notes(job, prepared.planned)]
@@ -48,14 +48,15 @@ def _head(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def _plan_table(job: Job, plan: Plan) -> Table:
+def _plan_table(job: Job, prepared: Prepared) -> Table:
+    plan = prepared.plan
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
     batch = job.train.global_batch
     rows = [
         ("ranks", f"{plan.world_size} ({sizes or 'one process'}), {plan.threads_per_rank} threads each"),
         ("sharded", plan.shard),
-        ("precision", f"{plan.precision} on {plan.device}"),
+        ("precision", f"{plan.precision} on {_device(prepared)}"),
         ("global batch", f"{batch} samples"),
         (
             "micro-batches",
@@ -77,6 +78,13 @@ def _plan_table(job: Job, plan: Plan) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _device(prepared: Prepared) -> str:
+    """As torch calls it; by its name where torch has none for it."""
+    devices = prepared.cluster.nodes[0].devices
+    is_foreign = prepared.plan.device == "cuda" and bool(devices) and devices[0].kind == "other"
+    return devices[0].name if is_foreign else prepared.plan.device
 
 
 def _recompute(plan: Plan) -> str:

@@ -121,7 +121,7 @@ def _figures(device: Device, cores: int | None) -> Keys:
         "name": device.name,
         "kind": device.kind,
         "memory_gb": device.memory_bytes / GIGABYTE,
-        "peak_teraflops": {key: rate / TERA for key, rate in device.peak_flops_per_second.items()},
+        "peak_teraflops": {key: rate / TERA for key, rate in device.peak_flops_per_second.items()} or None,
         "gb_per_second": None if bandwidth is None else bandwidth / GIGABYTE,
         "power_watts": device.power_watts,
         "cores": cores,

@@ -113,6 +113,8 @@ def unknown_rates(problem: Problem, plan: Plan) -> str | None:
     """Why there is no forecast of time; None where there is one."""
     if problem.dimensions is None and not knows_operators(problem.workload):
         return "step time unknown: the model's operators are not known one by one"
+    if problem.machine.unknown:
+        return f"step time unknown: {problem.machine.unknown}"
     chip, habits = problem.machine.chip, software(problem, plan)
     for precision in (product_precision(plan, habits), plan.precision):
         if precision not in chip.products:
@@ -197,7 +199,12 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         samples_per_second=problem.global_batch / step.seconds,
         model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
         run=run_cost(problem, plan, step),
-        reasons=(*needed.reasons, where_time_goes(step), *told_of_tables(problem.workload, step)),
+        reasons=(
+            *needed.reasons,
+            where_time_goes(step),
+            *told_of_tables(problem.workload, step),
+            *problem.machine.assumed,
+        ),
     )
 
 
