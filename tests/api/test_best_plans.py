@@ -113,6 +113,8 @@ def test_plans_that_wanma_does_not_run_say_so() -> None:
         ({"model": {"preset": "gpt-10n"}}, LINE, {}, r"Did you mean 'gpt-10m'\?"),
         (42, LINE, {}, "a job cannot be made from int"),
         ({"model": {"factory": "os:getcwd"}}, LINE, {}, r"wanma\.plan\(module, cluster, example="),
+        (JOB, LINE, {"keep": 0}, "keep=0: wanma.plan returns at least one plan"),
+        (JOB, LINE, {"overrides": ["train.steps=0"]}, r"overrides of wanma\.plan: train\.steps = 0: must be"),
         (JOB, LINE, {"example": ()}, "example= describes the inputs of a module"),
         (
             JOB,

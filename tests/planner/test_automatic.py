@@ -225,6 +225,11 @@ def test_without_rates_the_rule_plans_and_says_what_is_missing() -> None:
     assert (result.plan.dp_shard, result.plan.shard) == (8, "parameters")
     assert result.forecast is not None
     assert result.forecast.step is None
+    small = Cluster((replace(unknown.nodes[0], devices=(Device("cuda", "Mystery", 1 << 30, {}),) * 8),))
+    with pytest.raises(
+        JobError, match=r"does not fit \(planned by rule: step time unknown: nothing is known"
+    ):
+        planned(job(), small)
 
 
 def test_a_processor_that_was_never_measured_is_planned_for_by_rule() -> None:

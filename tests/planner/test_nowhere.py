@@ -134,6 +134,26 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], Cluster, str]] = {
         BOX,
         r"what \[parallel\] fixes leaves no plan on .*: cp = 1, shard = parameters, tp = 8",
     ),
+    "cuts beyond the model": (
+        {"pp": 2, "stage_cuts": [40]},
+        BOX,
+        r"parallel\.stage_cuts = \[40\]: cuts lie between 0 and 4, the number of blocks",
+    ),
+    "cuts for another number of stages": (
+        {"pp": 2, "schedule": "1f1b", "stage_cuts": [1, 2]},
+        BOX,
+        r"parallel\.stage_cuts = \[1, 2\]: 2 stages need 1 cuts, not 2",
+    ),
+    "shared state of which nothing is shared": (
+        {"shard": "nothing", "dp_shard": 4},
+        BOX,
+        r"parallel\.shard = 'nothing' with parallel\.dp_shard = 4",
+    ),
+    "a backward that is taken apart and recomputes": (
+        {"pp": 2, "schedule": "zbv", "recompute": "full"},
+        BOX,
+        r"parallel\.schedule = 'zbv' with parallel\.recompute = 'full'",
+    ),
     "experts that are not there": ({"ep": 2}, BOX, r"parallel\.ep = 2, but the model has no experts"),
 }
 

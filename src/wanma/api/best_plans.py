@@ -61,9 +61,11 @@ def plan(
         then follow, without a time. A forecast's `reasons` say so where wanma does not run a plan.
 
     Raises:
-        JobError: the job, the module's example or the cluster is wrong, or the model fits nowhere; says by
-            how much, and what would do.
+        JobError: the job, the module's example, `keep` or the cluster is wrong, or the model fits nowhere;
+            says by how much, and what would do.
     """
+    if keep < 1:
+        raise JobError(f"keep={keep}: wanma.plan returns at least one plan", "give keep=1 or more")
     module = _module(model_or_job)
     job = _job(model_or_job, module, overrides)
     if cluster is None:
@@ -96,7 +98,7 @@ def _job(given: Any, module: nn.Module | None, overrides: Sequence[str]) -> Job:
     if module is not None:
         kind = type(module)
         given = {"model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}
-    return job_from(given, [*overrides, "parallel=auto"])
+    return job_from(given, [*overrides, "parallel=auto"], "overrides of wanma.plan")
 
 
 def _workload(

@@ -185,7 +185,8 @@ def complete(
     ranks = plan.world_size // job.cluster.nodes
     problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
     chosen = None
-    if why_not_by_time(job, cluster, workload, dimensions, calibration) is None:
+    untimed = why_not_by_time(job, cluster, workload, dimensions, calibration)
+    if untimed is None:
         chosen = _fastest(problem, plan)
     if chosen is None:
         plan, told = _by_rule(problem, plan, rows)
@@ -197,7 +198,7 @@ def complete(
             f"the plan does not fit: {overflow}", "offload less to 'host' (parallel.offload_*), or to 'disk'"
         )
     if needed.memory_bytes > problem.memory_bytes:
-        raise does_not_fit(problem, plan, needed)
+        raise does_not_fit(problem, plan, needed, untimed if job.parallel.auto else None)
     told = [_layout_reason(job, plan), *told, *needed.reasons]
     return Planned(plan, replace(needed, reasons=tuple(told)))
 

@@ -20,10 +20,17 @@ from wanma.planner.automatic import said_keys
 from wanma.planner.explain.advice import advice
 from wanma.planner.groups import group_of
 from wanma.planner.problem import Problem, equal_machines, problem_of
-from wanma.planner.rules import check_dimensions, global_batches
+from wanma.planner.rules import (
+    check_dimensions,
+    check_schedule,
+    check_shards,
+    check_stage_cuts,
+    global_batches,
+)
 from wanma.planner.search.candidates import Candidate, Found
 from wanma.planner.search.space import Space, plans
 from wanma.planner.smallest import smallest_cluster
+from wanma.planner.stages import VIRTUAL_STAGES, wrong_cuts
 
 
 def no_plan(
@@ -85,11 +92,16 @@ def fits_nowhere(
     )
 
 
-def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast) -> JobError:
-    """The error for a job's own plan that needs too much memory."""
+def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast, by_rule: str | None = None) -> JobError:
+    """The error for a job's own plan that needs too much memory.
+
+    Args:
+        by_rule: why not the job but a rule made the plan, where it did.
+    """
+    why = f" (planned by rule: {by_rule})" if by_rule is not None else ""
     changes = [str(change) for change in advice(problem, plan, keep=3)]
     return JobError(
-        f"the plan does not fit: a rank needs about {bytes_text(forecast.memory_bytes)} of "
+        f"the plan does not fit{why}: a rank needs about {bytes_text(forecast.memory_bytes)} of "
         f"{bytes_text(problem.memory_bytes)}: {largest_kinds(forecast)}",
         f"would fit: {'; or '.join(changes)}"
         if changes
@@ -115,6 +127,7 @@ def check_open(
         )
     if dimensions is not None:
         check_dimensions(Plan(**sizes, ep=job.parallel.ep, context=job.parallel.context), dimensions)
+        _check_settings(job, dimensions.layers)
     if all(world % taken for world in worlds):
         raise JobError(
             f"{keys} makes {count_text(taken, 'rank')}, of which no multiple is a number of ranks that "
@@ -127,6 +140,36 @@ def check_open(
             f"train.global_batch = {batch} gives {data_ranks} data ranks (dp_replicate × dp_shard) less than "
             "one sample each",
             f"raise train.global_batch to at least {data_ranks}, or use fewer ranks",
+        )
+
+
+def _check_settings(job: Job, blocks: int) -> None:
+    """What a job says of a pipeline and of sharding, as far as it contradicts itself whatever is left open.
+
+    Raises:
+        JobError: names the keys.
+    """
+    parallel, said = job.parallel, job.parallel.model_fields_set
+    recompute = "none" if parallel.recompute == "auto" else parallel.recompute
+    virtual = parallel.virtual_stages or VIRTUAL_STAGES[parallel.schedule]
+    plan = Plan(
+        pp=parallel.pp,
+        dp_shard=parallel.dp_shard,
+        shard=parallel.shard or "parameters",
+        schedule=parallel.schedule,
+        virtual_stages=virtual,
+        recompute=recompute,
+        compile=parallel.compile,
+        stage_cuts=tuple(parallel.stage_cuts),
+    )
+    check_shards(plan)
+    if plan.pp > 1 and "schedule" in said:
+        check_schedule(plan)
+    if parallel.stage_cuts and {"pp", "schedule"} <= said:
+        check_stage_cuts(job, plan, blocks)
+    elif reason := wrong_cuts(plan.stage_cuts, blocks, len(plan.stage_cuts) + 1, first=True, last=True):
+        raise JobError(
+            f"parallel.stage_cuts = {list(plan.stage_cuts)}: {reason}", "leave parallel.stage_cuts out"
         )
 
 

@@ -54,11 +54,7 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
             f"set parallel.dp_shard to the number of ranks (now dp_replicate = {plan.dp_replicate})",
         )
-    if plan.shard == "nothing" and plan.dp_shard > 1:
-        raise JobError(
-            f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
-            f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
-        )
+    check_shards(plan)
     if plan.pp > 1 and job.model.loss is not None:
         raise JobError(
             f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines compute cross entropy",
@@ -80,6 +76,19 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
             f"(dp_replicate × dp_shard) less than one sample each",
             f"raise train.global_batch to at least {plan.data_ranks}, or use fewer ranks",
+        )
+
+
+def check_shards(plan: Plan) -> None:
+    """Ranks that share the state share something of it.
+
+    Raises:
+        JobError: names the keys.
+    """
+    if plan.shard == "nothing" and plan.dp_shard > 1:
+        raise JobError(
+            f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
+            f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
         )
 
 

@@ -35,7 +35,7 @@ from wanma.planner.search.admits import (
     tensor_fits,
 )
 from wanma.planner.search.recomputes import Recomputes
-from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, run_again, wrong_stages
+from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, run_again, wrong_cuts, wrong_stages
 
 Sizes = tuple[int, ...] | range | None
 """Of an axis; None: every size that divides the devices."""
@@ -317,7 +317,11 @@ def staged(space: Space, split: Plan, workload: Workload | None) -> Iterator[Pla
         plan = split.but(schedule=schedule, virtual_stages=virtual)
         if takes_backward_apart(plan) is not None:
             continue
-        cuts = space.stage_cuts or stage_cuts(workload, plan, space.layers)
+        cuts = space.stage_cuts
+        if cuts is None:
+            cuts = stage_cuts(workload, plan, space.layers)
+        elif wrong_cuts(cuts, space.layers, plan.stages, first=True, last=True) is not None:
+            continue
         if len(cuts) == plan.stages - 1:
             yield plan.but(stage_cuts=cuts)
 
