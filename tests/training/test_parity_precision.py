@@ -95,6 +95,14 @@ def test_a_layout_stays_within_twice_the_spread_of_one_process(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_follows_the_curve_of_fp32(precision: str, one: Any, tmp_path: Path) -> None:
+    exact = one_process(tmp_path / "exact", job("fp32", tmp_path), 8)
+    assert exact.losses[-1] < 0.95 * exact.losses[0]
+    assert one(precision)[0].losses == pytest.approx(exact.losses, rel=0.02)
+    assert one(precision)[0].losses != exact.losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_ones_own_module_may_hold_buffers_in_full_precision(precision: str, tmp_path: Path) -> None:
     def text(precision: str) -> dict[str, Any]:
         own = {"model": {"factory": "support.own:Shifted"}, "data": {"factory": "support.own:Numbers"}}

@@ -161,7 +161,7 @@ def anatomy_of_stages(
         is_overlapped=software.data_overlap and data.is_beside_compute,
         optimizer_seconds=optimizer_seconds(parameters, plan, machine, software, trained_share),
         waiting_seconds=waiting_seconds,
-        uncertainty=uncertainty(machine.doubt, (plan.pp, plan.tp, plan.cp, plan.data_ranks), plan.ep),
+        uncertainty=uncertainty([machine.doubt], (plan.pp, plan.tp, plan.cp, plan.data_ranks), plan.ep),
         shared=machine.shared,
     )
 
@@ -219,7 +219,7 @@ def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
     )
 
 
-def uncertainty(machine_doubt: float, axes: Sequence[int], ep: int = 1) -> float:
+def uncertainty(machine_doubts: Sequence[float], axes: Sequence[int], ep: int = 1) -> float:
     """Half a 90 % interval: a rank computes as forecast within 12 %, and each kind of communication adds its
     doubt; experts most, whose load and host are known least. About that share of the published measurements
     lies inside (benchmarks/results/planner.md).
@@ -227,7 +227,7 @@ def uncertainty(machine_doubt: float, axes: Sequence[int], ep: int = 1) -> float
     Args:
         axes: sizes of pp, tp, cp, and all data ranks.
     """
-    doubts = [0.12, machine_doubt, *[0.06 for size in axes if size > 1], 0.25 if ep > 1 else 0.0]
+    doubts = [0.12, *machine_doubts, *[0.06 for size in axes if size > 1], 0.25 if ep > 1 else 0.0]
     return math.sqrt(sum(doubt * doubt for doubt in doubts))
 
 

@@ -462,5 +462,5 @@ def _group_step(costs: MixedCosts, replicas: Replicas, micro_batches: int, plan:
         data=tail.data,
         bubble=played - micro_batches * busiest.seconds,
         optimizer=tail.optimizer,
-        uncertainty=uncertainty(max(doubts), axes),
+        uncertainty=uncertainty([max(doubts)], axes),
     )
