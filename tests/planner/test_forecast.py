@@ -9,9 +9,10 @@ import pytest
 from support.problems import SMALL, job, problem
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
+from wanma.planner.around import HANDED_SECONDS
 from wanma.planner.cost.decoder import step_time
 from wanma.planner.cost.energy import run_cost
-from wanma.planner.forecast import SNAPSHOT_BYTES_PER_SECOND, forecast, where_time_goes, with_pipeline_ranks
+from wanma.planner.forecast import forecast, where_time_goes, with_pipeline_ranks
 
 PLAN = Plan(dp_shard=4, tp=2, sequence=True, shard="parameters", precision="bf16", device="cuda")
 
@@ -21,9 +22,10 @@ def test_it_is_the_time_of_the_step_with_its_share_of_saving() -> None:
     found = forecast(given, PLAN)
     assert found.step is not None
     alone = step_time(SMALL, 512, PLAN, 64, given.machine)
-    saving = 12 * given.workload.parameters / 8 / SNAPSHOT_BYTES_PER_SECOND / 100
+    saving = 12 * given.workload.parameters / 8 / given.machine.host.link_bytes_per_second / 100
     assert found.step.checkpoint == pytest.approx(saving)
-    assert found.step.seconds == pytest.approx(alone.seconds + saving)
+    assert found.step.loading == pytest.approx(HANDED_SECONDS)
+    assert found.step.seconds == pytest.approx(alone.seconds + HANDED_SECONDS + saving)
     assert found.samples_per_second == pytest.approx(64 / found.step.seconds)
     assert found.run == run_cost(given, PLAN, found.step)
     flops = given.workload.flops_per_sample * 64

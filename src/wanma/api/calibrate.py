@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import platform
 import tempfile
@@ -50,6 +51,8 @@ class Request:
     seconds: float
     shared: float
     """As of `microbenchmarks.measure`."""
+    folder: Path | None
+    """Likewise."""
 
 
 def calibrate(
@@ -113,7 +116,9 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
         worker.control.progress(0, "measuring")
         everyone = dist.group.WORLD
         assert everyone is not None  # the grid has joined it
-        found = measure(everyone, grid.device, PRECISIONS[plan.device], request.seconds, request.shared)
+        found = measure(
+            everyone, grid.device, PRECISIONS[plan.device], request.seconds, request.shared, request.folder
+        )
         processors = None
         if grid.device.type == "cuda":
             processors = torch.cuda.get_device_properties(grid.device).multi_processor_count
@@ -173,12 +178,14 @@ def _plan(node: Node, ranks: int) -> Plan:
 def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
     ranks = plan.world_size
     shared = 1.0 if node.devices else max(ranks * plan.threads_per_rank / node.cores, 1.0)
+    # Runs are kept below the folder where they are started: its disk is the one that they use.
+    here = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:
         outcome = run_local(
             Launch(
                 run_directory=Path(folder),
                 entry=ENTRY,
-                payload=pickle.dumps(Request(plan, seconds, shared)),
+                payload=pickle.dumps(Request(plan, seconds, shared, here)),
                 preload=PRELOAD,
                 ranks_per_node=ranks,
                 threads_per_rank=plan.threads_per_rank,

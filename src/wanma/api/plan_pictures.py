@@ -27,6 +27,7 @@ SPAN_COLOURS: dict[SpanKind, int] = {
     "reduce": 4,
     "optimizer": 5,
     "snapshot": 7,
+    "load": 7,
 }
 """What is not here, is not drawn."""
 EXPOSED_COLOUR = 2

@@ -34,6 +34,7 @@ TIME_KINDS = (
     TimeKind("context", "exposed context exchange", "cp", 8, "cyan", "c"),
     TimeKind("expert", "exposed token exchange", "ep", 4, "magenta", "e"),
     TimeKind("data", "exposed gradients and weights", "dp", 3, "green", "▒"),
+    TimeKind("moving", "waiting for what is offloaded", "", 6, "bright_yellow", "m"),
     TimeKind("bubble", "waiting in the pipeline", "pp", 7, "bright_black", "░"),
     TimeKind("optimizer", "optimizer", "", 5, "red", "o"),
     TimeKind("loading", "waiting for data", "", 6, "bright_red", "l"),

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from wanma.hardware.kinds import NVLINK_SECONDS, PCIE_SECONDS, DeviceKind, accelerator, link, server
+from wanma.hardware.kinds import (
+    NVLINK_SECONDS,
+    PCIE_5,
+    PCIE_SECONDS,
+    DeviceKind,
+    accelerator,
+    link,
+    server,
+)
 
 _MI300X = "AMD Instinct MI300X datasheet (2023), figures without sparsity"
 _TPU_V4 = "Jouppi et al., TPU v4 (ISCA 2023), table 4"
@@ -23,7 +31,7 @@ _TPU_V5P_HOST = server(
 OTHERS: tuple[DeviceKind, ...] = (
     accelerator(
         "MI300X", r"(amd )?(instinct )?mi300x( oam)?", _MI300X_RATES, 192, 5300, _MI300X,
-        watts=750, comes_in=_MI300X_PLATFORM,
+        watts=750, host=PCIE_5, comes_in=_MI300X_PLATFORM,
         # Seven links of 64 GB/s and direction; latency taken to be that of NVLink.
         joined=link("Infinity Fabric", 448, NVLINK_SECONDS),
     ),

@@ -17,7 +17,15 @@ from pydantic import ValidationError
 from wanma.hardware.catalogue import CATALOGUE, find_named, spellings
 from wanma.hardware.cluster_sections import NO_NETWORK, ClusterFile, DeviceSection, LevelSection, NodesSection
 from wanma.hardware.cluster_text import is_text, parse_cluster
-from wanma.hardware.kinds import GIGABYTE, NETWORK_SECONDS, NVLINK_SECONDS, TERA, DeviceKind, Link
+from wanma.hardware.kinds import (
+    GIGABYTE,
+    NETWORK_SECONDS,
+    NVLINK_SECONDS,
+    PCIE_SECONDS,
+    TERA,
+    DeviceKind,
+    Link,
+)
 from wanma.hardware.machines import MEMORY_BYTES, Cards, machines, network, read_cards, usual_cards
 from wanma.job.cluster import Cluster, Level, Node
 from wanma.job.errors import JobError, did_you_mean
@@ -115,6 +123,9 @@ class _Builder:
             kind=device.kind,
             power_watts=device.power_watts,
             link=link,
+            host_link=None
+            if device.host_gb_per_second is None
+            else Link("host", _bytes(device.host_gb_per_second), PCIE_SECONDS),
             cores=device.cores or 1,
         )
 
@@ -222,7 +233,10 @@ def _machines(
     if cpu is not None:
         node = replace(node, cpu=cpu.processors(node.cores, node.memory_bytes))
     power_watts = node.power_watts if section.power_watts is None else section.power_watts
-    return replace(node, power_watts=power_watts, price_per_hour=section.price_per_hour)
+    disk = None if section.disk_gb_per_second is None else _bytes(section.disk_gb_per_second)
+    return replace(
+        node, power_watts=power_watts, price_per_hour=section.price_per_hour, disk_bytes_per_second=disk
+    )
 
 
 def _bandwidth(level: LevelSection, usual: Level | None) -> float | None:

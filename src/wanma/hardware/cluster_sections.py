@@ -50,6 +50,9 @@ class NodesSection(Section):
     price_per_hour: float | None = Field(
         None, gt=0, le=1e6, description="of one node, in one currency for the whole file"
     )
+    disk_gb_per_second: float | None = Field(
+        None, gt=0, le=1e5, description="of one node's own disks, 10⁹ bytes per second written"
+    )
     name: str | None = Field(None, description="in messages; default: the device's")
     levels: list[LevelSection] = Field(default_factory=list, description="how they are connected")
 
@@ -68,6 +71,9 @@ class DeviceSection(Section):
     gb_per_second: float | None = Field(None, gt=0, le=1e6, description="of its memory, 10⁹ bytes per second")
     power_watts: float | None = Field(None, gt=0, le=1e5, description="the most it draws")
     cores: int | None = Field(None, ge=1, le=MOST_CORES, description="cpu: what the figures are of")
+    host_gb_per_second: float | None = Field(
+        None, gt=0, le=1e5, description="to its host's memory and back, 10⁹ bytes per second and direction"
+    )
     link: str | None = Field(None, description="name of what joins devices in a node; default: unknown")
     link_gb_per_second: float | None = Field(
         None, gt=0, le=1e5, description="of that link, per device and direction"

@@ -105,6 +105,7 @@ def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
         "memory_gb": node.memory_bytes / GIGABYTE,
         "power_watts": node.power_watts,
         "price_per_hour": node.price_per_hour,
+        "disk_gb_per_second": _gigabytes(node.disk_bytes_per_second),
     }
     levels = []
     if node.inside != (inside(kind) if kind else ()):
@@ -122,10 +123,15 @@ def _figures(device: Device, cores: int | None) -> Keys:
         "kind": device.kind,
         "memory_gb": device.memory_bytes / GIGABYTE,
         "peak_teraflops": {key: rate / TERA for key, rate in device.peak_flops_per_second.items()} or None,
-        "gb_per_second": None if bandwidth is None else bandwidth / GIGABYTE,
+        "gb_per_second": _gigabytes(bandwidth),
         "power_watts": device.power_watts,
+        "host_gb_per_second": _gigabytes(device.host_bytes_per_second),
         "cores": cores,
     }
+
+
+def _gigabytes(bytes_per_second: float | None) -> float | None:
+    return None if bytes_per_second is None else bytes_per_second / GIGABYTE
 
 
 def _level(level: Level) -> Keys:

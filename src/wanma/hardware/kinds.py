@@ -65,6 +65,8 @@ class DeviceKind:
     power_watts: float | None = None
     """The most it may draw (TDP); None where its maker does not say."""
     link: Link | None = None
+    host_link: Link | None = None
+    """Between an accelerator and its host; None where nobody says."""
     server: Server | None = None
     attained: Attained | None = None
     """Of an accelerator of the catalogue; None of one that a cluster file describes."""
@@ -82,6 +84,7 @@ class DeviceKind:
             dict(self.peak_flops_per_second),
             self.bandwidth_bytes_per_second,
             self.power_watts,
+            self.host_link.bandwidth_bytes_per_second if self.host_link else None,
         )
 
     def processors(self, cores: int, memory_bytes: int) -> Device:
@@ -131,10 +134,11 @@ def accelerator(
     watts: float | None,
     joined: Link,
     comes_in: Server,
+    host: Link | None = None,
     aliases: tuple[str, ...] = (),
     kind: DeviceClass = "cuda",
 ) -> DeviceKind:
-    """`bandwidth` in 10⁹ bytes per second."""
+    """`bandwidth` in 10⁹ bytes per second; cards that PCIe joins reach their host by the same lanes."""
     return DeviceKind(
         name=name,
         driver_name=driver_name,
@@ -145,6 +149,7 @@ def accelerator(
         kind=kind,
         power_watts=watts,
         link=joined,
+        host_link=joined if joined in (PCIE_3, PCIE_4, PCIE_5) else host,
         server=comes_in,
         attained=ATTAINED[name],
         aliases=aliases,

@@ -33,6 +33,9 @@ NVLINK_3 = link("NVLink 3", 300, NVLINK_SECONDS)
 NVLINK_4 = link("NVLink 4", 450, NVLINK_SECONDS)
 NVLINK_5 = link("NVLink 5", 900, NVLINK_SECONDS)
 """Half of what the datasheets above state for both directions: 300, 600, 900 and 1,800 GB/s."""
+NVLINK_C2C = link("NVLink-C2C", 225, NVLINK_SECONDS)
+"""Half of 900 GB/s for both directions between Grace and its two GPUs (GB200 and GB300 datasheets), by half.
+Others reach their host as their datasheets say: PCIe 3 (V100), 4 (A100) or 5 (Hopper, HGX B200 and B300)."""
 
 _DGX_1 = server("NVIDIA DGX-1 with V100 datasheet (2018)", 8, 40, 512, (4, 100), 3500)
 _DGX_A100_320 = server("NVIDIA DGX A100 datasheet (2020), 8 × 40 GB", 8, 128, 1000, (8, 200), 6500)
@@ -110,11 +113,12 @@ _TITAN_RTX_RATES = {"fp64": 0.51, "fp32": 16.3, "fp16": 130.5}
 NVIDIA: tuple[DeviceKind, ...] = (
     accelerator(
         "V100 SXM2 16 GB", r"(nvidia |tesla )*v100-sxm2-16gb", _V100_SXM2_RATES, 16, 900, _V100,
-        watts=300, joined=NVLINK_2, comes_in=_DGX_1, aliases=("V100 SXM 16 GB", "V100 16 GB", "V100"),
+        watts=300, joined=NVLINK_2, host=PCIE_3, comes_in=_DGX_1,
+        aliases=("V100 SXM 16 GB", "V100 16 GB", "V100"),
     ),
     accelerator(
         "V100 SXM2 32 GB", r"(nvidia |tesla )*v100-sxm2-32gb", _V100_SXM2_RATES, 32, 900, _V100,
-        watts=300, joined=NVLINK_2, comes_in=_DGX_1, aliases=("V100 SXM 32 GB", "V100 32 GB"),
+        watts=300, joined=NVLINK_2, host=PCIE_3, comes_in=_DGX_1, aliases=("V100 SXM 32 GB", "V100 32 GB"),
     ),
     accelerator(
         "V100 PCIe 16 GB", r"(nvidia |tesla )*v100-pcie-16gb", _V100_PCIE_RATES, 16, 900, _V100,
@@ -126,7 +130,7 @@ NVIDIA: tuple[DeviceKind, ...] = (
     ),
     accelerator(
         "A100 SXM 40 GB", r"(nvidia )?a100-sxm4-40gb", _A100_RATES, 40, 1555, _A100,
-        watts=400, joined=NVLINK_3, comes_in=_DGX_A100_320,
+        watts=400, joined=NVLINK_3, host=PCIE_4, comes_in=_DGX_A100_320,
         aliases=("A100 40 GB", "A100 SXM4 40 GB", "A100-SXM-40GB (DGX-A100)", "DGX A100 40 GB"),
     ),
     accelerator(
@@ -135,7 +139,7 @@ NVIDIA: tuple[DeviceKind, ...] = (
     ),
     accelerator(
         "A100 SXM 80 GB", r"(nvidia )?a100-sxm4-80gb", _A100_RATES, 80, 2039, _A100,
-        watts=400, joined=NVLINK_3, comes_in=_DGX_A100_640,
+        watts=400, joined=NVLINK_3, host=PCIE_4, comes_in=_DGX_A100_640,
         aliases=("A100", "A100 SXM", "A100 80 GB", "A100 SXM4 80 GB", "DGX A100"),
     ),
     accelerator(
@@ -144,12 +148,13 @@ NVIDIA: tuple[DeviceKind, ...] = (
     ),
     accelerator(
         "H100 SXM", r"(nvidia )?h100( 80gb hbm3|-sxm5-80gb)", _HOPPER_SXM_RATES, 80, 3350, _H100,
-        watts=700, joined=NVLINK_4, comes_in=_DGX_H100,
+        watts=700, joined=NVLINK_4, host=PCIE_5, comes_in=_DGX_H100,
         aliases=("H100", "H100 80 GB", "H100 SXM 80 GB", "H100 SXM5", "H100 SXM5 80 GB", "DGX H100"),
     ),
     accelerator(
         "H100 SXM 96 GB HBM2e", r"(nvidia )?h100 96gb hbm2e", _HOPPER_SXM_RATES, 96, 2400, _H100_96,
-        watts=500, joined=NVLINK_4, comes_in=_DGX_H100, aliases=("H100-96GB-HBM2e-500W", "H100 96 GB"),
+        watts=500, joined=NVLINK_4, host=PCIE_5, comes_in=_DGX_H100,
+        aliases=("H100-96GB-HBM2e-500W", "H100 96 GB"),
     ),
     accelerator(
         "H100 PCIe", r"(nvidia )?h100( pcie|-pcie-80gb)", _H100_PCIE_RATES, 80, 2000, _H100,
@@ -161,7 +166,8 @@ NVIDIA: tuple[DeviceKind, ...] = (
     ),
     accelerator(
         "H200 SXM", r"(nvidia )?h200", _HOPPER_SXM_RATES, 141, 4800, _H200,
-        watts=700, joined=NVLINK_4, comes_in=_DGX_H100, aliases=("H200", "H200 141 GB", "DGX H200"),
+        watts=700, joined=NVLINK_4, host=PCIE_5, comes_in=_DGX_H100,
+        aliases=("H200", "H200 141 GB", "DGX H200"),
     ),
     accelerator(
         "H200 NVL", r"(nvidia )?h200 nvl", _HOPPER_NVL_RATES, 141, 4800, _H200,
@@ -169,19 +175,19 @@ NVIDIA: tuple[DeviceKind, ...] = (
     ),
     accelerator(
         "B200", r"(nvidia )?b200", _B200_RATES, 192, 8000, _B200,
-        watts=1000, joined=NVLINK_5, comes_in=_DGX_B200, aliases=("B200 SXM", "DGX B200"),
+        watts=1000, joined=NVLINK_5, host=PCIE_5, comes_in=_DGX_B200, aliases=("B200 SXM", "DGX B200"),
     ),
     accelerator(
         "GB200", r"(nvidia )?gb200", _GB200_RATES, 186, 8000, _GB200,
-        watts=1200, joined=NVLINK_5, comes_in=_NVL72, aliases=("GB200 NVL72",),
+        watts=1200, joined=NVLINK_5, host=NVLINK_C2C, comes_in=_NVL72, aliases=("GB200 NVL72",),
     ),
     accelerator(
         "B300", r"(nvidia )?b300( sxm6 ac)?", _B300_RATES, 270, 8000, _B300,
-        watts=1100, joined=NVLINK_5, comes_in=_DGX_B300, aliases=("B300 SXM", "DGX B300"),
+        watts=1100, joined=NVLINK_5, host=PCIE_5, comes_in=_DGX_B300, aliases=("B300 SXM", "DGX B300"),
     ),
     accelerator(
         "GB300", r"(nvidia )?gb300", _GB300_RATES, 279, 8000, _GB300,
-        watts=1400, joined=NVLINK_5, comes_in=_NVL72_ULTRA, aliases=("GB300 NVL72",),
+        watts=1400, joined=NVLINK_5, host=NVLINK_C2C, comes_in=_NVL72_ULTRA, aliases=("GB300 NVL72",),
     ),
     accelerator(
         "L40S", r"(nvidia )?l40s", _L40S_RATES, 48, 864, _L40S,

@@ -31,6 +31,8 @@ class Device:
     """Of its memory; None when unknown."""
     power_watts: float | None = None
     """What it may draw at most; None when unknown."""
+    host_bytes_per_second: float | None = None
+    """Between it and its host's memory, in one direction, as its link promises; None when unknown."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Node:
     """Of one whole machine at full load, devices included; None when unknown."""
     price_per_hour: float | None = None
     """Of one machine, in whatever currency its file uses; None when unknown."""
+    disk_bytes_per_second: float | None = None
+    """At which one machine's own disks are written, and read no slower; None when unknown."""
 
     def __post_init__(self) -> None:
         for what in ("count", "cores", "memory_bytes"):

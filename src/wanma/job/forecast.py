@@ -56,6 +56,8 @@ class Workload:
     """That the loss is computed from; None where nobody counted."""
     samples_together: int = 1
     """Of one micro-batch, because modules that were read define something over so many (statistics)."""
+    input_elements_per_sample: float | None = None
+    """Numbers of one sample as it is loaded; None: its tokens."""
 
     @property
     def parameters(self) -> int:
@@ -106,6 +108,8 @@ class StepTime:
     expert: float = 0.0
     data: float = 0.0
     """Reduction of gradients, and gathers of sharded parameters."""
+    moving: float = 0.0
+    """Waiting, in forward and backward, for what is kept in the host's memory or on disk."""
     bubble: float = 0.0
     """Waiting for other stages, and for what they send."""
     optimizer: float = 0.0

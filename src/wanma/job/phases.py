@@ -13,7 +13,7 @@ def phases_of(step: StepTime, plan: Plan) -> dict[str, float]:
     model. That of data-parallel ranks is apart only where it can be: on a GPU it runs beside computing, and
     a pipeline's ranks wait in it for each other.
     """
-    inside = step.compute + step.tensor + step.context + step.expert + step.bubble
+    inside = step.compute + step.tensor + step.context + step.expert + step.moving + step.bubble
     apart = is_communication_apart(plan)
     return {
         "forward_backward": inside if apart else inside + step.data,

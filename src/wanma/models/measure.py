@@ -68,7 +68,14 @@ def measure(
             "on the values of tensors; without a measurement a plan has no forecast",
         ) from error
     lines = tuple(_merge(run.lines(), name))
-    return Workload(lines, targets_per_sample, run.outputs_per_sample, run.samples_together)
+    numbers = sum(math.prod(tensor.shape[1:]) for tensor in example_inputs if tensor.is_floating_point())
+    return Workload(
+        lines,
+        targets_per_sample,
+        run.outputs_per_sample,
+        run.samples_together,
+        float(numbers) if numbers else None,
+    )
 
 
 class _Run:

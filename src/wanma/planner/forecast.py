@@ -6,12 +6,13 @@ functions, without torch.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
+from wanma.planner.around import around
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
 from wanma.planner.cost.energy import run_cost
@@ -21,18 +22,16 @@ from wanma.planner.cost.module import (
     module_pieces,
     told_of_tables,
 )
+from wanma.planner.cost.moving import updates_on_host, with_kept
 from wanma.planner.cost.operators import Software, product_precision
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.pipeline import Play, pipeline_seconds
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
 from wanma.planner.memory.ranks import Setting, forecast_memory, memory_of_ranks
-from wanma.planner.memory.state import rule_of, state_elements
+from wanma.planner.memory.state import rule_of
+from wanma.planner.memory.table import tabulate
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
-
-SNAPSHOT_BYTES_PER_SECOND = 6.5e9
-"""At which a rank copies its part of the state aside while training waits: 0.2 GB in 0.030 s, measured
-(docs/performance.md). Writing it then goes on beside the next steps."""
 
 
 def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> Forecast:
@@ -116,6 +115,8 @@ def unknown_rates(problem: Problem, plan: Plan) -> str | None:
     if problem.machine.unknown:
         return f"step time unknown: {problem.machine.unknown}"
     chip, habits = problem.machine.chip, software(problem, plan)
+    if habits.optimizer_flops and updates_on_host(plan):
+        return "step time unknown: nobody measured Muon's products on the processors beside a GPU"
     for precision in (product_precision(plan, habits), plan.precision):
         if precision not in chip.products:
             known = ", ".join(sorted(chip.products)) or "none"
@@ -124,12 +125,14 @@ def unknown_rates(problem: Problem, plan: Plan) -> str | None:
 
 
 def time(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> StepTime | None:
-    """Of one step, with its share of what saving costs; None where rates are unknown."""
+    """Of one step, with waiting for its data and its share of what saving costs; None where rates are
+    unknown."""
     if unknown_rates(problem, plan) is not None:
         return None
-    step = step_of(anatomy(problem, plan), play)
-    saving = checkpoint_seconds(problem, plan)
-    return replace(step, seconds=step.seconds + saving, checkpoint=saving)
+    step, beside = step_of(anatomy(problem, plan), play), around(problem, plan)
+    loading = beside.loading(step.seconds)
+    saving = beside.saving(step.seconds + loading)
+    return replace(step, seconds=step.seconds + loading + saving, loading=loading, checkpoint=saving)
 
 
 def anatomy(problem: Problem, plan: Plan) -> Anatomy:
@@ -153,16 +156,28 @@ def pieces_of(problem: Problem, plan: Plan) -> Pieces:
     """What the problem's model costs, piece by piece."""
     machine, habits = problem.machine, software(problem, plan)
     if problem.dimensions is None:
-        return module_pieces(problem.workload, plan, machine, habits)
-    return decoder_pieces(problem.dimensions, problem.sequence, plan, machine, habits)
+        pieces = module_pieces(problem.workload, plan, machine, habits)
+    else:
+        pieces = decoder_pieces(problem.dimensions, problem.sequence, plan, machine, habits)
+    return pieces._replace(blocks=_moving(problem, plan, pieces.blocks))
 
 
 def blocks_of(problem: Problem, plan: Plan) -> tuple[Blocks, ...]:
     """As in `pieces_of`."""
     machine, habits = problem.machine, software(problem, plan)
     if problem.dimensions is None:
-        return module_pieces(problem.workload, plan, machine, habits).blocks
-    return decoder_blocks(problem.dimensions, problem.sequence, plan, machine, habits)
+        blocks = module_pieces(problem.workload, plan, machine, habits).blocks
+    else:
+        blocks = decoder_blocks(problem.dimensions, problem.sequence, plan, machine, habits)
+    return _moving(problem, plan, blocks)
+
+
+def _moving(problem: Problem, plan: Plan, blocks: tuple[Blocks, ...]) -> tuple[Blocks, ...]:
+    """With what of their activations the plan keeps elsewhere."""
+    if plan.offload_activations == "nothing":
+        return blocks
+    table = tabulate(problem.workload, plan, problem.dimensions, software(problem, plan))
+    return with_kept(blocks, table, plan)
 
 
 def boundary_seconds(problem: Problem, plan: Plan) -> float:
@@ -175,16 +190,6 @@ def boundary_seconds(problem: Problem, plan: Plan) -> float:
 def trained_share(problem: Problem) -> float:
     """Of the parameters, those that are reduced and updated."""
     return 1.0 if problem.dimensions is not None else problem.workload.trained_share
-
-
-def checkpoint_seconds(problem: Problem, plan: Plan) -> float:
-    """A step's share of copying a rank's part of the state aside; replicas of a part share it."""
-    every = problem.job.checkpoint.every_steps
-    if every == 0:
-        return 0.0
-    workload = problem.workload
-    elements = workload.parameters + state_elements(workload, problem.job.train)
-    return 4.0 * elements / plan.world_size / SNAPSHOT_BYTES_PER_SECOND / every
 
 
 def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | None) -> Forecast:
@@ -210,7 +215,7 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
 
 def where_time_goes(step: StepTime) -> str:
     """'a step: compute 71 %, bubble 14 %, tensor 9 %, others below 5 %'."""
-    kinds = ("compute", "tensor", "context", "expert", "data", "bubble", "optimizer", "loading", "checkpoint")
+    kinds = [one.name for one in fields(StepTime) if one.name not in ("seconds", "uncertainty")]
     shares = sorted(((getattr(step, kind) / step.seconds, kind) for kind in kinds), reverse=True)
     named = [f"{kind} {share:.0%}" for share, kind in shares if share >= 0.05]
     return "a step: " + ", ".join(named) + ("" if len(named) == len(kinds) else ", others below 5%")

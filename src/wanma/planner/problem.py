@@ -16,6 +16,7 @@ from wanma.planner.cost.machines import machine_of
 from wanma.planner.cost.operators import Software
 from wanma.planner.cost.update import update_of
 from wanma.planner.measure.calibration import Calibration
+from wanma.planner.memory.state import state_elements
 
 MEMORY_SHARE = 0.93
 """Of a GPU's memory, what a forecast may fill. CUDA's and NCCL's part and what the allocator leaves unused
@@ -24,6 +25,11 @@ are forecast; where runs said what they had reserved, forecasts were at most 3 %
 HOST_SHARE = 0.85
 """Of a machine's own memory, which the system and other programs need too; forecasts for processors were up
 to 6 % below real runs (likewise)."""
+
+KEPT_SHARE = 0.15
+"""Of a machine's memory, what files that change in every step may fill: beyond it Linux has programs wait
+for the disk (vm.dirty_ratio = 20 and vm.dirty_background_ratio = 10 of what is available: from halfway
+between them on). One copy of weights and optimizer state is set against it."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,17 @@ def problem_of(
     )
     machine = machine_of(machines, calibration=calibration, ranks=ranks)
     update = update_of(job.train, workload, dimensions)
+    state_bytes = 4.0 * state_elements(workload, job.train)
+    in_files = (4.0 * workload.parameters + state_bytes) / job.cluster.nodes
+    keeps_files = in_files <= KEPT_SHARE * node.memory_bytes
+    machine = replace(machine, host=replace(machine.host, keeps_files=keeps_files))
+    trained = workload.parameters * workload.trained_share
     habits = Software(
         unused_factor=machine.unused_factor,
         optimizer_bytes=update.moved_bytes,
         optimizer_flops=update.flops,
         optimizer_exchanged_bytes=update.exchanged_bytes,
+        state_bytes=state_bytes / max(trained, 1.0),
     )
     memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE
     return Problem(job, machines, workload, machine, memory_bytes, dimensions, habits)

@@ -13,7 +13,7 @@ from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
 from wanma.planner.cost.update import orthogonalizing_flops, update_of
-from wanma.planner.forecast import SNAPSHOT_BYTES_PER_SECOND, forecast
+from wanma.planner.forecast import forecast
 from wanma.planner.problem import Problem, problem_of
 
 MODEL = DecoderDimensions(8, 4096, 32, 32, 4096, 32000)
@@ -91,5 +91,5 @@ def test_a_rule_without_state_keeps_and_saves_none() -> None:
         found = forecast_of(**train)
         assert found.optimizer_bytes == pytest.approx(4 * copies * parameters, rel=1e-3)
         assert found.step is not None
-        saved = found.step.checkpoint * 100 * SNAPSHOT_BYTES_PER_SECOND
+        saved = found.step.checkpoint * 100 * given().machine.host.link_bytes_per_second
         assert saved == pytest.approx(4 * (1 + copies) * parameters, rel=1e-6)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
+from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost import pipeline
@@ -34,6 +35,17 @@ def small_space(given: Problem, **choices: Any) -> Space:
         "context": ("ring",),
     }
     return Space.everything(given.job, given.cluster, given.dimensions, **{**some, **choices})
+
+
+def away(parameters: Any, optimizer: Any, activations: Any) -> Plan:
+    """What is offloaded, for a space to start from."""
+    return Plan(
+        precision="bf16",
+        device="cuda",
+        offload_parameters=parameters,
+        offload_optimizer=optimizer,
+        offload_activations=activations,
+    )
 
 
 def every_one(given: Problem, space: Space) -> list[Candidate]:
@@ -72,6 +84,7 @@ def points(candidates: tuple[Candidate, ...]) -> list[tuple[float, int]]:
         (TINY, (8,), 1.5e9, 4, {"tp": (1, 2), "cp": (1,), "sequence": (True,)}),
         (MIXTURE, (4,), 80e9, 4, {"cp": (1,), "schedules": (("interleaved_zero_bubble", 1),)}),
         (replace(TINY, layers=6), (4,), 1.55e9, 8, {"tp": (1,), "compile": (False, True)}),
+        (TINY, (4,), 1.45e9, 8, {"cp": (1,), "start": away("host", "host", "host")}),
         (replace(TINY, vocabulary=32768), (8, 4, 2, 1), 80e9, 2, {"cp": (1,), "schedules": (("1f1b", 1),)}),
     ],
 )
@@ -103,15 +116,17 @@ def test_the_best_plans_and_the_front_are_those_of_every_plan(
     st.sampled_from([1e9, 10e9, 200e9]),
     st.sampled_from(["nothing", "parameters"]),
     st.sampled_from([("1f1b", 1), ("interleaved_1f1b", 3), ("dualpipev", 2), ("gpipe", 1)]),
+    st.sampled_from([("nothing",) * 3, ("nothing",) * 3, ("host",) * 3, ("disk", "nothing", "host")]),
 )
 def test_no_plan_of_a_small_cluster_beats_the_one_that_is_found(
-    devices: int, memory_bytes: float, batch: int, outer: float, shard: Any, schedule: Any
+    devices: int, memory_bytes: float, batch: int, outer: float, shard: Any, schedule: Any, places: Any
 ) -> None:
     one = job(global_batch=batch * 2)
     given = problem(one, replace(TINY, layers=4), memory_bytes=memory_bytes, outer=outer)
     space = small_space(
         given, devices=(devices,), shard=(shard,), schedules=(schedule,), sequence=(True,), cp=(1,)
     )
+    space = replace(space, start=away(*places))
     every = every_one(given, space)
     found = search(given, space, keep=3)
     assert [one.plan for one in found.candidates] == [one.plan for one in best_of_layouts(every)[:3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,16 +19,33 @@ from wanma.planner.search.space import Space, cores, grids, recomputes, states
 from wanma.planner.search.tables import Tables
 
 MIXTURE = replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)
+OFFLOADS = [
+    ("nothing", "nothing", "nothing"),
+    ("host", "nothing", "nothing"),
+    ("nothing", "host", "host"),
+    ("disk", "disk", "disk"),
+]
 MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), MIXTURE]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(MODELS), st.sampled_from([6, 8]), st.sampled_from([12, 24]), st.data())
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from([6, 8]),
+    st.sampled_from([12, 24]),
+    st.sampled_from(OFFLOADS),
+    st.sampled_from([1e9, 25e9, 1e12]),
+    st.data(),
+)
 def test_arrays_hold_what_each_plan_has_alone(
-    dimensions: DecoderDimensions, devices: int, batch: int, data: st.DataObject
+    dimensions: DecoderDimensions, devices: int, batch: int, offload: Any, link: float, data: st.DataObject
 ) -> None:
     given = problem(job(global_batch=batch), dimensions)
+    host = replace(given.machine.host, link_bytes_per_second=link)
+    given = replace(given, machine=replace(given.machine, host=host))
     space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
+    keys = ("offload_parameters", "offload_optimizer", "offload_activations")
+    space = replace(space, start=space.start.but(**dict(zip(keys, offload, strict=True))))
     grid = data.draw(st.sampled_from(list(grids(space))))
     plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))
     core = Core(Tables(given), plan, recomputes(space, plan), States(states(space, grid)))

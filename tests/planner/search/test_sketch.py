@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +23,20 @@ MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.sampled_from(MODELS), st.sampled_from([6, 8]), st.sampled_from([12, 24]), st.data())
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from([6, 8]),
+    st.sampled_from([12, 24]),
+    st.sampled_from(["nothing", "host", "disk"]),
+    st.data(),
+)
 def test_no_plan_is_faster_or_smaller_than_its_sketch(
-    dimensions: DecoderDimensions, devices: int, batch: int, data: st.DataObject
+    dimensions: DecoderDimensions, devices: int, batch: int, away: Any, data: st.DataObject
 ) -> None:
     given = problem(job(global_batch=batch), dimensions)
     space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
+    keys = ("offload_parameters", "offload_optimizer", "offload_activations")
+    space = replace(space, start=space.start.but(**dict.fromkeys(keys, away)))
     grid = data.draw(st.sampled_from(list(grids(space))))
     plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))
     again, ways = recomputes(space, plan), States(states(space, grid))
@@ -45,7 +54,7 @@ def test_no_plan_is_faster_or_smaller_than_its_sketch(
     )
     assert found.step is not None
     step = found.step
-    computing = step.compute + step.tensor + step.context + step.expert + step.bubble
+    computing = step.compute + step.tensor + step.context + step.expert + step.moving + step.bubble
     assert seconds <= computing * (1 + 1e-9)
     if adding is not None:
         send = np.array([[tables.boundary(plan)]])
@@ -68,4 +77,4 @@ def test_one_device_takes_hardly_longer_than_its_sketch() -> None:
     seconds = sketch.least_seconds(tables.bare(plan, [8]), None, np.array([[1]]))[0, 0]
     step = forecast(given, plan).step
     assert step is not None
-    assert seconds == pytest.approx(step.seconds - step.optimizer - step.checkpoint, rel=0.1)
+    assert seconds == pytest.approx(step.seconds - step.optimizer - step.loading - step.checkpoint, rel=0.1)

@@ -19,6 +19,15 @@ from wanma.planner.cost.communication import (
 )
 from wanma.planner.cost.compute import ELEMENT_BYTES, streaming_seconds
 from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.moving import (
+    Moved,
+    adding_on_host_seconds,
+    copy_seconds,
+    gathers_again,
+    gradients_seconds,
+    updates_on_host,
+    weights_seconds,
+)
 from wanma.planner.cost.operators import Software
 
 COMPRESSED_BYTES: Mapping[Compression, tuple[float, float]] = MappingProxyType(
@@ -52,6 +61,7 @@ class DataParallel:
         self.weight_bytes = ELEMENT_BYTES[plan.precision]
         """Per parameter, as it is gathered to be computed with."""
         self.is_by_block = is_by_block(plan)
+        self.gathers_again = gathers_again(plan)
         self.is_beside_compute = plan.device != "cpu"
         """Collectives of a CPU run on the cores that compute."""
 
@@ -62,18 +72,57 @@ class DataParallel:
         The next block's are gathered while one computes; a pipeline keeps them gathered. Of sharded gradients
         (ZeRO-2) a block's are reduced as well, but its parameters stay whole within a step.
         """
-        if not self.is_by_block or self.shards.size == 1:
-            return 0.0, 0.0
-        whole = parameters / self.plan.tp
-        gather = 0.0
-        if self.plan.shard == "parameters":
-            gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
-        reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
-        reduce += self._rounded(whole)
+        gather, reduce = self._of_block(parameters)
         if not self.is_beside_compute:
-            gather += self._copied(whole) if gather else 0.0
-            return gather, gather + reduce + self._filed(whole)
+            return gather, gather + reduce
         return exposed(gather, forward), exposed(gather + reduce, backward)
+
+    def _of_block(self, parameters: float) -> tuple[float, float]:
+        """(gather, reduce), with what a CPU copies for them."""
+        reduces = self.is_by_block and self.shards.size > 1
+        if not reduces and self.plan.offload_parameters == "nothing":
+            return 0.0, 0.0
+        whole, gather, reduce = parameters / self.plan.tp, 0.0, 0.0
+        if self.gathers_again:
+            gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
+            gather += 0.0 if self.is_beside_compute else self._copied(whole)
+        if reduces:
+            reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
+            reduce += self._rounded(whole)
+            reduce += 0.0 if self.is_beside_compute else self._filed(whole)
+        return gather, reduce
+
+    def moved(
+        self, parameters: float, kept_bytes: float, forward: float, backward: float, micro_batches: int
+    ) -> tuple[float, float]:
+        """What bringing a block's weights, gradients and `kept_bytes` of activations to the device and away
+        adds to its forward and backward, beyond `per_micro_batch`; see `moving`."""
+        gather, reduce = self._of_block(parameters)
+        copies = self._moved(parameters, kept_bytes, micro_batches)
+        if not self.is_beside_compute:
+            return copies.weights + copies.out, copies.weights + copies.gradients + copies.back
+        out, back, waited = copies.out, copies.back, 0.0
+        if self.plan.offload_activations == "disk":
+            out, back, waited = 0.0, 0.0, 1.0
+        ahead = exposed(gather + copies.weights + out, forward) - exposed(gather, forward)
+        exchanged = gather + reduce
+        late = exposed(exchanged + copies.weights + copies.gradients + back, backward)
+        late -= exposed(exchanged, backward)
+        return ahead + waited * copies.out, late + waited * copies.back
+
+    def _moved(self, parameters: float, kept_bytes: float, micro_batches: int) -> Moved:
+        plan, machine = self.plan, self.machine
+        shards = parameters / plan.tp / self.shards.size
+        weights = weights_seconds(machine, plan, shards) if self.gathers_again else 0.0
+        # Only the first micro-batch's gradients are not added to others, which is waited for.
+        gradients = gradients_seconds(machine, plan, shards * self.trained_share) if self.is_by_block else 0.0
+        place = plan.offload_activations
+        return Moved(
+            weights,
+            gradients / micro_batches,
+            copy_seconds(machine, plan, place, kept_bytes, out=True),
+            copy_seconds(machine, plan, place, kept_bytes, out=False),
+        )
 
     def _copied(self, whole: float) -> float:
         """FSDP2 puts a unit's weights into one buffer to gather them, and takes them out of another. On a GPU
@@ -114,6 +163,8 @@ class DataParallel:
         if self.is_by_block:
             whole /= self.shards.size  # each block's are reduced first
         added = (micro_batches - 1) / micro_batches
+        if self.is_by_block and updates_on_host(self.plan):
+            return added * adding_on_host_seconds(self.machine, self.plan, whole)
         if software.adds_in_product:
             # Beyond the result that every product writes; half of it hides behind other tiles' products.
             moved, kernels = added * 0.5 * (2 * kept - 2.0), 0
@@ -133,16 +184,18 @@ class DataParallel:
         reduce = all_reduce_seconds(self.machine, self.replicas, gradients / self.shards.size)
         if self.replicas.size > 1:
             reduce += self._rounded(whole / self.shards.size)
-        if self.is_by_block and self.plan.shard == "parameters":
+        if self.is_by_block and self.gathers_again:
             return reduce, 0.0  # the rest was done block by block
-        changed = 0.0 if self.software.frozen else whole * self.weight_bytes
-        gather = all_gather_seconds(self.machine, self.shards, changed)
-        copies = not self.is_beside_compute and not self.plan.computes_with_state
-        if copies:
-            gather += self._copied(whole)
+        copies, gather = not self.is_beside_compute and not self.plan.computes_with_state, 0.0
+        if not self.gathers_again:
+            changed = 0.0 if self.software.frozen else whole * self.weight_bytes
+            gather = all_gather_seconds(self.machine, self.shards, changed)
+            gather += weights_seconds(self.machine, self.plan, whole / self.shards.size)
+            gather += self._copied(whole) if copies else 0.0
         if self.is_by_block:
             return reduce, gather
         reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
+        reduce += gradients_seconds(self.machine, self.plan, whole * self.trained_share / self.shards.size)
         if self.shards.size > 1:
             reduce += self._rounded(whole)
         return reduce + self._filed(whole) if copies else reduce, gather
@@ -155,8 +208,8 @@ def is_by_block(plan: Plan) -> bool:
 
 def block_key(plan: Plan) -> tuple[object, ...]:
     """Plans with the same key exchange, cast and add a block's parameters alike, in every micro-batch."""
-    by_block = (plan.shard, plan.shard_ranks) if is_by_block(plan) else None
-    return plan.shard == "nothing", by_block
+    by_block = (plan.shard, plan.shard_ranks) if is_by_block(plan) or gathers_again(plan) else None
+    return plan.shard == "nothing", by_block, plan.offload_parameters, plan.offload_activations
 
 
 def exposed(communication: float, compute: float) -> float:

@@ -17,6 +17,7 @@ from wanma.job.cluster import Node
 from wanma.job.forecast import RunCost, StepTime
 from wanma.job.plan import Plan
 from wanma.job.sections import TrainSection
+from wanma.planner.around import around
 from wanma.planner.cost.compute import product_rate
 from wanma.planner.cost.operators import product_precision
 from wanma.planner.problem import Problem
@@ -54,7 +55,7 @@ class Activity:
 
 
 def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost:
-    """Of all the job's steps, with the smaller ones of its ramp and its validations.
+    """Of all the job's steps, with the smaller ones of its ramp, its validations, and writing the last state.
 
     Machines of which the plan fills a part count whole.
     """
@@ -62,6 +63,7 @@ def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost:
     here = max(problem.machine.devices // node.count, 1)
     used = math.ceil(plan.world_size / here)
     seconds = run_seconds(problem.job.train, problem.global_batch, plan, step)
+    seconds += around(problem, plan).at_end_seconds
     return cost_of(seconds, [(node, used)], activity(problem, plan, step))
 
 
@@ -88,7 +90,7 @@ def run_seconds(train: TrainSection, global_batch: int, plan: Plan, step: StepTi
     Args:
         global_batch: of the step that was forecast.
     """
-    repeated = step.compute + step.tensor + step.context + step.expert
+    repeated = step.compute + step.tensor + step.context + step.expert + step.moving
     once = step.seconds - repeated
     each = repeated / plan.accumulation(global_batch)
     seconds = 0.0
@@ -110,7 +112,7 @@ def activity(problem: Problem, plan: Plan, step: StepTime) -> Activity:
     flops = problem.workload.flops_per_sample * problem.global_batch / plan.world_size
     again = 4 / 3 if plan.recompute == "full" else 1.0
     products = min(again * flops / product_rate(chip, precision), step.compute)
-    communicating = step.tensor + step.context + step.expert + step.data
+    communicating = step.tensor + step.context + step.expert + step.data + step.moving
     streaming = step.compute - products + step.optimizer + step.checkpoint
     parts = (products, streaming, communicating, step.bubble + step.loading)
     return Activity(*(part / step.seconds for part in parts))

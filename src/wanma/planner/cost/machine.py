@@ -100,6 +100,37 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What is behind a device: of a machine that several ranks share, one rank's share while all use it."""
+
+    link_bytes_per_second: float = 25e9
+    """Between device and host, each way, of page-locked memory; no limit for a CPU."""
+    memory_bytes_per_second: float = 20e9
+    """Of the host's memory, as its cores stream through it."""
+    file_read_bytes_per_second: float = 2.5e9
+    """Of a mapped file whose pages the kernel has in memory: copying, and finding each page anew."""
+    file_write_bytes_per_second: float = 1.2e9
+    """Likewise, with noting each page that changes."""
+    disk_bytes_per_second: float = 2e9
+    """Of the disk itself, written or read one after the other."""
+    keeps_files: bool = True
+    """Whether the kernel can keep in memory what a plan puts into files (`Host.keeping`)."""
+    doubt: float = 0.3
+    """As of `Machine`, of these rates, for plans that use them."""
+
+    @property
+    def read_rate(self) -> float:
+        """Of files, as a plan finds them."""
+        rate = self.file_read_bytes_per_second
+        return rate if self.keeps_files else min(rate, self.disk_bytes_per_second)
+
+    @property
+    def write_rate(self) -> float:
+        rate = self.file_write_bytes_per_second
+        return rate if self.keeps_files else min(rate, self.disk_bytes_per_second)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Equal devices, and the levels of the network between them, innermost first."""
 
@@ -123,6 +154,7 @@ class Machine:
     """Half a 90 % interval of what is assumed of its rates, beside the forecast's own; 0 where measured."""
     assumed: tuple[str, ...] = ()
     """In words, what nobody measured and where its figures come from."""
+    host: Host = Host()
     unknown: str = ""
     """Why no time can be forecast, and the way out; empty where it can."""
 

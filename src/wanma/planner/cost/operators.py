@@ -69,6 +69,8 @@ class Software:
     """Of products in 16 bits, likewise (`update.Update`)."""
     optimizer_exchanged_bytes: float = 0.0
     """Of whole matrices, likewise."""
+    state_bytes: float = 8.0
+    """Kept by the optimizer for each parameter: of AdamW two moments in 32 bits."""
     loss_bytes: int = 28
     """Moved per logit, forward and backward: a copy in 32 bits, its maximum, sum and gradient, and back."""
     weights: Literal["shards", "copies"] = "shards"
@@ -121,6 +123,10 @@ class PartTime:
     context_backward: float = 0.0
     expert_forward: float = 0.0
     expert_backward: float = 0.0
+    kept_bytes: float = 0.0
+    """Activations that wait elsewhere until backward; of a block that does not recompute."""
+    kept_again_bytes: float = 0.0
+    """Likewise of one that does."""
 
 
 class _Adder:

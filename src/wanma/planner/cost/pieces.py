@@ -44,7 +44,8 @@ class Pieces(NamedTuple):
 def pieces_key(plan: Plan) -> tuple[object, ...]:
     """Plans with the same key have the same pieces, for one model, machine and program."""
     split = (plan.tp, plan.cp, plan.ep, plan.sequence, plan.context, plan.pp > 1)
-    return (*split, plan.micro_batch, plan.recompute, plan.compile, plan.precision, plan.fp8)
+    moves = plan.offload_activations != "nothing"
+    return (*split, plan.micro_batch, plan.recompute, plan.compile, plan.precision, plan.fp8, moves)
 
 
 def counts_of_stages(pieces: Pieces, plan: Plan) -> list[tuple[int, ...]]:

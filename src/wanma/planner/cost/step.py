@@ -19,6 +19,7 @@ from wanma.planner.cost.communication import Group, all_gather_seconds
 from wanma.planner.cost.compute import product_rate, streaming_seconds
 from wanma.planner.cost.data_parallel import DataParallel, exposed
 from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.moving import is_moving, state_seconds, updates_on_host
 from wanma.planner.cost.operators import PartTime, Software
 from wanma.planner.cost.pipeline import Play, StageCost, pipeline_seconds
 from wanma.planner.stages import SPLIT_BACKWARD
@@ -26,7 +27,7 @@ from wanma.planner.stages import SPLIT_BACKWARD
 OPTIMIZER_KERNELS = 20
 """Of an update fused over many parameters, with norm and clipping."""
 
-_KINDS = ("compute", "tensor", "context", "expert", "data")
+_KINDS = ("compute", "tensor", "context", "expert", "data", "moving")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,11 @@ def anatomy_of_stages(
         is_overlapped=software.data_overlap and data.is_beside_compute,
         optimizer_seconds=optimizer_seconds(parameters, plan, machine, software, trained_share),
         waiting_seconds=waiting_seconds,
-        uncertainty=uncertainty([machine.doubt], (plan.pp, plan.tp, plan.cp, plan.data_ranks), plan.ep),
+        uncertainty=uncertainty(
+            [machine.doubt, machine.host.doubt if is_moving(plan) else 0.0],
+            (plan.pp, plan.tp, plan.cp, plan.data_ranks),
+            plan.ep,
+        ),
         shared=machine.shared,
     )
 
@@ -171,7 +176,11 @@ def optimizer_seconds(
 ) -> float:
     """Of an update of the fullest rank's `parameters`, counted before `tp` and sharding."""
     updated = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
-    seconds = streaming_seconds(machine.chip, updated * software.optimizer_bytes, OPTIMIZER_KERNELS)
+    passed = updated * software.optimizer_bytes
+    if updates_on_host(plan):
+        seconds = passed / machine.host.memory_bytes_per_second
+    else:
+        seconds = streaming_seconds(machine.chip, passed, OPTIMIZER_KERNELS)
     if updated and software.optimizer_flops:
         precision = "bf16" if "bf16" in machine.chip.products else plan.precision
         flops = updated / plan.replicas * software.optimizer_flops
@@ -179,7 +188,8 @@ def optimizer_seconds(
     exchanged = parameters * trained_share * software.optimizer_exchanged_bytes if updated else 0.0
     for ranks in (plan.tp * plan.shard_ranks, plan.tp * plan.shard_ranks * plan.replicas):
         seconds += all_gather_seconds(machine, Group(ranks), exchanged)
-    return seconds * machine.optimizer_factor
+    moved = state_seconds(machine, plan, updated, software.state_bytes) if is_moving(plan) else 0.0
+    return seconds * machine.optimizer_factor + moved
 
 
 def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
@@ -213,6 +223,7 @@ def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
         context=by_kind["context"],
         expert=by_kind["expert"],
         data=by_kind["data"] + exchanged,
+        moving=by_kind["moving"],
         bubble=bubble,
         optimizer=anatomy.optimizer_seconds,
         uncertainty=anatomy.uncertainty,
@@ -237,6 +248,7 @@ def stage_cost(
     """Seconds of one of `micro_batches`, and those of its forward and of its backward by kind."""
     weights = 0.0
     ahead_kinds, back_kinds = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)
+    moves = plan.offload_parameters != "nothing" or plan.offload_activations != "nothing"
     parts = [(part, count, size, stage.again) for part, count, size in stage.blocks]
     parts += [(part, 1, size, 0.0) for part, size in stage.ends]
     for part, count, size, share in parts:
@@ -253,6 +265,17 @@ def stage_cost(
         gathered_forward, gathered_backward = data.per_micro_batch(
             size, ahead + part.tensor_forward, again + back + part.tensor_backward
         )
+        if moves:
+            kept = (1 - share) * part.kept_bytes + share * part.kept_again_bytes
+            moved_forward, moved_backward = data.moved(
+                size,
+                kept,
+                ahead + part.tensor_forward,
+                again + back + part.tensor_backward,
+                micro_batches,
+            )
+            ahead_kinds["moving"] += count * moved_forward
+            back_kinds["moving"] += count * moved_backward
         ahead_kinds["compute"] += count * (ahead + data.casting_seconds(size))
         ahead_kinds["tensor"] += count * part.tensor_forward
         ahead_kinds["context"] += count * part.context_forward

@@ -188,6 +188,13 @@ def _rounded(plan: Plan) -> str:
     return "whole" if plan.compression == "nothing" else f"in {plan.compression}"
 
 
+def _moving(_problem: Problem, plan: Plan, other: Plan) -> str:
+    kinds = ("parameters", "optimizer", "activations")
+    keys = [f"offload_{kind}" for kind in kinds]
+    unlike = [key for key in keys if getattr(plan, key) != getattr(other, key)]
+    return ", ".join(f"{key} {getattr(plan, key)}" for key in unlike)
+
+
 def _bubble(problem: Problem, plan: Plan, _other: Plan) -> str:
     if plan.pp == 1:
         return ""
@@ -251,6 +258,7 @@ _KINDS: dict[str, tuple[Callable[[Plan], str], Cause]] = {
     "context": (_context_exchange, _context),
     "expert": (_said("exposed token exchange"), _expert),
     "data": (_said("exposed gradient and parameter exchange"), _data),
+    "moving": (_said("waiting for what is offloaded"), _moving),
     "bubble": (_said("waiting in the pipeline"), _bubble),
     "optimizer": (_said("optimizer"), _optimizer),
     "loading": (_said("waiting for data"), _nothing),

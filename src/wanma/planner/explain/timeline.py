@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from wanma.job.plan import Plan
 from wanma.planner.cost.pipeline import Interval, pipeline_intervals
 from wanma.planner.cost.step import Anatomy, step_of
 from wanma.planner.forecast import anatomy as anatomy_of
-from wanma.planner.forecast import checkpoint_seconds, unknown_rates
+from wanma.planner.forecast import time as time_of
+from wanma.planner.forecast import unknown_rates
 from wanma.planner.problem import Problem
 from wanma.planner.stages import SPLIT_BACKWARD
 
 SpanKind = Literal[
-    "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"
+    "load", "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"
 ]
 Track = Literal["compute", "exchange", "send"]
 
@@ -65,10 +66,12 @@ def timeline_of(problem: Problem, plan: Plan) -> Timeline | None:
     """One step of `plan`; None where there is no forecast of its time, or no grid of equal ranks."""
     if plan.placement or unknown_rates(problem, plan) is not None:
         return None
-    return timeline(anatomy_of(problem, plan), checkpoint_seconds(problem, plan))
+    step = time_of(problem, plan)
+    assert step is not None  # the rates are known
+    return timeline(anatomy_of(problem, plan), step.checkpoint, step.loading)
 
 
-def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
+def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0, loading_seconds: float = 0.0) -> Timeline:
     """Play one step.
 
     Weights changed by the step before are gathered at its begin, beside the first forward; gradients are
@@ -77,6 +80,7 @@ def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
 
     Args:
         checkpoint_seconds: that a step's share of saving takes, at its end.
+        loading_seconds: that its data are waited for, at its begin.
     """
     plan = anatomy.plan
     played = pipeline_intervals(
@@ -114,7 +118,12 @@ def timeline(anatomy: Anatomy, checkpoint_seconds: float = 0.0) -> Timeline:
         spans += [span for span in exchange if span.seconds > 0]
         if anatomy.boundary_seconds > 0:
             spans += _sends(compute, plan, anatomy.boundary_seconds)
-    return Timeline(plan, anatomy.micro_batches, end + checkpoint_seconds, tuple(spans))
+    if loading_seconds:
+        spans = [replace(span, start=span.start + loading_seconds) for span in spans]
+        loads = [Span(rank, "compute", "load", 0.0, loading_seconds) for rank in range(plan.pp)]
+        spans = sorted([*loads, *spans], key=lambda span: span.rank)
+    seconds = loading_seconds + end + checkpoint_seconds
+    return Timeline(plan, anatomy.micro_batches, seconds, tuple(spans))
 
 
 def _on_shared_cores(played: list[Interval], anatomy: Anatomy) -> list[Interval]:

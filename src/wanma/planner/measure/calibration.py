@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from wanma.job.errors import WanmaError
 from wanma.job.run_directory import write_json
-from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
+from wanma.planner.cost.machine import AttentionCurve, Chip, Host, Link, Machine, ProductCurve
 
 VERSION = 1
 """Of the file's layout."""
@@ -38,6 +38,11 @@ Operator = Literal[
     "tensor_scatter",
     "all_to_all",
     "send",
+    "to_host",
+    "host_stream",
+    "file_read",
+    "file_write",
+    "disk",
 ]
 
 
@@ -48,7 +53,8 @@ class Point:
     operator: Operator
     shape: tuple[int, ...]
     """product: (m, n, k); stream: (bytes read and written); attention: (sequences, queries, heads, width of
-    one); dispatch: (kernels); a collective: (ranks, bytes), counted as `communication` counts them."""
+    one); dispatch: (kernels); a collective: (ranks, bytes), counted as `communication` counts
+    them; what is of a host (`measure.host`): (bytes moved)."""
     seconds: float
     precision: str = ""
     """Of what computes."""
@@ -269,12 +275,14 @@ def _machine(value: Mapping[str, Any]) -> Machine:
     chip["attention_in"] = {name: AttentionCurve(**curve) for name, curve in chip["attention_in"].items()}
     chip["tiles"] = tuple((rows, columns, share) for rows, columns, share in chip["tiles"])
     links = tuple(Link(**link) for link in value["links"])
+    host = Host(**value["host"]) if "host" in value else Host()  # files of earlier versions have none
     factors = {name: (latency, moving) for name, (latency, moving) in value["collective_factors"].items()}
     return Machine(
         **{
             **value,
             "chip": Chip(**chip),
             "links": links,
+            "host": host,
             "collective_factors": factors,
             "assumed": tuple(value["assumed"]),
         }

@@ -26,6 +26,7 @@ from wanma.planner.cost.communication import (
 from wanma.planner.cost.compute import attention_seconds, product_seconds
 from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
 from wanma.planner.measure.calibration import Point
+from wanma.planner.measure.host import fitted_host
 
 FILLS = (0.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0, 2560.0)
 SHARES = tuple(0.01 * percent for percent in range(2, 101))
@@ -84,6 +85,7 @@ def fitted_machine(
         dispatch_seconds=0.0 if processors is None else dispatch,
         start_seconds=0.0,
         shared=shared,
+        host=fitted_host(points),
     )
     return _with_links(machine, points, ranks) if ranks > 1 else machine
 

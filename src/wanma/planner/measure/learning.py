@@ -99,9 +99,12 @@ def _evidence(plan: Plan, forecast: Forecast, observed: Observed) -> dict[str, t
         if expected.get(phase, 0.0) > LEAST_SHARE * step.seconds and measured.get(phase, 0.0) > 0:
             found[kind] = expected[phase], measured[phase]
 
-    compare("compute", "forward_backward")
+    # Of what is offloaded a copy may miss as well as what it waits beside: no factor is to bear that.
+    if plan.offload_parameters == plan.offload_activations == "nothing":
+        compare("compute", "forward_backward")
     compare("communication", "communication")
-    compare("optimizer", "optimizer")
+    if plan.offload_parameters == plan.offload_optimizer == "nothing":
+        compare("optimizer", "optimizer")
     inside = expected["forward_backward"] - step.compute - step.bubble
     if "compute" in found and inside > PURE_SHARE * expected["forward_backward"]:
         # They are measured as one: both are taken to be off by the same.

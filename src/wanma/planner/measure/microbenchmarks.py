@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor
 from wanma.collectives.measure import COLLECTIVES, collective_seconds
 from wanma.hardware.load import busy_cpu_seconds
 from wanma.planner.measure.calibration import Operator, Point
+from wanma.planner.measure.host import host_cases
 from wanma.planner.measure.rounds import Judged, Round, chosen_seconds, is_enough, judged
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,6 +81,7 @@ def measure(
     precisions: tuple[str, ...],
     seconds: float,
     shared: float = 1.0,
+    folder: Path | None = None,
 ) -> Measurements:
     """Measure every operator, those that compute in each of `precisions`, and every collective of `group`.
 
@@ -89,9 +92,16 @@ def measure(
         precisions: what this device only emulates is left out.
         seconds: for all rounds, about; up to as many again where other programs disturb them.
         shared: threads of all ranks for each core of a CPU.
+        folder: on the disk to measure; None: neither that nor the host's memory is.
     """
     native = _native(group, device, precisions)
     cases = list(_cases(group, device, native, shared))
+    if folder is not None:
+        # By the wall's clock: a disk is waited for.
+        cases += [
+            _Case(operator, shape, "", _timed(device, 1.0, make))
+            for operator, shape, make in host_cases(device, folder)
+        ]
     each = seconds / LEAST_ROUNDS / len(cases)
     found: list[list[Judged]] = [[] for _ in cases]
     began, is_over = time.monotonic(), False

@@ -459,6 +459,7 @@ def _group_step(costs: MixedCosts, replicas: Replicas, micro_batches: int, plan:
         compute=kinds["compute"],
         tensor=kinds["tensor"],
         expert=kinds["expert"],
+        moving=kinds["moving"],
         data=tail.data,
         bubble=played - micro_batches * busiest.seconds,
         optimizer=tail.optimizer,

@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
+from wanma.planner.around import around
 from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.cost.data_parallel import INTERFERENCE
-from wanma.planner.forecast import anatomy, checkpoint_seconds, memory_setting, software, unknown_rates
+from wanma.planner.forecast import anatomy, memory_setting, software, unknown_rates
 from wanma.planner.memory.grid import States, memory_grid
 from wanma.planner.search.recomputes import Recomputes
-from wanma.planner.search.tables import Array, Integers, Tables, UnitCost, counts_of
+from wanma.planner.search.tables import Array, Integers, Line, Tables, UnitCost, counts_of
 from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
 
 
@@ -38,6 +39,9 @@ class Core:
         """Bytes of the fullest rank."""
         self.least = np.zeros(self.memory.shape)
         """No step is shorter; zero where the machine's rates are unknown, and where `bound` was not asked."""
+        self._alone = np.zeros(self.memory.shape)
+        """The same without waiting for data, and without saving."""
+        self._around = around(problem, plan)
         self._tables = tables
         self._variants: list[tuple[list[int], _Variant]] = []
 
@@ -46,14 +50,14 @@ class Core:
         problem, states = self._tables.problem, self.states
         if unknown_rates(problem, self.plan) is not None:
             return
-        saving = checkpoint_seconds(problem, self.plan)
         for alike in states.alike:
             columns = [column for column in alike if wanted[column]]
             if not columns:
                 continue
             variant = _Variant(self._tables, states.applied(columns[0], self.plan), self.recomputes)
             plans = [states.plans[column] for column in columns]
-            self.least[:, columns] = variant.step_seconds(self._tables, plans) + saving
+            self._alone[:, columns] = variant.step_seconds(self._tables, plans)
+            self.least[:, columns] = self._around.with_both(self._alone[:, columns])
             self._variants.append((columns, variant))
 
     def play(self, row: int) -> Array:
@@ -61,7 +65,8 @@ class Core:
         for columns, variant in self._variants:
             if not variant.is_played[row]:
                 more = variant.more_when_played(self._tables, row, self.plan_of(row, columns[0]))
-                self.least[row, columns] += more
+                self._alone[row, columns] += more
+                self.least[row, columns] = self._around.with_both(self._alone[row, columns])
         seconds: Array = self.least[row]
         return seconds
 
@@ -84,9 +89,16 @@ class _Variant:
         sizes = np.array(blocks_of_stages(sum(numbers), plan) if plan.pp > 1 else [sum(numbers)])
         counts = counts_of(sizes, numbers)  # (stages, kinds)
         some = kinds[recomputes[0][0]]
-        forward = _of_stages([block.forward for block in some], counts, ends, "forward")
-        backward = _of_stages([0.0] * len(some), counts, ends, "backward_alone")
-        backward = backward + self._of_blocks(recomputes, kinds, counts, sizes)
+        nothing = [0.0] * len(some)
+        if plan.offload_activations == "nothing":
+            forward = _of_stages([block.forward_alone for block in some], counts, ends, "forward_alone")
+        else:
+            forward = _of_stages(nothing, counts, ends, "forward_alone")
+            lines = {kind: [block.forward for block in kinds[kind]] for kind in kinds}
+            forward = forward + self._of_blocks(recomputes, lines, counts, sizes)
+        backward = _of_stages(nothing, counts, ends, "backward_alone")
+        lines = {kind: [block.backward for block in kinds[kind]] for kind in kinds}
+        backward = backward + self._of_blocks(recomputes, lines, counts, sizes)
         send = tables.boundary(plan) if plan.pp > 1 else 0.0
         if software(tables.problem, plan).waits_for_sends and plan.virtual_stages > 1:
             forward, backward, send = forward + send, backward + send, 0.0
@@ -112,15 +124,19 @@ class _Variant:
     @staticmethod
     def _of_blocks(
         recomputes: Recomputes,
-        kinds: dict[Recompute, tuple[UnitCost, ...]],
+        lines_of: dict[Recompute, list[tuple[Line, Line]]],
         counts: Integers,
         sizes: Integers,
     ) -> Array:
-        """Backward of every stage's blocks, with what runs again; (recomputes, stages)."""
+        """One way through every stage's blocks, with what runs again; (recomputes, stages).
+
+        Args:
+            lines_of: each kind of block by its share.
+        """
         share = recomputes.of_stages(tuple(sizes.tolist()))
         total = np.zeros(share.shape)
         for number in range(counts.shape[1]):
-            lines = np.array([kinds[kind][number].backward for kind, _ in recomputes])
+            lines = np.array([lines_of[kind][number] for kind, _ in recomputes])
             first, second = (lines[:, line, :1] + lines[:, line, 1:] * share for line in (0, 1))
             total += counts[:, number] * np.maximum(first, second)
         return total

@@ -18,7 +18,7 @@ from typing import Any
 from wanma.job.cluster import Cluster
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
-from wanma.job.sections import ContextKind, Job, Offload, Recompute, Schedule, Shard
+from wanma.job.sections import ContextKind, Job, Recompute, Schedule, Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import can_compile_again, installed_torch
 from wanma.planner.rules import global_batches
@@ -43,7 +43,6 @@ Sizes = tuple[int, ...] | range | None
 Share = tuple[int, int, Shard]
 """How data ranks share the state: dp_replicate, dp_shard, and what is sharded."""
 
-OffloadKinds = tuple[Offload, Offload, Offload]
 """Of parameters, optimizer and activations."""
 
 SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
@@ -94,7 +93,6 @@ class Space:
     )
     """With the share of a stage's blocks; None: each number of them."""
     compile: tuple[bool, ...] = (False,)
-    offload: tuple[OffloadKinds, ...] = (("nothing", "nothing", "nothing"),)
 
     @classmethod
     def of_job(
@@ -134,10 +132,10 @@ class Space:
         is_decoder = dimensions is not None
         alone: Sizes = None if is_decoder else (1,)
         has_text = bool(job.data.text or job.data.sources)
-        offload: OffloadKinds = (
-            parallel.offload_parameters,
-            parallel.offload_optimizer,
-            parallel.offload_activations,
+        start = start.but(
+            offload_parameters=parallel.offload_parameters,
+            offload_optimizer=parallel.offload_optimizer,
+            offload_activations=parallel.offload_activations,
         )
         return cls(
             start=start,
@@ -160,7 +158,6 @@ class Space:
             stage_cuts=tuple(parallel.stage_cuts) or None,
             recompute=_recompute(job),
             compile=kept("compile", (False, True) if is_decoder and start.device == "cuda" else (False,)),
-            offload=(offload,),
         )
 
     @classmethod
@@ -283,13 +280,8 @@ def splits(space: Space, grid: Grid) -> Iterator[Plan]:
             continue
         if space.dimensions is not None and not heads_fit(space.dimensions, split):
             continue
-        for compiled, (parameters, optimizer, activations) in itertools.product(space.compile, space.offload):
-            yield split.but(
-                compile=compiled,
-                offload_parameters=parameters,
-                offload_optimizer=optimizer,
-                offload_activations=activations,
-            )
+        for compiled in space.compile:
+            yield split.but(compile=compiled)
 
 
 def micro_batches(space: Space, grid: Grid) -> list[int]:

@@ -38,7 +38,9 @@ class Line(NamedTuple):
 class UnitCost(NamedTuple):
     """Of one block or end and micro-batch, on one rank."""
 
-    forward: float
+    forward: tuple[Line, Line]
+    """As `backward`: activations that are offloaded are fewer where more runs again; else it is always the
+    same."""
     weights: float
     """Of backward, the weights' gradients where a schedule computes them on their own."""
     backward: tuple[Line, Line]
@@ -46,6 +48,11 @@ class UnitCost(NamedTuple):
     the point from which there is nothing left to hide."""
     parameters: float
     """That are gathered and reduced."""
+
+    @property
+    def forward_alone(self) -> float:
+        """Where nothing runs again."""
+        return max(line.at_none for line in self.forward)
 
     @property
     def backward_alone(self) -> float:
@@ -159,14 +166,13 @@ class Tables:
             found = stage_cost(alone, apart, machine, habits, data, micro_batches)[0]
             return found.forward, found.backward + found.weights, found.weights
 
-        forward, backward, weights = cost(0.0)
+        none = cost(0.0)
         if not runs_again:
-            flat = Line(backward, 0.0)
-            return UnitCost(forward, weights, (flat, flat), parameters)
-        whole = cost(1.0)[1]
-        rising = Line(backward, (cost(_STEP)[1] - backward) / _STEP)
-        slope = (whole - cost(1 - _STEP)[1]) / _STEP
-        return UnitCost(forward, weights, (rising, Line(whole - slope, slope)), parameters)
+            ahead, flat = (Line(seconds, 0.0) for seconds in none[:2])
+            return UnitCost((ahead, ahead), none[2], (flat, flat), parameters)
+        some, most, every = cost(_STEP), cost(1 - _STEP), cost(1.0)
+        forward, backward = (_lines(none[way], some[way], most[way], every[way]) for way in (0, 1))
+        return UnitCost(forward, none[2], backward, parameters)
 
     def bare(self, plan: Plan, sizes: Sequence[int]) -> Bare:
         """Of micro-batches of these sizes."""
@@ -175,8 +181,11 @@ class Tables:
         return Bare(*(np.array(numbers) for numbers in zip(*found, strict=True)))
 
     def _bare(self, plan: Plan, size: int) -> tuple[list[float] | tuple[float, float], ...]:
-        # Nothing that is trained: there is nothing to add up, to reduce or to cast.
-        plain = plan.but(micro_batch=size, shard="optimizer")
+        # Nothing that is trained: there is nothing to add up, to reduce or to cast. And nothing is offloaded:
+        # what waits for that does not grow in a straight line with what recomputes.
+        plain = plan.but(
+            micro_batch=size, shard="optimizer", offload_parameters="nothing", offload_activations="nothing"
+        )
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plain, machine, habits, 0.0)
         apart = plain.but(schedule="zbv")
@@ -224,7 +233,8 @@ class Tables:
     def exchange(self, plan: Plan, parameters: float) -> Exchange:
         """Of a rank that holds so many `parameters`, counted before `tp` and sharding."""
         split = (plan.pp > 1, plan.tp, plan.shard_ranks, plan.replicas, plan.shard)
-        key = ("exchange", *split, plan.precision, plan.compile, parameters)
+        away = (plan.offload_parameters, plan.offload_optimizer)
+        key = ("exchange", *split, plan.precision, plan.compile, *away, parameters)
         return self._once(key, lambda: self._exchange(plan, parameters))
 
     def _exchange(self, plan: Plan, parameters: float) -> Exchange:
@@ -273,6 +283,12 @@ class Tables:
             ("memory", table_key(plan)),
             lambda: tabulate(problem.workload, plan, problem.dimensions, software(problem, plan)),
         )
+
+
+def _lines(none: float, some: float, most: float, every: float) -> tuple[Line, Line]:
+    """Through what a block takes where a share of it recomputes: none of it, a `_STEP`, all but that, all."""
+    slope = (every - most) / _STEP
+    return Line(none, (some - none) / _STEP), Line(every - slope, slope)
 
 
 def counts_of(sizes: Integers, numbers: Sequence[int]) -> Integers:

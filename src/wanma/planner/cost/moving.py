@@ -1,0 +1,117 @@
+"""What waits elsewhere (`parallel.offload_*`): what bringing it to the device and back takes.
+
+As `parallel.offload`, `parallel.away` and `training.state_home` do it. On a GPU a block's weights come while
+the block before computes, and activations go to the host and come back on a stream of their own; copies of
+activations to and from files, and of optimizer state, are waited for. On a CPU everything is waited for.
+Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from wanma.job.plan import Plan
+from wanma.job.sections import Offload
+from wanma.planner.cost.machine import Machine
+
+if TYPE_CHECKING:
+    from wanma.planner.cost.pieces import Blocks
+    from wanma.planner.memory.table import MemoryTable
+
+
+class Moved(NamedTuple):
+    """Seconds of the copies that one block and micro-batch needs."""
+
+    weights: float
+    """This rank's part of them, brought to be gathered: forward, and again backward."""
+    gradients: float
+    """This rank's part of them, brought to where the weights wait."""
+    out: float
+    """Activations sent away."""
+    back: float
+
+
+def is_moving(plan: Plan) -> bool:
+    """Whether anything waits elsewhere."""
+    places = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
+    return any(place != "nothing" for place in places)
+
+
+def gathers_again(plan: Plan) -> bool:
+    """Whether a block's weights are gathered for each forward and each backward: sharded ones, and those that
+    wait elsewhere. A pipeline keeps them to the end of the step."""
+    return (plan.shard == "parameters" or plan.offload_parameters != "nothing") and plan.pp == 1
+
+
+def updates_on_host(plan: Plan) -> bool:
+    """Whether the optimizer runs on the processors beside a GPU: where the weights are."""
+    return plan.device != "cpu" and plan.offload_parameters != "nothing"
+
+
+def copy_seconds(machine: Machine, plan: Plan, place: Offload, moved_bytes: float, *, out: bool) -> float:
+    """Of `moved_bytes` from the device to `place`, or back; to a CPU the host's memory is no other place."""
+    if place == "nothing" or moved_bytes <= 0:
+        return 0.0
+    seconds = moved_bytes / machine.host.link_bytes_per_second if plan.device != "cpu" else 0.0
+    if place == "disk":  # through the host's memory, one after the other
+        seconds += moved_bytes / (machine.host.write_rate if out else machine.host.read_rate)
+    return seconds
+
+
+def master_bytes(plan: Plan) -> float:
+    """Of one parameter, as the optimizer keeps it."""
+    return 8.0 if plan.precision == "fp64" else 4.0
+
+
+def weights_seconds(machine: Machine, plan: Plan, shards: float) -> float:
+    """Of bringing `shards` parameters, those that a rank keeps, to be gathered."""
+    return copy_seconds(machine, plan, plan.offload_parameters, shards * master_bytes(plan), out=False)
+
+
+def gradients_seconds(machine: Machine, plan: Plan, shards: float) -> float:
+    """Of bringing the gradients of `shards` parameters to the host, where their weights are. Gradients
+    stay in its memory, also where weights are on disk."""
+    place: Offload = "host" if updates_on_host(plan) else "nothing"
+    return copy_seconds(machine, plan, place, shards * master_bytes(plan), out=True)
+
+
+def adding_on_host_seconds(machine: Machine, plan: Plan, shards: float) -> float:
+    """Of adding gradients of `shards` parameters to those of the micro-batches before: a copy that is waited
+    for, then a sum on the host."""
+    summed = 3 * shards * master_bytes(plan) / machine.host.memory_bytes_per_second
+    return gradients_seconds(machine, plan, shards) + summed
+
+
+def state_seconds(machine: Machine, plan: Plan, updated: float, state_bytes: float) -> float:
+    """Of an update of `updated` parameters, what bringing optimizer state to it and back takes.
+
+    Args:
+        state_bytes: that the optimizer keeps of a parameter.
+    """
+    state: Offload = plan.offload_optimizer
+    seconds = 0.0
+    if updates_on_host(plan) or plan.device == "cpu":
+        # It runs where files are mapped: their pages come, and go again changed.
+        files = updated * state_bytes * (state == "disk")
+        files += updated * master_bytes(plan) * (plan.offload_parameters == "disk")
+        return files / machine.host.read_rate + files / machine.host.write_rate
+    moved = updated * state_bytes
+    for out in (False, True):
+        seconds += copy_seconds(machine, plan, state, moved, out=out)
+    return seconds
+
+
+def with_kept(blocks: Sequence[Blocks], table: MemoryTable, plan: Plan) -> tuple[Blocks, ...]:
+    """`blocks` that know what of their activations waits elsewhere until backward.
+
+    Args:
+        table: of the same model and plan.
+    """
+    if plan.offload_activations == "nothing":
+        return tuple(blocks)
+    return tuple(
+        one._replace(part=replace(one.part, kept_bytes=kind.bytes.kept, kept_again_bytes=kind.bytes.inputs))
+        for one, kind in zip(blocks, table.kinds, strict=True)
+    )

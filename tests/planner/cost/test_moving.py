@@ -1,0 +1,185 @@
+"""What waits elsewhere costs its copies: hidden where the runtime hides them, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.problems import SMALL, job, problem
+from wanma.job.forecast import StepTime
+from wanma.job.plan import Plan
+from wanma.planner.cost.data_parallel import INTERFERENCE
+from wanma.planner.cost.machine import Host
+from wanma.planner.cost.step import OPTIMIZER_KERNELS
+from wanma.planner.forecast import forecast, pieces_of
+from wanma.planner.memory.ranks import memory_of_ranks
+from wanma.planner.problem import Problem
+
+HOST = Host(
+    link_bytes_per_second=20e9,
+    memory_bytes_per_second=10e9,
+    file_read_bytes_per_second=4e9,
+    file_write_bytes_per_second=2e9,
+    disk_bytes_per_second=1e9,
+)
+GPU = Plan(precision="bf16", device="cuda", micro_batch=4)
+CPU = replace(GPU, device="cpu")
+
+
+def given_problem(batch: int = 16, **host: Any) -> Problem:
+    of = problem(job(global_batch=batch))
+    return replace(of, machine=replace(of.machine, host=replace(HOST, **host)))
+
+
+def step(plan: Plan, of: Problem | None = None) -> StepTime:
+    found = forecast(of or given_problem(), plan).step
+    assert found is not None
+    return found
+
+
+def parameters(of: Problem) -> float:
+    """As forecasts of time count them: those of matrices."""
+    pieces = pieces_of(of, GPU)
+    ends = sum(end.parameters for end in (*pieces.before, *pieces.after))
+    return ends + sum(kind.number * kind.parameters for kind in pieces.blocks)
+
+
+def test_nothing_that_waits_elsewhere_costs_nothing() -> None:
+    assert step(GPU).moving == step(CPU).moving == 0.0
+    assert step(GPU).optimizer == step(GPU, given_problem(link_bytes_per_second=1.0)).optimizer
+
+
+def test_optimizer_state_on_the_host_comes_and_goes_over_the_link_before_and_after_the_update() -> None:
+    of = given_problem()
+    here, away = step(GPU, of), step(replace(GPU, offload_optimizer="host"), of)
+    # Two moments in 32 bits, both ways: nothing of it beside anything.
+    assert away.optimizer - here.optimizer == pytest.approx(2 * 8 * parameters(of) / 20e9)
+    assert (away.moving, away.compute) == (here.moving, here.compute)
+
+
+def test_optimizer_state_in_files_goes_through_the_host() -> None:
+    of = given_problem()
+    more = step(replace(GPU, offload_optimizer="disk"), of).optimizer - step(GPU, of).optimizer
+    assert more == pytest.approx(8 * parameters(of) * (2 / 20e9 + 1 / 4e9 + 1 / 2e9))
+    # On a CPU it is updated where it is: pages come and go.
+    more = step(replace(CPU, offload_optimizer="disk"), of).optimizer - step(CPU, of).optimizer
+    assert more == pytest.approx(8 * parameters(of) * (1 / 4e9 + 1 / 2e9))
+
+
+def test_sharded_state_moves_in_shards() -> None:
+    of = given_problem()
+    shared = replace(GPU, dp_shard=4, shard="optimizer", micro_batch=2)
+    more = step(replace(shared, offload_optimizer="host"), of).optimizer - step(shared, of).optimizer
+    assert more == pytest.approx(2 * 8 * parameters(of) / 4 / 20e9)
+
+
+def test_with_weights_on_the_host_its_processors_update_them() -> None:
+    of = given_problem()
+    found = step(replace(GPU, offload_parameters="host"), of)
+    assert found.optimizer == pytest.approx(42 * parameters(of) / 10e9)
+    at_disk = step(replace(GPU, offload_parameters="disk", offload_optimizer="disk"), of)
+    assert at_disk.optimizer == pytest.approx((42 / 10e9 + 12 / 4e9 + 12 / 2e9) * parameters(of))
+
+
+def test_weights_come_for_each_forward_and_backward_beside_computing() -> None:
+    quick, slow = given_problem(link_bytes_per_second=1e15), given_problem(link_bytes_per_second=1e7)
+    plan = replace(GPU, offload_parameters="host")
+    assert step(plan, quick).moving < 1e-3 * step(plan, quick).compute
+    found = step(plan, slow)
+    each = 4 * parameters(slow) / 1e7
+    # Four micro-batches; of what computes beside a copy, that loses a little and hides the rest.
+    assert found.moving == pytest.approx(4 * 2 * each - (1 - INTERFERENCE) * found.compute, rel=1e-3)
+    # Gradients go once: beside the last backward.
+    last = (1 - INTERFERENCE) * (found.compute + found.moving) / 4
+    assert max(0.0, each - last) < found.data < each
+
+
+def test_gradients_of_each_micro_batch_are_added_on_the_host() -> None:
+    shared = replace(GPU, dp_shard=2, shard="parameters", micro_batch=2, offload_parameters="host")
+    of, slower = given_problem(), given_problem(memory_bytes_per_second=5e9)
+    # Of four micro-batches three are added: two numbers read, one written.
+    adding = 3 * 12 * parameters(of) / 2 / 10e9
+    more = step(shared, slower).compute - step(shared, of).compute
+    assert more == pytest.approx(adding, rel=1e-6)
+
+
+def test_a_pipeline_brings_weights_once_a_step() -> None:
+    plan = replace(GPU, pp=2, micro_batch=2, stage_cuts=(2,), offload_parameters="host")
+    of = given_problem(link_bytes_per_second=1e6)
+    found = step(plan, of)
+    assert found.moving == 0.0
+    # Half of the weights come, half of their gradients go: nearly nothing of it is hidden.
+    assert found.data == pytest.approx(2 * 4 * parameters(of) / 2 / 1e6, rel=0.01)
+
+
+def kept_bytes(plan: Plan, of: Problem) -> float:
+    (rank,) = memory_of_ranks(of.workload, plan, "adamw", dimensions=SMALL)
+    return rank.away
+
+
+def test_activations_in_files_are_waited_for_on_both_ways() -> None:
+    of = given_problem()
+    plan = replace(CPU, offload_activations="disk")
+    kept = 4 * kept_bytes(plan, of)
+    assert step(plan, of).moving == pytest.approx(kept * (1 / 2e9 + 1 / 4e9))
+    on_gpu = replace(plan, device="cuda")
+    assert step(on_gpu, of).moving == pytest.approx(kept * (1 / 2e9 + 1 / 4e9 + 2 / 20e9))
+
+
+def test_activations_on_the_host_are_waited_for_where_computing_is_shorter() -> None:
+    plan = replace(GPU, offload_activations="host")
+    slow = given_problem(link_bytes_per_second=1e7)
+    found, blocks = step(plan, slow), 4 * 2 * kept_bytes(plan, slow) / 1e7
+    assert blocks - found.compute < found.moving < blocks
+    quick = given_problem(link_bytes_per_second=1e15)
+    assert step(plan, quick).moving < 1e-3 * found.compute
+
+
+def test_a_block_that_recomputes_sends_its_input_alone() -> None:
+    of = given_problem()
+    plan = replace(CPU, offload_activations="disk", recompute="full")
+    assert kept_bytes(plan, of) < 0.2 * kept_bytes(replace(plan, recompute="none"), of)
+    kept = 4 * kept_bytes(plan, of)
+    assert step(plan, of).moving == pytest.approx(kept * (1 / 2e9 + 1 / 4e9))
+
+
+def test_files_that_memory_cannot_hold_are_as_slow_as_the_disk() -> None:
+    plan = replace(CPU, offload_optimizer="disk")
+    kept, lost = given_problem(), given_problem(keeps_files=False)
+    more = step(plan, lost).optimizer - step(plan, kept).optimizer
+    assert more == pytest.approx(8 * parameters(kept) * (2 / 1e9 - 1 / 4e9 - 1 / 2e9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["nothing", "host", "disk"]),
+    st.sampled_from(["nothing", "host", "disk"]),
+    st.sampled_from(["nothing", "host", "disk"]),
+    st.sampled_from(
+        [
+            GPU,
+            replace(GPU, recompute="full", recompute_share=0.5),
+            replace(GPU, dp_shard=4, shard="parameters", micro_batch=1),
+            replace(GPU, dp_shard=2, dp_replicate=2, shard="gradients", micro_batch=2),
+            replace(GPU, pp=2, micro_batch=2, stage_cuts=(2,)),
+        ]
+    ),
+    st.floats(1e8, 1e12),
+)
+def test_nothing_is_faster_for_being_elsewhere_and_a_faster_link_never_hurts(
+    weights: Any, state: Any, activations: Any, plan: Plan, rate: float
+) -> None:
+    of, faster = (given_problem(link_bytes_per_second=factor * rate) for factor in (1, 2))
+    away = replace(plan, offload_parameters=weights, offload_optimizer=state, offload_activations=activations)
+    found = step(away, of)
+    kinds = [getattr(found, name) for name in ("compute", "tensor", "data", "moving", "bubble", "optimizer")]
+    assert sum(kinds) + found.loading + found.checkpoint == pytest.approx(found.seconds)
+    assert step(away, faster).seconds <= found.seconds * (1 + 1e-9)
+    launches = OPTIMIZER_KERNELS * of.machine.chip.launch_seconds
+    on_host = weights != "nothing"  # whose processors start no kernels
+    least = step(plan, of)
+    assert found.seconds >= (least.seconds - least.checkpoint - launches * on_host) * (1 - 1e-9)
