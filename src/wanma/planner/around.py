@@ -18,20 +18,21 @@ from wanma.planner.cost.moving import master_bytes
 from wanma.planner.memory.state import state_elements
 from wanma.planner.problem import Problem
 
-TOKEN_SECONDS = 6e-9
-"""Of one token in a loader thread: read from a mapped file, widened to 64 bits, and copied as input and as
-target."""
-VALUE_SECONDS = 1.2e-9
+BATCH_SECONDS = 250e-6
+"""Of one micro-batch in a loader thread, whatever it holds: finding where its samples are."""
+TOKEN_SECONDS = 8e-9
+"""Of one of its tokens: read from a mapped file, widened to 64 bits, and copied as input and as target."""
+VALUE_SECONDS = 2.5e-9
 """Of one number of an image likewise: cast to 32 bits, shifted and scaled."""
 STORED_BYTES = {"tokens": 4.0, "images": 1.0}
 """Of a token or a pixel in its file, which is read from disk as if nothing of it were in memory."""
-HANDED_SECONDS = 60e-6
+HANDED_SECONDS = 100e-6
 """Of taking a step that is ready from the loader, and asking for the next one."""
 
 SNAPSHOT_BYTES_PER_SECOND = 6.5e9
 """At which a rank on a CPU copies its part of the state aside while training waits: 0.2 GB in 0.030 s,
 measured (docs/performance.md)."""
-HASH_BYTES_PER_SECOND = 1.5e9
+HASH_BYTES_PER_SECOND = 0.65e9
 """Of SHA-256 on one core, beside the writing."""
 
 
@@ -97,7 +98,8 @@ def _load_seconds(problem: Problem, plan: Plan) -> float:
         number, each, stored = images, VALUE_SECONDS, STORED_BYTES["images"]
     each += stored / problem.machine.host.disk_bytes_per_second
     at_once = min(data.workers, data.prefetch)
-    return plan.most_rows(problem.global_batch) * number * each / at_once
+    micro_batches, samples = plan.accumulation(problem.global_batch), plan.most_rows(problem.global_batch)
+    return (micro_batches * BATCH_SECONDS + samples * number * each) / at_once
 
 
 def _save_seconds(problem: Problem, plan: Plan) -> tuple[float, float]:

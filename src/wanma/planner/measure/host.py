@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 COPIED_BYTES = 1 << 25
 """In one copy: as many as a few matrices have, and more than a cache holds."""
 
+STREAMED_BYTES = 1 << 28
+"""More than the caches of a large processor hold."""
+
 Make = Callable[[], Callable[[], object]]
 
 _FIELDS: dict[Operator, str] = {
@@ -46,7 +49,7 @@ def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, t
     """
     if device.type == "cuda":
         yield "to_host", (COPIED_BYTES,), lambda: _to_host(device)
-    yield "host_stream", (2 * COPIED_BYTES,), _stream
+    yield "host_stream", (2 * STREAMED_BYTES,), _stream
     yield "file_write", (COPIED_BYTES,), lambda: _file(folder, writes=True)
     yield "file_read", (COPIED_BYTES,), lambda: _file(folder, writes=False)
     yield "disk", (COPIED_BYTES,), lambda: _disk(folder)
@@ -74,8 +77,8 @@ def _stream() -> Callable[[], object]:
     """One operand read and written where it is, by the processors."""
     import torch
 
-    x = torch.ones(COPIED_BYTES // 4)
-    return lambda: x.mul_(0.999)
+    x = torch.ones(STREAMED_BYTES // 4)
+    return lambda: x.mul_(1.0)
 
 
 def _file(folder: Path, *, writes: bool) -> Callable[[], object]:
