@@ -22,7 +22,7 @@ from wanma.planner.cost.module import (
     module_pieces,
     told_of_tables,
 )
-from wanma.planner.cost.moving import updates_on_host, with_kept
+from wanma.planner.cost.moving import is_moving, updates_on_host, with_kept
 from wanma.planner.cost.operators import Software, product_precision
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.pipeline import Play, pipeline_seconds
@@ -159,25 +159,18 @@ def pieces_of(problem: Problem, plan: Plan) -> Pieces:
         pieces = module_pieces(problem.workload, plan, machine, habits)
     else:
         pieces = decoder_pieces(problem.dimensions, problem.sequence, plan, machine, habits)
-    return pieces._replace(blocks=_moving(problem, plan, pieces.blocks))
+    if not is_moving(plan):
+        return pieces
+    table = tabulate(problem.workload, plan, problem.dimensions, habits)
+    return with_kept(pieces, table, plan, habits.logits_copies)
 
 
 def blocks_of(problem: Problem, plan: Plan) -> tuple[Blocks, ...]:
     """As in `pieces_of`."""
-    machine, habits = problem.machine, software(problem, plan)
-    if problem.dimensions is None:
-        blocks = module_pieces(problem.workload, plan, machine, habits).blocks
-    else:
-        blocks = decoder_blocks(problem.dimensions, problem.sequence, plan, machine, habits)
-    return _moving(problem, plan, blocks)
-
-
-def _moving(problem: Problem, plan: Plan, blocks: tuple[Blocks, ...]) -> tuple[Blocks, ...]:
-    """With what of their activations the plan keeps elsewhere."""
-    if plan.offload_activations == "nothing":
-        return blocks
-    table = tabulate(problem.workload, plan, problem.dimensions, software(problem, plan))
-    return with_kept(blocks, table, plan)
+    if problem.dimensions is None or is_moving(plan):
+        return pieces_of(problem, plan).blocks
+    habits = software(problem, plan)
+    return decoder_blocks(problem.dimensions, problem.sequence, plan, problem.machine, habits)
 
 
 def boundary_seconds(problem: Problem, plan: Plan) -> float:

@@ -101,11 +101,22 @@ def test_where_one_change_is_not_enough_two_are_tried() -> None:
     assert all(len(change.settings) > 1 for change in changes)
 
 
-def test_what_is_moved_to_the_host_comes_last_because_its_time_is_unknown() -> None:
+def test_what_is_moved_to_the_host_stands_where_its_time_puts_it() -> None:
     given = problem(memory_bytes=int(memory(problem(), PLAN).memory_bytes * 0.7))
-    moved = ["offload" in str(change) for change in advice(given, PLAN, keep=99)]
-    assert any(moved)
-    assert moved == sorted(moved)
+    quick, slow = (
+        replace(given, machine=replace(given.machine, host=replace(given.machine.host, **links)))
+        for links in (
+            {"link_bytes_per_second": 1e13, "memory_bytes_per_second": 1e13},
+            {"link_bytes_per_second": 1e7},
+        )
+    )
+    for of in (quick, slow):
+        changes = advice(of, PLAN, keep=99)
+        dear = [change.slowdown for change in changes]
+        assert dear == sorted(dear, key=lambda one: one if one is not None else 99.0)
+        assert any("offload" in str(change) for change in changes)
+    assert "offload" in str(advice(quick, PLAN)[0])
+    assert "offload" in str(advice(slow, PLAN, keep=99)[-1])
 
 
 def test_nothing_is_said_where_nothing_helps() -> None:

@@ -22,6 +22,7 @@ from wanma.planner.cost.machine import Machine
 from wanma.planner.cost.moving import (
     Moved,
     adding_on_host_seconds,
+    asked_again_bytes,
     copy_seconds,
     gathers_again,
     gradients_seconds,
@@ -93,14 +94,25 @@ class DataParallel:
         return gather, reduce
 
     def moved(
-        self, parameters: float, kept_bytes: float, forward: float, backward: float, micro_batches: int
+        self,
+        parameters: float,
+        kept_bytes: float,
+        forward: float,
+        backward: float,
+        micro_batches: int,
+        *,
+        is_block: bool,
     ) -> tuple[float, float]:
         """What bringing a block's weights, gradients and `kept_bytes` of activations to the device and away
-        adds to its forward and backward, beyond `per_micro_batch`; see `moving`."""
+        adds to its forward and backward, beyond `per_micro_batch`; see `moving`. Of what is no block
+        activations stay."""
         gather, reduce = self._of_block(parameters)
-        copies = self._moved(parameters, kept_bytes, micro_batches)
+        copies = self._moved(parameters, kept_bytes if is_block else 0.0, micro_batches)
         if not self.is_beside_compute:
-            return copies.weights + copies.out, copies.weights + copies.gradients + copies.back
+            weights = parameters / self.plan.tp * self.weight_bytes
+            again = asked_again_bytes(self.plan, weights, kept_bytes, micro_batches, is_block=is_block)
+            ahead, back = (asked / self.machine.host.fresh_bytes_per_second for asked in again)
+            return ahead + copies.weights + copies.out, back + copies.weights + copies.back
         out, back, waited = copies.out, copies.back, 0.0
         if self.plan.offload_activations == "disk":
             out, back, waited = 0.0, 0.0, 1.0
@@ -209,7 +221,8 @@ def is_by_block(plan: Plan) -> bool:
 def block_key(plan: Plan) -> tuple[object, ...]:
     """Plans with the same key exchange, cast and add a block's parameters alike, in every micro-batch."""
     by_block = (plan.shard, plan.shard_ranks) if is_by_block(plan) or gathers_again(plan) else None
-    return plan.shard == "nothing", by_block, plan.offload_parameters, plan.offload_activations
+    away = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
+    return plan.shard == "nothing", by_block, away
 
 
 def exposed(communication: float, compute: float) -> float:

@@ -111,6 +111,8 @@ class Host:
     """Of a mapped file whose pages the kernel has in memory: copying, and finding each page anew."""
     file_write_bytes_per_second: float = 1.2e9
     """Likewise, with noting each page that changes."""
+    fresh_bytes_per_second: float = 4e9
+    """Of memory that was given back to the kernel and is asked for again, page by page."""
     disk_bytes_per_second: float = 2e9
     """Of the disk itself, written or read one after the other."""
     keeps_files: bool = True

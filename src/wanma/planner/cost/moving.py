@@ -8,7 +8,6 @@ Pure functions, without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +16,12 @@ from wanma.job.sections import Offload
 from wanma.planner.cost.machine import Machine
 
 if TYPE_CHECKING:
-    from wanma.planner.cost.pieces import Blocks
+    from wanma.planner.cost.pieces import Pieces
     from wanma.planner.memory.table import MemoryTable
+
+
+GATHERED_COPIES = 2
+"""Of a block's weights on a CPU: the buffer that they are gathered into, and the parameters."""
 
 
 class Moved(NamedTuple):
@@ -103,15 +106,50 @@ def state_seconds(machine: Machine, plan: Plan, updated: float, state_bytes: flo
     return seconds
 
 
-def with_kept(blocks: Sequence[Blocks], table: MemoryTable, plan: Plan) -> tuple[Blocks, ...]:
-    """`blocks` that know what of their activations waits elsewhere until backward.
+def trims(plan: Plan) -> bool:
+    """Whether a CPU's rank gives memory that was freed back to the kernel (`scratch.Scratch.rest`)."""
+    places = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
+    return plan.device == "cpu" and "disk" in places
+
+
+def asked_again_bytes(
+    plan: Plan, weights: float, kept: float, micro_batches: int, *, is_block: bool
+) -> tuple[float, float]:
+    """Memory that forward and backward of one micro-batch ask for again because it was given back: after each
+    block where its weights or activations are in files, else after the update.
+
+    Args:
+        weights: bytes of a block's parameters as they are computed with.
+        kept: of its activations.
+    """
+    if not trims(plan):
+        return 0.0, 0.0
+    if plan.offload_activations == "disk" and is_block:  # made, and back from its file, with what they make
+        ahead, back = kept, 2 * kept
+    elif plan.offload_parameters == "disk" or plan.offload_activations == "disk":
+        ahead, back = kept, 0.0
+    else:
+        ahead, back = kept / micro_batches, 0.0
+    if plan.offload_parameters == "disk":
+        ahead += GATHERED_COPIES * weights
+        back += (GATHERED_COPIES + 1) * weights  # with their gradients
+    return ahead, back
+
+
+def with_kept(pieces: Pieces, table: MemoryTable, plan: Plan, logits_copies: float) -> Pieces:
+    """`pieces` that know their activations, for plans that keep something elsewhere.
 
     Args:
         table: of the same model and plan.
+        logits_copies: as of `operators.Software`.
     """
-    if plan.offload_activations == "nothing":
-        return tuple(blocks)
-    return tuple(
+    if not is_moving(plan):
+        return pieces
+    blocks = tuple(
         one._replace(part=replace(one.part, kept_bytes=kind.bytes.kept, kept_again_bytes=kind.bytes.inputs))
-        for one, kind in zip(blocks, table.kinds, strict=True)
+        for one, kind in zip(pieces.blocks, table.kinds, strict=True)
     )
+    *others, last = pieces.after
+    made = logits_copies * table.logits + table.head
+    last = last._replace(part=replace(last.part, kept_bytes=made))
+    return pieces._replace(blocks=blocks, after=(*others, last))

@@ -124,7 +124,8 @@ class PartTime:
     expert_forward: float = 0.0
     expert_backward: float = 0.0
     kept_bytes: float = 0.0
-    """Activations that wait elsewhere until backward; of a block that does not recompute."""
+    """Activations until backward, of plans that keep something elsewhere; of a block that does not recompute.
+    Of what is no block, logits and what they are made of, which stay."""
     kept_again_bytes: float = 0.0
     """Likewise of one that does."""
 

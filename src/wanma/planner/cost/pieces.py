@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from wanma.job.plan import Plan
+from wanma.planner.cost.moving import is_moving
 from wanma.planner.cost.operators import PartTime
 from wanma.planner.cost.step import Stage
 from wanma.planner.stages import blocks_of_stages
@@ -44,8 +45,7 @@ class Pieces(NamedTuple):
 def pieces_key(plan: Plan) -> tuple[object, ...]:
     """Plans with the same key have the same pieces, for one model, machine and program."""
     split = (plan.tp, plan.cp, plan.ep, plan.sequence, plan.context, plan.pp > 1)
-    moves = plan.offload_activations != "nothing"
-    return (*split, plan.micro_batch, plan.recompute, plan.compile, plan.precision, plan.fp8, moves)
+    return (*split, plan.micro_batch, plan.recompute, plan.compile, plan.precision, plan.fp8, is_moving(plan))
 
 
 def counts_of_stages(pieces: Pieces, plan: Plan) -> list[tuple[int, ...]]:

@@ -19,7 +19,13 @@ from wanma.planner.cost.communication import Group, all_gather_seconds
 from wanma.planner.cost.compute import product_rate, streaming_seconds
 from wanma.planner.cost.data_parallel import DataParallel, exposed
 from wanma.planner.cost.machine import Machine
-from wanma.planner.cost.moving import is_moving, state_seconds, updates_on_host
+from wanma.planner.cost.moving import (
+    is_moving,
+    master_bytes,
+    state_seconds,
+    trims,
+    updates_on_host,
+)
 from wanma.planner.cost.operators import PartTime, Software
 from wanma.planner.cost.pipeline import Play, StageCost, pipeline_seconds
 from wanma.planner.stages import SPLIT_BACKWARD
@@ -189,6 +195,8 @@ def optimizer_seconds(
     for ranks in (plan.tp * plan.shard_ranks, plan.tp * plan.shard_ranks * plan.replicas):
         seconds += all_gather_seconds(machine, Group(ranks), exchanged)
     moved = state_seconds(machine, plan, updated, software.state_bytes) if is_moving(plan) else 0.0
+    if trims(plan):  # gradients, whose memory is given back
+        moved += updated * master_bytes(plan) / machine.host.fresh_bytes_per_second
     return seconds * machine.optimizer_factor + moved
 
 
@@ -248,10 +256,10 @@ def stage_cost(
     """Seconds of one of `micro_batches`, and those of its forward and of its backward by kind."""
     weights = 0.0
     ahead_kinds, back_kinds = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)
-    moves = plan.offload_parameters != "nothing" or plan.offload_activations != "nothing"
-    parts = [(part, count, size, stage.again) for part, count, size in stage.blocks]
-    parts += [(part, 1, size, 0.0) for part, size in stage.ends]
-    for part, count, size, share in parts:
+    moves = is_moving(plan)
+    parts = [(part, count, size, stage.again, True) for part, count, size in stage.blocks]
+    parts += [(part, 1, size, 0.0, False) for part, size in stage.ends]
+    for part, count, size, share, is_block in parts:
         ahead = _with_host(part.forward, part.kernels_forward, machine, software)
         again = share * _with_host(part.again, part.kernels_again, machine, software)
         both = part.backward_inputs + part.backward_weights
@@ -273,6 +281,7 @@ def stage_cost(
                 ahead + part.tensor_forward,
                 again + back + part.tensor_backward,
                 micro_batches,
+                is_block=is_block,
             )
             ahead_kinds["moving"] += count * moved_forward
             back_kinds["moving"] += count * moved_backward

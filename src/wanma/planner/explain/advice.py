@@ -97,8 +97,7 @@ def _first_of_each(options: Iterable[Iterable[Plan]], fits: Fits) -> Iterator[Pl
 def _change(problem: Problem, before: Plan, needed: Forecast, after: Plan) -> Change:
     then = forecast(problem, after)
     slowdown = None
-    moves = any(key.startswith("parallel.offload") for key in settings_between(before, after))
-    if needed.step is not None and then.step is not None and not moves:
+    if needed.step is not None and then.step is not None:
         slowdown = then.step.seconds / needed.step.seconds - 1.0
     return Change(
         settings_between(before, after), after, then, needed.memory_bytes - then.memory_bytes, slowdown

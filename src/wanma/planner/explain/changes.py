@@ -42,8 +42,8 @@ class Change:
     saved_bytes: int
     """Less on the fullest rank than before."""
     slowdown: float | None
-    """More time per step, as a share of that before; negative where it is faster. None where unknown: the
-    machine's rates are, or what moves between device and host was not there before."""
+    """More time per step, as a share of that before; negative where it is faster. None where the machine's
+    rates are unknown."""
 
     def __str__(self) -> str:
         """'parallel.recompute=selective parallel.micro_batch=2': as overrides on the command line."""

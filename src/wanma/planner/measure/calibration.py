@@ -42,6 +42,7 @@ Operator = Literal[
     "host_stream",
     "file_read",
     "file_write",
+    "fresh",
     "disk",
 ]
 

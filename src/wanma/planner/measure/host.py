@@ -10,6 +10,7 @@ of after each copy, while the kernel may keep their pages.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -29,6 +30,8 @@ COPIED_BYTES = 1 << 25
 
 STREAMED_BYTES = 1 << 28
 """More than the caches of a large processor hold."""
+FRESH_TENSORS = 32
+"""Made at once."""
 
 Make = Callable[[], Callable[[], object]]
 
@@ -37,6 +40,7 @@ _FIELDS: dict[Operator, str] = {
     "host_stream": "memory_bytes_per_second",
     "file_read": "file_read_bytes_per_second",
     "file_write": "file_write_bytes_per_second",
+    "fresh": "fresh_bytes_per_second",
     "disk": "disk_bytes_per_second",
 }
 
@@ -52,6 +56,8 @@ def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, t
     yield "host_stream", (2 * STREAMED_BYTES,), _stream
     yield "file_write", (COPIED_BYTES,), lambda: _file(folder, writes=True)
     yield "file_read", (COPIED_BYTES,), lambda: _file(folder, writes=False)
+    if (trim := heap_trim()) is not None:
+        yield "fresh", (FRESH_TENSORS * COPIED_BYTES // 8,), lambda: _fresh(trim)
     yield "disk", (COPIED_BYTES,), lambda: _disk(folder)
 
 
@@ -63,6 +69,23 @@ def fitted_host(points: Sequence[Point]) -> Host:
         if point.operator in _FIELDS
     }
     return replace(Host(), **rates, doubt=0.0) if rates else Host()
+
+
+def heap_trim() -> Callable[[int], int] | None:
+    """Of the GNU C library, what gives freed memory back to the kernel; None of others, which have none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def _fresh(trim: Callable[[int], int]) -> Callable[[], object]:
+    """Tensors that are made and freed in one go, as a step's activations are."""
+    import torch
+
+    def run() -> None:
+        made = [torch.ones(COPIED_BYTES // 32) for _ in range(FRESH_TENSORS)]
+        made.clear()
+        trim(0)
+
+    return run
 
 
 def _to_host(device: torch.device) -> Callable[[], object]:

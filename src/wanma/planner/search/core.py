@@ -16,6 +16,7 @@ from wanma.job.sections import Recompute
 from wanma.planner.around import around
 from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.cost.data_parallel import INTERFERENCE
+from wanma.planner.cost.moving import is_moving
 from wanma.planner.forecast import anatomy, memory_setting, software, unknown_rates
 from wanma.planner.memory.grid import States, memory_grid
 from wanma.planner.search.recomputes import Recomputes
@@ -90,7 +91,7 @@ class _Variant:
         counts = counts_of(sizes, numbers)  # (stages, kinds)
         some = kinds[recomputes[0][0]]
         nothing = [0.0] * len(some)
-        if plan.offload_activations == "nothing":
+        if not is_moving(plan):
             forward = _of_stages([block.forward_alone for block in some], counts, ends, "forward_alone")
         else:
             forward = _of_stages(nothing, counts, ends, "forward_alone")

@@ -147,7 +147,7 @@ class Tables:
         def make() -> tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]]:
             pieces = self.pieces(plan)
             before, after = (
-                tuple(self._unit(end.part, end.parameters, plan, micro_batches, False) for end in ends)
+                tuple(self._unit(end.part, end.parameters, plan, micro_batches, None) for end in ends)
                 for ends in (pieces.before, pieces.after)
             )
             return before, after
@@ -155,14 +155,17 @@ class Tables:
         return self._once(key, make)
 
     def _unit(
-        self, part: PartTime, parameters: float, plan: Plan, micro_batches: int, runs_again: bool
+        self, part: PartTime, parameters: float, plan: Plan, micro_batches: int, runs_again: bool | None
     ) -> UnitCost:
+        """Of a block, or of an end, for which there is nothing to say of `runs_again`."""
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plan, machine, habits, trained_share(self.problem))
         apart = plan.but(schedule="zbv")
 
         def cost(share: float) -> tuple[float, float, float]:
-            alone = Stage(((part, 1, parameters),), share, (), parameters)
+            blocks = ((part, 1, parameters),) if runs_again is not None else ()
+            ends = () if blocks else ((part, parameters),)
+            alone = Stage(blocks, share, ends, parameters)
             found = stage_cost(alone, apart, machine, habits, data, micro_batches)[0]
             return found.forward, found.backward + found.weights, found.weights
 
@@ -184,7 +187,11 @@ class Tables:
         # Nothing that is trained: there is nothing to add up, to reduce or to cast. And nothing is offloaded:
         # what waits for that does not grow in a straight line with what recomputes.
         plain = plan.but(
-            micro_batch=size, shard="optimizer", offload_parameters="nothing", offload_activations="nothing"
+            micro_batch=size,
+            shard="optimizer",
+            offload_parameters="nothing",
+            offload_optimizer="nothing",
+            offload_activations="nothing",
         )
         machine, habits = self.problem.machine, software(self.problem, plan)
         data = DataParallel(plain, machine, habits, 0.0)

@@ -1,0 +1,189 @@
+"""Waiting for data and saving: what a thread does costs a step only where it takes longer than the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.problems import job, problem
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.planner.around import (
+    BATCH_SECONDS,
+    HANDED_SECONDS,
+    HASH_BYTES_PER_SECOND,
+    SNAPSHOT_BYTES_PER_SECOND,
+    TOKEN_SECONDS,
+    VALUE_SECONDS,
+    Around,
+    around,
+)
+from wanma.planner.cost.energy import run_seconds
+from wanma.planner.forecast import forecast, time
+from wanma.planner.problem import Problem
+from wanma.planner.search.best import search
+from wanma.planner.search.space import Space, plans
+
+PLAN = Plan(dp_replicate=4, micro_batch=2, precision="bf16", device="cuda")
+DISK = 2e9
+
+
+def with_section(of: Job, name: str, **keys: Any) -> Job:
+    return of.model_copy(update={name: getattr(of, name).model_copy(update=keys)})
+
+
+def given_problem(of: Job | None = None, **host: Any) -> Problem:
+    made = problem(of or job())
+    rates = {"disk_bytes_per_second": DISK, **host}
+    return replace(made, machine=replace(made.machine, host=replace(made.machine.host, **rates)))
+
+
+def saved_bytes(of: Problem) -> float:
+    return 12.0 * of.workload.parameters
+
+
+# ------------------------------------------------------------------ data
+
+
+def test_text_is_read_in_the_background_by_micro_batches_and_tokens() -> None:
+    found = around(given_problem(), PLAN)
+    # Four of sixteen samples on each data rank, 513 tokens each, in two micro-batches.
+    assert found.load_seconds == pytest.approx(2 * BATCH_SECONDS + 4 * 513 * (TOKEN_SECONDS + 4 / DISK))
+    pipelined = replace(PLAN, pp=2, stage_cuts=(2,))  # every rank reads all of its data rank's
+    assert around(given_problem(), pipelined).load_seconds == pytest.approx(found.load_seconds)
+
+
+def test_more_loader_threads_share_it_as_far_as_steps_are_loaded_ahead() -> None:
+    one = around(given_problem(), PLAN).load_seconds
+    for workers, prefetch, at_once in ((2, 4, 2), (8, 4, 4), (4, 1, 1)):
+        of = given_problem(with_section(job(), "data", workers=workers, prefetch=prefetch))
+        assert around(of, PLAN).load_seconds == pytest.approx(one / at_once)
+
+
+def test_images_are_read_by_their_numbers() -> None:
+    of = given_problem()
+    of = replace(of, workload=replace(of.workload, input_elements_per_sample=3 * 224 * 224))
+    found = around(of, PLAN).load_seconds
+    assert found == pytest.approx(2 * BATCH_SECONDS + 4 * 3 * 224 * 224 * (VALUE_SECONDS + 1 / DISK))
+
+
+def test_of_ones_own_data_set_nobody_knows() -> None:
+    of = given_problem(with_section(job(), "data", text=[], factory="mine:data"))
+    assert around(of, PLAN).load_seconds == 0.0
+
+
+def test_only_what_computing_does_not_hide_is_waited_for() -> None:
+    usual = time(given_problem(), PLAN)
+    assert usual is not None
+    assert usual.loading == HANDED_SECONDS
+    slow = given_problem(disk_bytes_per_second=1e3)
+    step = time(slow, PLAN)
+    assert step is not None
+    load = around(slow, PLAN).load_seconds
+    assert step.loading == pytest.approx(
+        HANDED_SECONDS + load - (usual.seconds - usual.loading - usual.checkpoint)
+    )
+
+
+# ------------------------------------------------------------------ saving
+
+
+def test_a_save_is_copied_by_all_ranks_over_their_own_links() -> None:
+    of = given_problem(with_section(job(), "checkpoint", every_steps=10), link_bytes_per_second=5e9)
+    found = around(of, PLAN)
+    assert found.copy_seconds == pytest.approx(saved_bytes(of) / 4 / 5e9)
+    on_cpu = around(of, replace(PLAN, device="cpu"))
+    assert on_cpu.copy_seconds == pytest.approx(saved_bytes(of) / 4 / SNAPSHOT_BYTES_PER_SECOND)
+    average = given_problem(job(weight_average=0.99))
+    assert around(average, PLAN).write_seconds == pytest.approx(16 / 12 * around(of, PLAN).write_seconds)
+
+
+def test_state_in_files_is_copied_into_files() -> None:
+    of = given_problem(file_read_bytes_per_second=4e9, file_write_bytes_per_second=1e9)
+    found = around(of, replace(PLAN, offload_optimizer="disk"))
+    assert found.copy_seconds == pytest.approx(saved_bytes(of) / 4 * (1 / 4e9 + 1 / 1e9))
+
+
+def test_it_is_written_as_fast_as_the_disk_takes_it_and_a_core_hashes_it() -> None:
+    of = given_problem(disk_bytes_per_second=1e7)  # a rank's share where all devices use it
+    whole = 1e7 * of.machine.devices
+    assert around(of, PLAN).write_seconds == pytest.approx(saved_bytes(of) / whole)
+    quick = given_problem(disk_bytes_per_second=1e10)
+    assert around(quick, PLAN).write_seconds == pytest.approx(saved_bytes(of) / 4 / HASH_BYTES_PER_SECOND)
+
+
+def test_a_save_that_is_written_longer_than_the_steps_between_is_waited_for() -> None:
+    found = Around(0.0, 0.0, copy_seconds=0.5, write_seconds=8.0, every=4, is_last_due=True)
+    assert found.saving(3.0) == 0.5 / 4
+    assert found.saving(1.5) == pytest.approx(0.5 / 4 + (8.0 - 4 * 1.5) / 4)
+    assert found.at_end_seconds == 8.0
+
+
+def test_a_run_also_waits_for_its_last_save() -> None:
+    for every, steps, shares, copies in (
+        (10, 100, 1 / 10, 0),
+        (0, 100, 0, 1),
+        (200, 100, 0, 1),
+        (30, 100, 1 / 30, 1),
+    ):
+        of = given_problem(with_section(job(steps=steps), "checkpoint", every_steps=every))
+        parts, found = around(of, PLAN), forecast(of, PLAN)
+        assert found.step is not None
+        assert found.run is not None
+        assert found.step.checkpoint == pytest.approx(parts.copy_seconds * shares, abs=1e-12)
+        steps_seconds = run_seconds(of.job.train, of.global_batch, PLAN, found.step)
+        at_end = parts.write_seconds + copies * parts.copy_seconds
+        assert found.run.seconds == pytest.approx(steps_seconds + at_end)
+
+
+# ------------------------------------------------------------------ both
+
+
+@given(
+    st.builds(
+        Around,
+        st.floats(0, 10),
+        st.floats(0, 1),
+        st.floats(0, 10),
+        st.floats(0, 100),
+        st.integers(0, 50),
+        st.booleans(),
+    ),
+    st.floats(0, 20),
+    st.floats(0, 5),
+)
+def test_many_steps_at_once_are_as_each_alone_and_a_longer_one_is_never_over_sooner(
+    parts: Around, seconds: float, more: float
+) -> None:
+    both = parts.with_both(np.array([seconds, seconds + more]))
+    loading = parts.loading(seconds)
+    assert both[0] == pytest.approx(seconds + loading + parts.saving(seconds + loading))
+    assert both[1] >= both[0]
+
+
+@pytest.mark.parametrize(("every", "disk"), [(1, 1e8), (2, 2e9), (100, 1e4)])
+def test_a_search_finds_the_best_plan_also_where_data_or_saves_are_waited_for(
+    every: int, disk: float
+) -> None:
+    of = given_problem(
+        with_section(job(global_batch=8), "checkpoint", every_steps=every), disk_bytes_per_second=disk
+    )
+    space = Space.everything(
+        of.job,
+        of.cluster,
+        of.dimensions,
+        devices=(4,),
+        schedules=(("1f1b", 1),),
+        compile=(False,),
+        context=("ring",),
+        cp=(1,),
+    )
+    fastest = min(step.seconds for plan in plans(space, of.workload) if (step := time(of, plan)) is not None)
+    best = search(of, space, keep=1).best
+    assert best is not None
+    assert best.seconds == pytest.approx(fastest, rel=1e-9)
