@@ -37,7 +37,14 @@ def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
     assert path == tmp_path / "cache" / "wanma" / "calibration.json"
     assert load_calibration().measured == (found,)
     assert (found.device, found.ranks) == (cpu_model(), 2)
-    assert {point.operator for point in found.points} >= {"product", "attention", "all_reduce", "send"}
+    assert {point.operator for point in found.points} >= {
+        "product",
+        "attention",
+        "all_reduce",
+        "send",
+        "disk",
+    }
+    assert not found.machine.host.doubt
     assert "torch" in found.host
 
     machine = machine_of(discover(), calibration=load_calibration(), ranks=2)

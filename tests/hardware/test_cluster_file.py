@@ -252,6 +252,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             draw(rates),
             draw(st.none() | gigabytes),
             draw(power),
+            draw(st.none() | gigabytes),
         )
         cpu = Device(
             "cpu", f"{draw(names)}cpu{number}", memory, draw(rates), draw(st.none() | gigabytes), draw(power)
@@ -272,6 +273,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
                 draw(st.sampled_from([None, cpu])),
                 draw(power),
                 draw(st.none() | st.integers(1, 10**6).map(lambda cents: cents / 100)),
+                draw(st.none() | gigabytes),
             )
         )
     between = Level(*draw(level_values)) if draw(st.booleans()) else None

@@ -133,7 +133,17 @@ def calibration_table(measured: Iterable[Measured]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("device", "ranks", "threads", "TFLOP/s", "memory GB/s", "operator µs", "link GB/s", "µs"):
+    for name in (
+        "device",
+        "ranks",
+        "threads",
+        "TFLOP/s",
+        "memory GB/s",
+        "operator µs",
+        "link GB/s",
+        "µs",
+        "disk GB/s",
+    ):
         table.add_column(name, justify="left" if name in ("device", "TFLOP/s") else "right")
     for one in measured:
         machine, chip = one.machine, one.machine.chip
@@ -152,6 +162,7 @@ def calibration_table(measured: Iterable[Measured]) -> RenderableType:
             f"{max(machine.dispatch_seconds, chip.launch_seconds) * 1e6:.3g}",
             f"{link.bandwidth_bytes_per_second / 1e9:.3g}" if one.ranks > 1 else "–",
             f"{link.latency_seconds * 1e6:.3g}" if one.ranks > 1 else "–",
+            f"{one.ranks * machine.host.disk_bytes_per_second / 1e9:.3g}" if not machine.host.doubt else "–",
         )
     return table
 

@@ -18,8 +18,13 @@ from wanma.job.plan import Plan
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost.curves import GENERATIONS
 from wanma.planner.cost.decoder import step_time
-from wanma.planner.cost.machine import Link, Machine
-from wanma.planner.cost.machines import machine_of, nearest_kind
+from wanma.planner.cost.machine import Host, Link, Machine
+from wanma.planner.cost.machines import (
+    DISK_BYTES_PER_SECOND,
+    HOST_LINK_SHARE,
+    machine_of,
+    nearest_kind,
+)
 from wanma.planner.measure.calibration import Calibration, Corrections, Measured
 
 MODEL = DecoderDimensions(8, 2048, 16, 16, 8192, 32000)
@@ -272,3 +277,36 @@ def test_nothing_that_is_faster_slows_a_step(layout: dict[str, object], factor: 
 
 def _faster(level: Level, factor: float) -> Level:
     return replace(level, bandwidth_bytes_per_second=level.bandwidth_bytes_per_second * factor)
+
+
+def test_a_device_reaches_its_host_as_its_datasheet_says(tmp_path: Path) -> None:
+    lanes = {"V100": 15.75, "A100": 31.5, "H100": 63.0, "MI300X": 63.0, "GB200": 225.0, "RTX 4090": 31.5}
+    for name, gigabytes in lanes.items():
+        found = machine_of(read_cluster(f"8x {name}" if name != "GB200" else "4x GB200"))
+        assert found.host.link_bytes_per_second == pytest.approx(HOST_LINK_SHARE * gigabytes * 1e9), name
+        assert found.host.doubt > 0
+    own = described(
+        tmp_path,
+        '[[devices]]\nname = "mine"\nmemory_gb = 80\npeak_teraflops = { bf16 = 300 }\n'
+        "gb_per_second = 2000\nhost_gb_per_second = 100\n"
+        '[[nodes]]\ndevice = "mine"\ndevices = 4\ndisk_gb_per_second = 12\n',
+    )
+    host = machine_of(own).host
+    assert host.link_bytes_per_second == pytest.approx(HOST_LINK_SHARE * 100e9)
+    assert host.disk_bytes_per_second == 12e9 / 4
+
+
+def test_ranks_of_a_machine_share_its_disk_and_its_memory() -> None:
+    cluster = read_cluster("1x 64 cores EPYC 7742")
+    alone, shared = (machine_of(cluster, ranks=ranks).host for ranks in (1, 8))
+    assert alone.disk_bytes_per_second == DISK_BYTES_PER_SECOND == 8 * shared.disk_bytes_per_second
+    assert alone.memory_bytes_per_second == pytest.approx(8 * shared.memory_bytes_per_second)
+
+
+def test_a_measured_host_counts_before_what_is_known_of_its_kind() -> None:
+    cluster = read_cluster("8x H100")
+    plain = machine_of(cluster)
+    for host, counts in ((Host(link_bytes_per_second=1e9, doubt=0.0), True), (Host(1e9), False)):
+        measured = Measured("H100 SXM", 8, 0, replace(plain, host=host))
+        found = machine_of(cluster, calibration=Calibration((measured,)))
+        assert found.host == (host if counts else plain.host)

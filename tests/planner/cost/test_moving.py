@@ -17,6 +17,7 @@ from wanma.planner.cost.machine import Host
 from wanma.planner.cost.step import OPTIMIZER_KERNELS
 from wanma.planner.forecast import forecast, pieces_of
 from wanma.planner.memory.ranks import memory_of_ranks
+from wanma.planner.memory.table import tabulate
 from wanma.planner.problem import Problem
 
 HOST = Host(
@@ -24,6 +25,7 @@ HOST = Host(
     memory_bytes_per_second=10e9,
     file_read_bytes_per_second=4e9,
     file_write_bytes_per_second=2e9,
+    fresh_bytes_per_second=1e18,
     disk_bytes_per_second=1e9,
 )
 GPU = Plan(precision="bf16", device="cuda", micro_batch=4)
@@ -145,6 +147,27 @@ def test_a_block_that_recomputes_sends_its_input_alone() -> None:
     assert kept_bytes(plan, of) < 0.2 * kept_bytes(replace(plan, recompute="none"), of)
     kept = 4 * kept_bytes(plan, of)
     assert step(plan, of).moving == pytest.approx(kept * (1 / 2e9 + 1 / 4e9))
+
+
+def test_memory_that_files_have_given_back_is_asked_for_again() -> None:
+    of, slow = given_problem(), given_problem(fresh_bytes_per_second=3e9)
+
+    def more(key: str) -> tuple[float, float]:
+        plan = replace(CPU, **{key: "disk"})
+        before, after = step(plan, of), step(plan, slow)
+        return after.moving - before.moving, after.optimizer - before.optimizer
+
+    table = tabulate(of.workload, CPU, SMALL, of.software)
+    logits = of.software.logits_copies * table.logits + table.head
+    kept = kept_bytes(replace(CPU, offload_activations="disk"), of)
+    gradients = 4 * parameters(of) / 3e9
+    # After the update alone: what one micro-batch keeps, once a step.
+    assert more("offload_optimizer") == pytest.approx(((kept + logits) / 3e9, gradients))
+    # After every block: what it makes, what is brought back, and what that makes; the logits once.
+    assert more("offload_activations") == pytest.approx((4 * (3 * kept + logits) / 3e9, gradients))
+    # Likewise gathered weights, in 16 bits, forward and backward, and their gradients; activations stay.
+    gathered = 5 * 2 * parameters(of)
+    assert more("offload_parameters") == pytest.approx((4 * (kept + logits + gathered) / 3e9, gradients))
 
 
 def test_files_that_memory_cannot_hold_are_as_slow_as_the_disk() -> None:

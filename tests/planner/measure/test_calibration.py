@@ -14,7 +14,7 @@ from support.machines import machine
 from wanma.job.errors import WanmaError
 from wanma.planner.cost.communication import Group, all_reduce_seconds
 from wanma.planner.cost.compute import product_seconds, streaming_seconds
-from wanma.planner.cost.machine import AttentionCurve, Link, Machine
+from wanma.planner.cost.machine import AttentionCurve, Host, Link, Machine
 from wanma.planner.measure.calibration import (
     FACTOR_BOUNDS,
     Calibration,
@@ -67,6 +67,16 @@ def test_keys_of_another_version_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(value))
     with pytest.raises(WanmaError, match="unknown key colour"):
         load_calibration(path)
+
+
+def test_a_file_without_a_host_is_loaded_with_the_usual_one() -> None:
+    found = measured()
+    found = replace(found, machine=replace(found.machine, host=Host(link_bytes_per_second=7.0, doubt=0.0)))
+    value = json.loads(json.dumps(Calibration((found,)).to_json()))
+    assert Calibration.from_json(value).measured == (found,)
+    del value["measured"][0]["machine"]["host"]
+    (older,) = Calibration.from_json(value).measured
+    assert older == replace(found, machine=replace(found.machine, host=Host()))
 
 
 def test_it_is_kept_in_the_users_cache_folder() -> None:

@@ -111,6 +111,19 @@ def test_what_is_too_short_to_tell_teaches_nothing() -> None:
     assert found.communication == 1.0
 
 
+def test_what_waits_for_copies_teaches_nothing_of_computing_or_of_the_update() -> None:
+    step = StepTime(1.0, 0.6, data=0.1, moving=0.2, optimizer=0.1)
+    observed = Observed(2.0, {"forward_backward": 1.6, "communication": 0.2, "optimizer": 0.2})
+    for key, kinds in (
+        ("offload_activations", {"communication", "optimizer"}),
+        ("offload_optimizer", {"compute", "communication"}),
+        ("offload_parameters", {"communication"}),
+    ):
+        away = replace(PLAN, **{key: "disk"})
+        _, lessons = learned(NONE, away, lambda _: forecast(step), observed)
+        assert {lesson.kind for lesson in lessons} - {"unused"} == kinds
+
+
 def test_tensor_parallelism_teaches_communication_with_computing() -> None:
     step = StepTime(1.0, 0.5, tensor=0.4, optimizer=0.1)
     found, _ = learned(NONE, Plan(tp=2), linear(step), observed(step, compute=1.5))

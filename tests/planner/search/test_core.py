@@ -20,10 +20,12 @@ from wanma.planner.search.tables import Tables
 
 MIXTURE = replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)
 OFFLOADS = [
-    ("nothing", "nothing", "nothing"),
-    ("host", "nothing", "nothing"),
-    ("nothing", "host", "host"),
-    ("disk", "disk", "disk"),
+    ("cuda", "nothing", "nothing", "nothing"),
+    ("cuda", "host", "nothing", "nothing"),
+    ("cuda", "nothing", "host", "host"),
+    ("cuda", "disk", "disk", "disk"),
+    ("cpu", "nothing", "disk", "nothing"),
+    ("cpu", "disk", "nothing", "disk"),
 ]
 MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), MIXTURE]
 
@@ -44,7 +46,7 @@ def test_arrays_hold_what_each_plan_has_alone(
     host = replace(given.machine.host, link_bytes_per_second=link)
     given = replace(given, machine=replace(given.machine, host=host))
     space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
-    keys = ("offload_parameters", "offload_optimizer", "offload_activations")
+    keys = ("device", "offload_parameters", "offload_optimizer", "offload_activations")
     space = replace(space, start=space.start.but(**dict(zip(keys, offload, strict=True))))
     grid = data.draw(st.sampled_from(list(grids(space))))
     plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wanma.planner.cost.machine import Host
 from wanma.planner.measure.calibration import Operator, Point
@@ -63,7 +63,7 @@ def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, t
 
 def fitted_host(points: Sequence[Point]) -> Host:
     """The rates of `points`; as a catalogue's machine where nothing of a host is among them."""
-    rates = {
+    rates: dict[str, Any] = {
         _FIELDS[point.operator]: point.shape[0] / point.seconds
         for point in points
         if point.operator in _FIELDS
