@@ -49,8 +49,7 @@ class ForwardBackward:
         loss_sum, targets = self._zero(), self._zero()
         for index, batch in enumerate(batches):
             self._parallel.begin_micro_batch(last=index == len(batches) - 1)
-            part, output = self._forward(batch)
-            batch_loss, batch_targets = self._loss(output, part)
+            batch_loss, batch_targets = self._losses(batch)
             (batch_loss * factor).backward()
             loss_sum += batch_loss.detach()
             targets += batch_targets
@@ -90,6 +89,12 @@ class ForwardBackward:
                     right += (whole_output(output).argmax(dim=-1) == part.targets).sum()
         self._parallel.rest()
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """As of `LossFunction`. A function of its own: a caller that held the logits would hold them until
+        backward has ended, and through the next forward."""
+        part, output = self._forward(batch)
+        return self._loss(output, part)
 
     def _forward(self, batch: Batch) -> tuple[Batch, Any]:
         """This rank's part of a micro-batch and what the model makes of it."""

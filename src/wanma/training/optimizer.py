@@ -56,6 +56,7 @@ class Updater:
         self.copies = copies
         self._home = home
         self._updates = 0
+        self._reserved: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._plain: dict[str, nn.Parameter] = {}
         """Stand-ins without placements, sharing storage, for rules that torch cannot run on DTensors."""
         if train.optimizer == "adafactor":
@@ -87,6 +88,19 @@ class Updater:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
         self._run()
         self._updates += 1
+
+    def reserve_state(self) -> None:
+        """Take the memory of AdamW's moments now, of parameters that have none yet; the first update of each
+        gives it to them.
+
+        Where memory is a heap, what is made in the first update would lie scattered over the room of the
+        activations, which then find no holes of their size.
+        """
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, AdamW):
+                for parameter in self._of(optimizer):
+                    if parameter not in optimizer.state:
+                        self._reserved[parameter] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def allocate_state(self, saved: Iterable[str]) -> None:
         """Make state tensors exist, without changing a parameter: what a checkpoint is loaded into.
@@ -145,9 +159,24 @@ class Updater:
             parameter = self.parameters[name]
             plain.data = local_part(parameter)
             plain.grad = None if parameter.grad is None else local_part(parameter.grad)
+        self._hand_out()
         for optimizer in self._optimizers:
             with self._home.visit(optimizer) if self._home is not None else nullcontext():
                 optimizer.step()
+
+    def _hand_out(self) -> None:
+        """Give parameters that have their first gradient the moments that are reserved for them."""
+        for optimizer in self._optimizers:
+            for parameter in self._of(optimizer):
+                if parameter.grad is not None and parameter in self._reserved:
+                    first, second = self._reserved.pop(parameter)
+                    # As `torch.optim.AdamW` begins; fused, it counts in fp32 beside the parameter.
+                    step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
+                    optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    @staticmethod
+    def _of(optimizer: Optimizer) -> Iterator[Tensor]:
+        return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _together(self, names: list[str]) -> Iterator[list[str]]:
         """Names of parameters that are updated together: all, unless their state waits elsewhere.

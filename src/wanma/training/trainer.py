@@ -88,6 +88,8 @@ class Trainer:
             if train.weight_average > 0
             else None,
         )
+        if plan.device == "cpu" and plan.offload_optimizer == "nothing":
+            self.state.updater.reserve_state()
         run = worker.run_directory
         self._checkpointer = Checkpointer(
             run / "checkpoints",
