@@ -111,3 +111,29 @@ def test_state_is_allocated_only_for_parameters_that_had_some() -> None:
     name = next(iter(updater.parameters))
     updater.allocate_state([f"{name}.exp_avg", f"{name}.exp_avg_sq"])
     assert set(updater.state_tensors()) == {f"{name}.exp_avg", f"{name}.exp_avg_sq"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_state_that_was_reserved_changes_no_bit_and_is_nobodys_before_its_first_gradient(name: str) -> None:
+    train = TrainSection(optimizer=name)
+    torch.manual_seed(0)
+    one, other = Small(), Small()
+    other.load_state_dict(one.state_dict())
+    lazy, eager = (build_updater(dict(m.named_parameters()), train, Plan()) for m in (one, other))
+    eager.reserve_state()
+    assert eager.state_tensors() == {}
+    places = {tensor.data_ptr() for pair in eager._reserved.values() for tensor in pair}
+    for _ in range(2):
+        for model, updater in ((one, lazy), (other, eager)):
+            give_gradients(model)
+            next(model.parameters()).grad = None
+            updater.step(0.1)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+    assert eager.state_tensors().keys() == lazy.state_tensors().keys()
+    for key, tensor in lazy.state_tensors().items():
+        assert torch.equal(tensor, eager.state_tensors()[key])
+    used = {
+        t.data_ptr() for key, t in eager.state_tensors().items() if key.endswith(("exp_avg", "exp_avg_sq"))
+    }
+    assert used <= places
+    assert bool(places) == (name != "sgd")

@@ -200,9 +200,9 @@ def test_a_billion_parameters_in_bf16_on_eight_gpus_by_hand() -> None:
     assert here.kept == 20 * 1_000_000 * 2 * 2
     at_loss, in_block, at_end = here.moments
     assert at_loss == (shard * 4, here.kept, 2 * 3_000_000 * 2 * 2, 0)
-    # One block's input and output have gradients; the logits are still there.
-    assert in_block == (here.state.final, here.kept + 2 * 62_500 * 2 * 2, 3_000_000 * 2 * 2, 0)
-    assert at_end == (here.state.final, 0, 3_000_000 * 2 * 2, 0)
+    # One block's input and output have gradients; the logits are gone.
+    assert in_block == (here.state.final, here.kept + 2 * 62_500 * 2 * 2, 0, 0)
+    assert at_end == (here.state.final, 0, 0, 0)
     # Fullest in the first block. What is gathered, comes and goes has an allowance, CUDA and NCCL their own.
     assert forecast.activations_bytes == in_block.activations
     gathered = (200_000_000 + 2 * 50_000_000) * 2
@@ -258,25 +258,39 @@ def test_what_waits_elsewhere_by_hand() -> None:
     assert alone.parameters_bytes == (200_000_000 + 50_000_000) * 4  # gathered block by block
 
 
-def test_on_a_processor_full_recompute_leaves_holes_of_two_blocks() -> None:
+def test_what_a_heap_holds_beyond_tensors_by_hand() -> None:
     block = replace(BILLION.layers[1], input_elements_per_sample=100_000.0)
     model = replace(BILLION, layers=(BILLION.layers[0], block, BILLION.layers[2]))
 
     def holes(recompute: Recompute, **more: Any) -> float:
-        """Bytes that the allocator holds beyond its usual share."""
+        """Bytes that the allocator holds beyond its share of what comes and goes."""
         plan = Plan(micro_batch=2, recompute=recompute, **more)
         here = memory_of_ranks(model, plan, "adamw")[0]
-        usual = unused_shares(plan, here.software)
-        lasting = here.state.parameters + here.state.optimizer
-        share = usual.lasting * lasting + usual.gathered * here.state.gathered
-        return here.forecast.fragmentation_bytes - share - usual.passing * sum(here.peak)
+        return here.forecast.fragmentation_bytes - unused_shares(plan, here.software).passing * sum(here.peak)
 
+    gradients = 1_200_000_000 * 4
     once_more = (1_000_000 - 100_000) * 2 * 4  # of a block: all but its input, of 2 samples in fp32
-    assert holes("full") == pytest.approx(2 * once_more, abs=2)
-    assert holes("full", recompute_share=0.05) == pytest.approx(2 * once_more, abs=2)  # of one block in 20
-    assert holes("selective") == pytest.approx(0, abs=2)
-    assert holes("none") == pytest.approx(0, abs=2)
-    assert holes("full", device="cuda") == pytest.approx(0, abs=2)
+    assert holes("none") == pytest.approx(0.4 * gradients, abs=2)
+    assert holes("selective") == pytest.approx(0.4 * gradients, abs=2)
+    assert holes("full") == pytest.approx(gradients + 2 * once_more, abs=2)
+    assert holes("full", recompute_share=0.05) == pytest.approx(gradients + 2 * once_more, abs=2)
+    # Each rank of tp has half of the parameters, and sums in every block.
+    kept = memory_of_ranks(model, Plan(micro_batch=2, tp=2), "adamw")[0].kept
+    assert holes("none", tp=2) == pytest.approx(0.4 * gradients / 2 + 0.5 * kept, abs=2)
+    # One of two shards, reduced from a unit in fp32; the unit is copied to be gathered, and here nothing is
+    # accumulated from one micro-batch to the next but whole gradients, in one unit of all parameters.
+    final = memory_of_ranks(model, Plan(micro_batch=2, dp_shard=2, shard="optimizer"), "adamw")[0].state.final
+    assert holes("none", dp_shard=2, shard="optimizer") == pytest.approx(0.4 * final + gradients, abs=2)
+    on_gpu = memory_of_ranks(model, Plan(micro_batch=2, device="cuda"), "adamw")[0].state
+    assert holes("full", device="cuda") == pytest.approx(0.12 * on_gpu.gathered, abs=2)
+
+
+def test_a_pipeline_holds_the_logits_of_a_micro_batch_through_its_backward() -> None:
+    logits = 3_000_000 * 2 * 4
+    alone = memory_of_ranks(BILLION, Plan(micro_batch=2), "adamw")[0]
+    last = memory_of_ranks(BILLION, Plan(micro_batch=2, pp=2), "adamw")[1]
+    assert [moment.logits for moment in alone.moments] == [2 * logits, 0, 0]
+    assert [moment.logits for moment in last.moments] == [2 * logits, logits, 0]
 
 
 def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:

@@ -17,6 +17,7 @@ from wanma.planner.cost.data_parallel import block_key
 from wanma.planner.memory.ranks import (
     Setting,
     boundary_bytes,
+    held_logits,
     kept_of_stages,
     runtime_bytes,
     stage_counts,
@@ -108,15 +109,20 @@ def _of_rank(
     held = states.held(parameters_of(rank, table, plan, stages), table, setting)
     kept, working, again = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
     at_loss = kept + head + setting.software.logits_copies * logits
-    at_first_block = kept + working + logits + table.travelling
+    at_first_block = kept + working + held_logits(logits, plan, setting.software) + table.travelling
     peak = np.maximum(
         held["accumulated"] + np.maximum(at_loss[:, None], held["reducing"] + at_first_block[:, None]),
-        held["final"] + held["receiving"] + (logits if plan.pp == 1 else 0.0),
+        held["final"] + held["receiving"],
     )
     peak = peak + boundary
     lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan, setting.software)
-    unused = shares.lasting * lasting + shares.gathered * held["gathered"] + shares.passing * peak
-    whole: Array = lasting + held["runtime"] + peak + unused + shares.again * again[:, None]
+    of_state = (
+        shares.lasting * lasting + shares.gathered * held["gathered"] + shares.exchanged * held["exchanged"]
+    )
+    scattered = np.where(again > 0, shares.scattered_again, shares.scattered)[:, None] * held["final"]
+    of_recompute = shares.again * again + (shares.summed * kept if plan.tp > 1 else 0.0)
+    used = lasting + held["runtime"] + peak
+    whole: Array = used + shares.passing * peak + of_state + scattered + of_recompute[:, None]
     return whole
 
 

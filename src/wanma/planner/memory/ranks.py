@@ -20,8 +20,10 @@ from wanma.planner.memory.state import Parameters, State, state_of
 from wanma.planner.memory.table import MemoryTable, tabulate
 from wanma.planner.stages import blocks_of_stages, kept_forwards
 
-CPU_RUNTIME_BYTES = 340 << 20
-"""Resident memory of a rank before its model exists: Python, torch, dynamo and their libraries."""
+CPU_RUNTIME_BYTES = 325 << 20
+"""Resident memory of a rank on a CPU beside its tensors: 300 to 310 MiB of Python, torch and their libraries,
+half of them in the heap, when the first steps have brought in all that they need; and about 15 of holes
+between these small things, which are the same for small and large models."""
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before its first tensor: CUDA's context, its libraries' kernels and their
@@ -38,27 +40,49 @@ class Unused(NamedTuple):
     """Of parameters and optimizer state, with what is gathered of them."""
     gathered: float
     """Of the latter once more."""
+    exchanged: float
+    """Of one unit's buffers (`State.exchanged`)."""
+    scattered: float
+    """Of all gradients, as backward ends."""
+    scattered_again: float
+    """Of them instead, where blocks run again from nothing but their inputs."""
     passing: float
     """Of gradients, activations, logits and buffers at their peak."""
     again: float
     """Of what one block makes once more where nothing but its input is kept, beside that."""
+    summed: float
+    """Of the kept activations once more, where tensor ranks sum in every block."""
 
 
-_ON_GPU = Unused(0.0, 0.12, 0.12, 0.0)
+_ON_GPU = Unused(0.0, 0.12, 0.0, 0.0, 0.0, 0.12, 0.0, 0.0)
 """Of torch's allocator: 10 to 16 % of what comes and goes in torchtitan's runs of December 2024, which say
 what they reserved (benchmarks/results/planner-memory.md)."""
 
-_ON_CPU = Unused(0.28, 0.0, 0.28, 2.0)
-"""Of glibc's heap, which keeps what was freed, and puts a large tensor at its end wherever the holes are
-smaller: 9 to 37 % of everything in twelve real runs, half of them below 26 % (likewise).
+_ON_CPU = Unused(0.0, 0.0, 1.0, 0.4, 1.0, 0.2, 2.0, 0.5)
+"""Of glibc's heap, which keeps what was freed. What lasts is made before the first step and lies below all
+else, without holes (`training.optimizer`). Measured as the heap's size without what was in use in it
+(`mallinfo2`), in runs of models and layouts half of which were kept aside; what was in use is forecast to
+within some MiB.
 
-Under full recompute a block makes its tensors, frees all but its output and makes them once more in backward,
-so that the heap between the kept outputs is holes, cut by the slivers that aligning leaves: glibc keeps these
-apart for small objects, and a tensor needs more room than one of its size left. A traced run ("plain, full
-recompute" of benchmarks/results/planner-real.md) made at most 270 MiB of tensors in a heap that grew by 534,
-where one that joins all its holes would have grown by 280; without glibc's caches of small pieces it grew by
-100 less. What six such runs held beyond the usual was 0.9 to 2.6 blocks, and none was more than 3 % above
-this forecast. Selective recompute leaves no such holes (four runs, from 2 % above to 8 % below the forecast).
+*Passing*: an aligned block of memory needs some bytes more than its size while it is placed, and the slivers
+that it leaves are kept apart for small objects, so that the place of a tensor is too small for the next one
+of its size: what a block of the model makes and soon lets go, between what it keeps, leaves holes. With what
+follows they were 12 to 29 % of what comes and goes on one rank.
+
+*Scattered*: gradients lie where backward found room, and until the update nothing larger than the holes
+between them has room there: neither the next micro-batch's activations, nor the buffers that sum them. Where
+blocks run again, each leaves its gradients all over the room that the next one would need as a whole.
+
+*Exchanged*: FSDP2 gathers into one buffer and copies out of it, beside each other; and what it reduces
+gradients in finds no room of its size where shards of earlier gradients lie between the holes.
+
+*Summed*: a sum over tensor ranks leaves the places of its parts and of the collective's copy of them, in each
+half of a block. Without glibc's caches of small pieces these holes are half as large (170 MiB and 90 in one
+run), for up to a tenth more time in models of tiny tensors.
+
+*Again*: under full recompute a block makes its tensors, frees all but its output and makes them once more in
+backward, so that the heap between the kept outputs is holes. What six such runs held beyond the usual was 0.9
+to 2.6 blocks. Selective recompute leaves no such holes.
 """
 
 
@@ -175,8 +199,14 @@ class RankMemory(NamedTuple):
     def _fragmentation(self, passing: float) -> float:
         lasting = self.state.parameters + self.state.optimizer
         shares = unused_shares(self.plan, self.software)
-        unused = shares.lasting * lasting + shares.gathered * self.state.gathered + shares.passing * passing
-        return unused + shares.again * self.again
+        of_state = (
+            shares.lasting * lasting
+            + shares.gathered * self.state.gathered
+            + shares.exchanged * self.state.exchanged
+            + (shares.scattered_again if self.again else shares.scattered) * self.state.final
+        )
+        summed = shares.summed * self.kept if self.plan.tp > 1 else 0.0
+        return of_state + shares.passing * passing + shares.again * self.again + summed
 
     @property
     def forecast(self) -> Forecast:
@@ -285,10 +315,10 @@ def _rank_memory(
     at_first_block = Moment(
         state.accumulated + state.reducing,
         activations.kept + activations.working,
-        logits,
+        held_logits(logits, plan, step.software),
         boundary + table.travelling,
     )
-    at_end = Moment(state.final, 0.0, logits if plan.pp == 1 else 0.0, boundary + state.receiving)
+    at_end = Moment(state.final, 0.0, 0.0, boundary + state.receiving)
     return RankMemory(
         state,
         activations.kept,
@@ -359,6 +389,12 @@ def boundary_bytes(table: MemoryTable, plan: Plan, step: Setting, numbers: tuple
         return 0.0
     places = sum(2 * (number > 0) + (number < plan.stages - 1) for number in numbers)
     return table.boundary * places * (step.micro_batches if step.software.boundary_buffers else 1)
+
+
+def held_logits(logits: float, plan: Plan, software: Software) -> float:
+    """What is left of a micro-batch's logits when backward has left the head: torch's pipelines hold what a
+    stage put out until its backward has ended."""
+    return logits if plan.pp > 1 and software.boundary_buffers else 0.0
 
 
 def runtime_bytes(plan: Plan) -> int:

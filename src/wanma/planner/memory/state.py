@@ -43,6 +43,9 @@ class State(NamedTuple):
     """With what is gathered of them."""
     gathered: float
     """Of them, what is gathered for a step."""
+    exchanged: float
+    """Of the largest unit of communication what is copied to be gathered; and, where gradients of earlier
+    micro-batches are there already, what its own are reduced in."""
     optimizer: float
     """With an averaged copy of the weights, and what compressed gradients lost so far."""
     accumulated: float
@@ -115,6 +118,7 @@ def _copies(
     return State(
         parameters=2 * mine.held,
         gathered=0.0,
+        exchanged=0.0,
         optimizer=4 * (elements + shards * trained_share),
         accumulated=gradients,
         reducing=0.0,
@@ -168,8 +172,10 @@ def _shards(
     # Gloo's parts of a scattered sum come from all other ranks at once.
     receiving = unit * master * (1 - 1 / plan.shard_ranks) if plan.device == "cpu" else 0.0
 
+    exchanged = unit * compute + (reducing if accumulated else 0.0)
+
     if plan.computes_with_state:  # gradients are summed where backward has put them
-        gathered = 0.0
+        gathered = exchanged = 0.0
         final = mine.held * master
         if plan.replicas > 1:
             final += min(final, REDUCED_TOGETHER_BYTES)
@@ -194,6 +200,7 @@ def _shards(
     return State(
         parameters=(0 if away else parameters) + gathered * compute,
         gathered=gathered * compute,
+        exchanged=exchanged,
         optimizer=state + average + remainder * trained_share,
         accumulated=accumulated * trained_share,
         reducing=reducing * trained_share,
