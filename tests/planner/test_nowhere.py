@@ -95,7 +95,7 @@ def test_counts_of_machines_are_those_that_many_sizes_divide() -> None:
 
 
 def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
-    own = job().model_copy(update={"parallel": type(job().parallel)(dp_shard=8, micro_batch=4)})
+    own = job().model_copy(update={"parallel": type(job().parallel)(dp_shard=8, micro_batch=8)})
     medium = DecoderDimensions(32, 4096, 32, 8, 14336, 128256)
     error = refused(own, BOX, medium)
     assert re.search(r"the plan does not fit: a rank needs about [\d.]+ GiB of 69\.3 GiB: ", error.message)
@@ -104,7 +104,7 @@ def test_a_plan_of_ones_own_that_does_not_fit_is_told_what_would() -> None:
     changed = {
         key.removeprefix("parallel."): value for key, value in (one.split("=") for one in change.split())
     }
-    section = type(job().parallel).model_validate({"dp_shard": 8, "micro_batch": 4, **changed})
+    section = type(job().parallel).model_validate({"dp_shard": 8, "micro_batch": 8, **changed})
     plan_for(own.model_copy(update={"parallel": section}), BOX, decoder_workload(medium, 2048), medium)
 
 
