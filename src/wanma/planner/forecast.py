@@ -162,7 +162,7 @@ def pieces_of(problem: Problem, plan: Plan) -> Pieces:
     if not is_moving(plan):
         return pieces
     table = tabulate(problem.workload, plan, problem.dimensions, habits)
-    return with_kept(pieces, table, plan, habits.logits_copies)
+    return with_kept(pieces, table, problem.workload, habits.logits_copies)
 
 
 def blocks_of(problem: Problem, plan: Plan) -> tuple[Blocks, ...]:

@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from support.problems import SMALL, job, problem
 from wanma.job.forecast import StepTime
 from wanma.job.plan import Plan
+from wanma.models.workload import module_workload
 from wanma.planner.cost.data_parallel import INTERFERENCE
 from wanma.planner.cost.machine import Host
 from wanma.planner.cost.step import OPTIMIZER_KERNELS
@@ -168,6 +171,21 @@ def test_memory_that_files_have_given_back_is_asked_for_again() -> None:
     # Likewise gathered weights, in 16 bits, forward and backward, and their gradients; activations stay.
     gathered = 5 * 2 * parameters(of)
     assert more("offload_parameters") == pytest.approx((4 * (kept + logits + gathered) / 3e9, gradients))
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_module_of_ones_own_sends_what_its_repeated_blocks_keep(repeats: bool) -> None:
+    def made() -> nn.Module:
+        halves = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4 if repeats else 1)]
+        return nn.Sequential(nn.Linear(16, 64), nn.Sequential(*halves), nn.Linear(64, 4))
+
+    workload = module_workload(made, [torch.zeros(1, 16)])
+    assert any(layer.is_block for layer in workload.layers) == repeats
+    of = replace(given_problem(), workload=workload, dimensions=None)
+    plan = replace(CPU, offload_activations="disk")
+    (rank,) = memory_of_ranks(workload, plan, "adamw")
+    kept = 4 * rank.away if repeats else 0.0
+    assert step(plan, of).moving == pytest.approx(kept * (1 / 2e9 + 1 / 4e9))
 
 
 def test_files_that_memory_cannot_hold_are_as_slow_as_the_disk() -> None:

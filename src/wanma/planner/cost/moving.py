@@ -16,6 +16,7 @@ from wanma.job.sections import Offload
 from wanma.planner.cost.machine import Machine
 
 if TYPE_CHECKING:
+    from wanma.job.forecast import Workload
     from wanma.planner.cost.pieces import Pieces
     from wanma.planner.memory.table import MemoryTable
 
@@ -94,16 +95,12 @@ def state_seconds(machine: Machine, plan: Plan, updated: float, state_bytes: flo
         state_bytes: that the optimizer keeps of a parameter.
     """
     state: Offload = plan.offload_optimizer
-    seconds = 0.0
     if updates_on_host(plan) or plan.device == "cpu":
         # It runs where files are mapped: their pages come, and go again changed.
         files = updated * state_bytes * (state == "disk")
         files += updated * master_bytes(plan) * (plan.offload_parameters == "disk")
         return files / machine.host.read_rate + files / machine.host.write_rate
-    moved = updated * state_bytes
-    for out in (False, True):
-        seconds += copy_seconds(machine, plan, state, moved, out=out)
-    return seconds
+    return sum(copy_seconds(machine, plan, state, updated * state_bytes, out=out) for out in (False, True))
 
 
 def trims(plan: Plan) -> bool:
@@ -136,18 +133,19 @@ def asked_again_bytes(
     return ahead, back
 
 
-def with_kept(pieces: Pieces, table: MemoryTable, plan: Plan, logits_copies: float) -> Pieces:
-    """`pieces` that know their activations, for plans that keep something elsewhere.
+def with_kept(pieces: Pieces, table: MemoryTable, workload: Workload, logits_copies: float) -> Pieces:
+    """`pieces` that know their activations, for plans that keep something elsewhere. What has no repeated
+    blocks has nothing that would be sent.
 
     Args:
         table: of the same model and plan.
         logits_copies: as of `operators.Software`.
     """
-    if not is_moving(plan):
-        return pieces
+    repeated = [layer for layer in workload.layers if layer.is_block or layer.count > 1]
+    kinds = [kind for layer, kind in zip(repeated, table.kinds, strict=False) if layer.is_block]
     blocks = tuple(
         one._replace(part=replace(one.part, kept_bytes=kind.bytes.kept, kept_again_bytes=kind.bytes.inputs))
-        for one, kind in zip(pieces.blocks, table.kinds, strict=True)
+        for one, kind in zip(pieces.blocks, kinds, strict=True)
     )
     *others, last = pieces.after
     made = logits_copies * table.logits + table.head
