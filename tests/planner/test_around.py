@@ -99,6 +99,13 @@ def test_a_save_is_copied_by_all_ranks_over_their_own_links() -> None:
     assert found.copy_seconds == pytest.approx(saved_bytes(of) / 4 / 5e9)
     on_cpu = around(of, replace(PLAN, device="cpu"))
     assert on_cpu.copy_seconds == pytest.approx(saved_bytes(of) / 4 / SNAPSHOT_BYTES_PER_SECOND)
+    # The cores that hash it would have computed; beside a GPU there are others.
+    hashed = saved_bytes(of) / 4 / HASH_BYTES_PER_SECOND
+    assert found.disturbing_seconds == 0.0
+    assert on_cpu.disturbing_seconds == pytest.approx(hashed)
+    two = around(of, replace(PLAN, device="cpu", threads_per_rank=2))
+    assert two.disturbing_seconds == pytest.approx(hashed / 2)
+    assert on_cpu.saving(1e9) == pytest.approx((on_cpu.copy_seconds + hashed) / 10)
     average = given_problem(job(weight_average=0.99))
     assert around(average, PLAN).write_seconds == pytest.approx(16 / 12 * around(of, PLAN).write_seconds)
 
@@ -118,7 +125,7 @@ def test_it_is_written_as_fast_as_the_disk_takes_it_and_a_core_hashes_it() -> No
 
 
 def test_a_save_that_is_written_longer_than_the_steps_between_is_waited_for() -> None:
-    found = Around(0.0, 0.0, copy_seconds=0.5, write_seconds=8.0, every=4, is_last_due=True)
+    found = Around(0.0, 0.0, 0.5, write_seconds=8.0, disturbing_seconds=0.0, every=4, is_last_due=True)
     assert found.saving(3.0) == 0.5 / 4
     assert found.saving(1.5) == pytest.approx(0.5 / 4 + (8.0 - 4 * 1.5) / 4)
     assert found.at_end_seconds == 8.0
@@ -151,6 +158,7 @@ def test_a_run_also_waits_for_its_last_save() -> None:
         st.floats(0, 1),
         st.floats(0, 10),
         st.floats(0, 100),
+        st.floats(0, 10),
         st.integers(0, 50),
         st.booleans(),
     ),

@@ -48,6 +48,8 @@ class Around:
     """Of one save, while training waits."""
     write_seconds: float
     """Of one save, in the background."""
+    disturbing_seconds: float
+    """Of one save, that its hash takes from computing: on a CPU, all of whose cores compute."""
     every: int
     """Steps from one save to the next; 0: only at the end."""
     is_last_due: bool
@@ -58,17 +60,19 @@ class Around:
         return self.handed_seconds + max(0.0, self.load_seconds - step_seconds)
 
     def saving(self, step_seconds: float) -> float:
-        """A step's share of saves, where it takes so long without: of the copy, and of waiting for the save
-        before it, whose buffer it needs."""
+        """A step's share of saves, where it takes so long without: of the copy, of what the hash disturbs,
+        and of waiting for the save before it, whose buffer it needs."""
         if not self.every:
             return 0.0
-        return self.copy_seconds / self.every + max(0.0, self.write_seconds / self.every - step_seconds)
+        own = self.copy_seconds + self.disturbing_seconds
+        return own / self.every + max(0.0, self.write_seconds / self.every - step_seconds)
 
     def with_both(self, step_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds of steps with both; never less for a longer one."""
         seconds = np.maximum(step_seconds, self.load_seconds) + self.handed_seconds
         if self.every:
-            seconds = np.maximum(seconds, self.write_seconds / self.every) + self.copy_seconds / self.every
+            own = self.copy_seconds + self.disturbing_seconds
+            seconds = np.maximum(seconds, self.write_seconds / self.every) + own / self.every
         return seconds
 
     @property
@@ -80,10 +84,13 @@ class Around:
 def around(problem: Problem, plan: Plan) -> Around:
     """Of `plan`'s steps."""
     train, every = problem.job.train, problem.job.checkpoint.every_steps
-    copied, written = _save_seconds(problem, plan)
+    size = _saved_bytes(problem, plan)
+    copied, written = _save_seconds(problem, plan, size)
+    hashed = size / HASH_BYTES_PER_SECOND / plan.threads_per_rank if plan.device == "cpu" else 0.0
     due = every if every <= train.steps else 0
     is_last_due = due > 0 and train.steps % due == 0
-    return Around(_load_seconds(problem, plan), HANDED_SECONDS, copied, written, due, is_last_due)
+    load = _load_seconds(problem, plan)
+    return Around(load, HANDED_SECONDS, copied, written, hashed, due, is_last_due)
 
 
 def _load_seconds(problem: Problem, plan: Plan) -> float:
@@ -102,12 +109,17 @@ def _load_seconds(problem: Problem, plan: Plan) -> float:
     return (micro_batches * BATCH_SECONDS + samples * number * each) / at_once
 
 
-def _save_seconds(problem: Problem, plan: Plan) -> tuple[float, float]:
-    """(copy, write) of a rank's part of a save; replicas of a part share it."""
-    workload, train, host = problem.workload, problem.job.train, problem.machine.host
+def _saved_bytes(problem: Problem, plan: Plan) -> float:
+    """Of a rank's part of a save; replicas of a part share it."""
+    workload, train = problem.workload, problem.job.train
     average = workload.parameters if train.weight_average > 0 else 0
     elements = workload.parameters + state_elements(workload, train) + average
-    size = master_bytes(plan) * elements / plan.world_size
+    return master_bytes(plan) * elements / plan.world_size
+
+
+def _save_seconds(problem: Problem, plan: Plan, size: float) -> tuple[float, float]:
+    """(copy, write) of `size` bytes on each rank."""
+    host = problem.machine.host
     if "disk" in (plan.offload_parameters, plan.offload_optimizer):
         # What memory has no room for is copied into files too (`trainer.Trainer`).
         copied = size / host.read_rate + size / host.write_rate
