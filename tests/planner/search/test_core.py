@@ -37,13 +37,20 @@ MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), MIXT
     st.sampled_from([12, 24]),
     st.sampled_from(OFFLOADS),
     st.sampled_from([1e9, 25e9, 1e12]),
+    st.sampled_from([1e7, 1e8, 2e9, 2e9]),
     st.data(),
 )
 def test_arrays_hold_what_each_plan_has_alone(
-    dimensions: DecoderDimensions, devices: int, batch: int, offload: Any, link: float, data: st.DataObject
+    dimensions: DecoderDimensions,
+    devices: int,
+    batch: int,
+    offload: Any,
+    link: float,
+    disk: float,
+    data: st.DataObject,
 ) -> None:
     given = problem(job(global_batch=batch), dimensions)
-    host = replace(given.machine.host, link_bytes_per_second=link)
+    host = replace(given.machine.host, link_bytes_per_second=link, disk_bytes_per_second=disk)
     given = replace(given, machine=replace(given.machine, host=host))
     space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
     keys = ("device", "offload_parameters", "offload_optimizer", "offload_activations")
