@@ -156,11 +156,11 @@ def test_on_a_cpu_a_micro_batch_stays_near_the_caches() -> None:
 
 
 def test_the_micro_batch_is_halved_until_it_fits() -> None:
-    tight = Cluster((Node("tight", 8, 440 << 20, ()),))
+    tight = Cluster((Node("tight", 8, 425 << 20, ()),))
     result = planned(tight, train={"global_batch": 16})
     assert result.forecast is not None
     assert 1 <= result.plan.micro_batch < 16
-    assert result.forecast.memory_bytes <= (440 << 20) * HOST_SHARE
+    assert result.forecast.memory_bytes <= (425 << 20) * HOST_SHARE
     assert f"micro_batch {result.plan.micro_batch}: the largest that fits" in result.forecast.reasons[1]
 
 
