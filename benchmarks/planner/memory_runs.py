@@ -143,7 +143,7 @@ def report(state: dict[str, Any]) -> str:
         "",
         f"Peak resident memory of rank 0 in {STEPS - 1} steps, in MiB, before anything is saved. `tensors`:",
         f"of the forecast, what torch allocates; the rest: Python and torch ({CPU_RUNTIME_BYTES / MIB:.0f})",
-        "and the heap's holes. The same run again differs by up to 3 %: where a hole is a few bytes too",
+        "and the heap's holes. The same run again differs by up to 4 %: where a hole is a few bytes too",
         "small, the heap grows by the whole tensor.",
         "",
         "| run | | measured | forecast | error | tensors |",
