@@ -96,6 +96,12 @@ def test_gradients_are_the_replicas_sums_whoever_of_them_has_one(bucket_bytes: i
             assert of_rank[name] == (None if expected is None else pytest.approx(expected, rel=1e-6)), name
 
 
+def test_large_gradients_go_alone_and_small_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "REDUCED_TOGETHER_BYTES", 100)
+    sizes = [(0, 30), (1, 500), (2, 40), (3, 70), (4, 10), (5, 100)]
+    assert list(whole._buckets(sizes)) == [[5], [4, 3, 2], [1], [0]]
+
+
 def test_what_computes_is_the_memory_of_the_state_and_leaves_it_after_the_step() -> None:
     for held in run_ranks(memory, 2, ()):
         assert held["while it computes"] == held["at rest"]

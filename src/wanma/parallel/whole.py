@@ -228,10 +228,16 @@ def _joined(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], li
 
 
 def _buckets(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """Runs of (parameter, bytes) that are reduced together, from the last, whose gradient is made first."""
+    """Runs of (parameter, bytes) that are reduced together, from the last, whose gradient is made first.
+
+    A large one goes alone, where it is: nothing is copied.
+    """
     bucket: list[int] = []
     held = 0
     for parameter, nbytes in reversed(sizes):
+        if nbytes >= REDUCED_TOGETHER_BYTES and bucket:
+            yield bucket
+            bucket, held = [], 0
         bucket.append(parameter)
         held += nbytes
         if held >= REDUCED_TOGETHER_BYTES:

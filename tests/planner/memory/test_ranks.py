@@ -147,7 +147,7 @@ def test_recomputing_keeps_what_it_must_and_one_block(mode: Recompute, share: fl
     plan = Plan(micro_batch=3, recompute=mode, recompute_share=share)
     kept = kept_activations(job(tmp_path, "fp32"), plan)
     here = rank(plan)
-    at_loss, in_block, _ = here.moments
+    at_loss, in_block, *_ = here.moments
     assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.05)
     block = workload().layers[1].activation_elements_per_sample * 3 * 4  # while backward runs it again
     assert here.working > block
@@ -198,7 +198,7 @@ def test_a_billion_parameters_in_bf16_on_eight_gpus_by_hand() -> None:
     # The largest unit is embedding and head together: as computed, and as copied to be reduced.
     assert here.state.final == shard * 4 + 200_000_000 * (2 + 4)
     assert here.kept == 20 * 1_000_000 * 2 * 2
-    at_loss, in_block, at_end = here.moments
+    at_loss, in_block, _, at_end = here.moments
     assert at_loss == (shard * 4, here.kept, 2 * 3_000_000 * 2 * 2, 0)
     # One block's input and output have gradients; the logits are gone.
     assert in_block == (here.state.final, here.kept + 2 * 62_500 * 2 * 2, 0, 0)
@@ -289,8 +289,21 @@ def test_a_pipeline_holds_the_logits_of_a_micro_batch_through_its_backward() -> 
     logits = 3_000_000 * 2 * 4
     alone = memory_of_ranks(BILLION, Plan(micro_batch=2), "adamw")[0]
     last = memory_of_ranks(BILLION, Plan(micro_batch=2, pp=2), "adamw")[1]
-    assert [moment.logits for moment in alone.moments] == [2 * logits, 0, 0]
-    assert [moment.logits for moment in last.moments] == [2 * logits, logits, 0]
+    assert [moment.logits for moment in alone.moments] == [2 * logits, 0, 0, 0]
+    assert [moment.logits for moment in last.moments] == [2 * logits, logits, 0, 0]
+
+
+def test_an_embeddings_gradient_is_made_beside_the_sum_of_those_before_it() -> None:
+    embedding = BILLION.layers[0].parameters * 4
+    once, often = (memory_of_ranks(BILLION, Plan(micro_batch=2), "adamw", micro_batches=n)[0] for n in (1, 2))
+    assert once.state.added == 0
+    assert often.moments[2] == (often.state.final + embedding, 0, 0, 0)
+    first = memory_of_ranks(BILLION, Plan(micro_batch=1, pp=4), "adamw", micro_batches=16)[0]
+    # When backward comes to it, three of the four micro-batches in flight are still to go.
+    assert first.moments[2].gradients == first.state.accumulated + embedding
+    assert first.moments[2].activations == pytest.approx(0.75 * first.kept)
+    later = memory_of_ranks(BILLION, Plan(micro_batch=1, pp=4), "adamw", micro_batches=16)[1]
+    assert later.state.added == 0
 
 
 def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:

@@ -19,6 +19,8 @@ from wanma.planner.memory.ranks import (
     boundary_bytes,
     held_logits,
     kept_of_stages,
+    later_share,
+    parameters_of,
     runtime_bytes,
     stage_counts,
     unlike_ranks,
@@ -110,9 +112,12 @@ def _of_rank(
     kept, working, again = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
     at_loss = kept + head + setting.software.logits_copies * logits
     at_first_block = kept + working + held_logits(logits, plan, setting.software) + table.travelling
+    at_first_layer = later_share(kept_of_stages(rank, plan, setting)) * kept
+    in_backward = np.maximum(
+        held["reducing"] + at_first_block[:, None], held["added"] + at_first_layer[:, None]
+    )
     peak = np.maximum(
-        held["accumulated"] + np.maximum(at_loss[:, None], held["reducing"] + at_first_block[:, None]),
-        held["final"] + held["receiving"],
+        held["accumulated"] + np.maximum(at_loss[:, None], in_backward), held["final"] + held["receiving"]
     )
     peak = peak + boundary
     lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan, setting.software)
@@ -124,26 +129,6 @@ def _of_rank(
     used = lasting + held["runtime"] + peak
     whole: Array = used + shares.passing * peak + of_state + scattered + of_recompute[:, None]
     return whole
-
-
-def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]]) -> Parameters:
-    """Of one pipeline rank.
-
-    Args:
-        stages: blocks of each kind in every stage.
-    """
-    numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
-    shared = experts = block = shapes = 0.0
-    for index, kind in enumerate(table.kinds):
-        count = sum(stages[number][index] for number in numbers)
-        shared += count * kind.shared
-        experts += count * kind.experts
-        if count:
-            block = max(block, kind.shared + kind.experts)
-            shapes = max(shapes, kind.shared + kind.expert)
-    last = table.last if len(stages) - 1 in numbers else 0.0
-    ends = last + (table.first if 0 in numbers else 0.0)
-    return Parameters(shared, experts, ends, block, shapes + last)
 
 
 def _activations(

@@ -1,8 +1,8 @@
 """Memory of a plan by kind: of its fullest rank, or of every pipeline rank.
 
-A rank is fullest at one of three moments: as the loss is computed, when all activations are kept; as backward
-enters its first block; or as it ends, when all gradients are there. What is there at other moments only does
-not add up. Pure functions, without torch.
+A rank is fullest at one of four moments: as the loss is computed, when all activations are kept; as backward
+enters its first block; as it comes to what is before the blocks; or as it ends, when all gradients are there.
+What is there at other moments only does not add up. Pure functions, without torch.
 """
 
 from __future__ import annotations
@@ -183,8 +183,9 @@ class RankMemory(NamedTuple):
     """What backward makes beside them in one block, with what of it ran again or was fetched."""
     again: float
     """Of one block, what its backward makes once more where nothing but the input is kept."""
-    moments: tuple[Moment, Moment, Moment]
-    """At the loss, as backward goes through its first block, and as it ends."""
+    moments: tuple[Moment, ...]
+    """At the loss, as backward goes through its first block, as it comes to what is before the blocks, and as
+    it ends."""
     plan: Plan
     software: Software
 
@@ -289,18 +290,8 @@ def _rank_memory(
     rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]], step: Setting
 ) -> RankMemory:
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
-    is_first, is_last = 0 in numbers, len(stages) - 1 in numbers
-    shared = experts = block = shapes = 0.0
-    for index, kind in enumerate(table.kinds):
-        count = sum(stages[number][index] for number in numbers)
-        shared += count * kind.shared
-        experts += count * kind.experts
-        if count:
-            block = max(block, kind.shared + kind.experts)
-            shapes = max(shapes, kind.shared + kind.expert)
-    last = table.last if is_last else 0.0
     state = state_of(
-        Parameters(shared, experts, last + (table.first if is_first else 0.0), block, shapes + last),
+        parameters_of(rank, table, plan, stages),
         plan,
         step.optimizer,
         micro_batches=step.micro_batches,
@@ -309,7 +300,7 @@ def _rank_memory(
         software=step.software,
     )
     activations = _activations(rank, table, plan, [stages[number] for number in numbers], step)
-    logits, head = (table.logits, table.head) if is_last else (0.0, 0.0)
+    logits, head = (table.logits, table.head) if len(stages) - 1 in numbers else (0.0, 0.0)
     boundary = boundary_bytes(table, plan, step, numbers)
     at_loss = Moment(
         state.accumulated, activations.kept + head, step.software.logits_copies * logits, boundary
@@ -320,6 +311,8 @@ def _rank_memory(
         held_logits(logits, plan, step.software),
         boundary + table.travelling,
     )
+    later = later_share(kept_of_stages(rank, plan, step))
+    at_first_layer = Moment(state.accumulated + state.added, later * activations.kept, 0.0, boundary)
     at_end = Moment(state.final, 0.0, 0.0, boundary + state.receiving)
     return RankMemory(
         state,
@@ -327,10 +320,30 @@ def _rank_memory(
         activations.away,
         activations.working,
         activations.again,
-        (at_loss, at_first_block, at_end),
+        (at_loss, at_first_block, at_first_layer, at_end),
         plan,
         step.software,
     )
+
+
+def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[int, ...]]) -> Parameters:
+    """Of one pipeline rank.
+
+    Args:
+        stages: blocks of each kind in every stage.
+    """
+    numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
+    shared = experts = block = shapes = 0.0
+    for index, kind in enumerate(table.kinds):
+        count = sum(stages[number][index] for number in numbers)
+        shared += count * kind.shared
+        experts += count * kind.experts
+        if count:
+            block = max(block, kind.shared + kind.experts)
+            shapes = max(shapes, kind.shared + kind.expert)
+    last = table.last if len(stages) - 1 in numbers else 0.0
+    first = table.first if 0 in numbers else 0.0
+    return Parameters(shared, experts, first + last, block, shapes + last, first)
 
 
 class _Activations(NamedTuple):
@@ -382,6 +395,12 @@ def kept_of_stages(rank: int, plan: Plan, step: Setting) -> tuple[int, ...]:
     if step.in_flight is not None:
         return (min(step.in_flight, step.micro_batches),) * plan.virtual_stages
     return kept_forwards(plan.schedule, plan.pp, plan.virtual_stages, step.micro_batches, rank)
+
+
+def later_share(flights: tuple[int, ...]) -> float:
+    """Of what a rank keeps, how much is still there when backward has come through a stage."""
+    most = max(flights, default=1)
+    return 1 - 1 / most if most else 0.0
 
 
 def boundary_bytes(table: MemoryTable, plan: Plan, step: Setting, numbers: tuple[int, ...]) -> float:

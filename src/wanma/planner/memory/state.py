@@ -30,6 +30,8 @@ class Parameters(NamedTuple):
     """Of its largest block, with the experts that are here."""
     shapes: float = 0.0
     """Of its products' matrices, one of every shape."""
+    first: float = 0.0
+    """Of what comes before the blocks, such as an embedding: backward comes to it last."""
 
     @property
     def held(self) -> float:
@@ -52,6 +54,8 @@ class State(NamedTuple):
     """Gradients that are there from one micro-batch to the next."""
     reducing: float
     """What is there beside them while backward hands one unit's gradients over."""
+    added: float
+    """Beside them, the last of a micro-batch's gradients, before it is added to the sum of those before."""
     final: float
     """All gradients, as backward ends, with what reduces them."""
     receiving: float
@@ -122,6 +126,7 @@ def _copies(
         optimizer=4 * (elements + shards * trained_share),
         accumulated=gradients,
         reducing=0.0,
+        added=0.0,
         final=gradients,
         receiving=0.0,
         host=0.0,
@@ -174,8 +179,10 @@ def _shards(
 
     exchanged = unit * compute + (reducing if accumulated else 0.0)
 
+    added = 0.0
     if plan.computes_with_state:  # gradients are summed where backward has put them
         gathered = exchanged = 0.0
+        added = mine.first * master if accumulates else 0.0
         final = mine.held * master
         if plan.replicas > 1:
             final += min(final, REDUCED_TOGETHER_BYTES)
@@ -204,6 +211,7 @@ def _shards(
         optimizer=state + average + remainder * trained_share,
         accumulated=accumulated * trained_share,
         reducing=reducing * trained_share,
+        added=added * trained_share,
         final=final * trained_share,
         receiving=receiving * trained_share,
         host=elsewhere["host"],

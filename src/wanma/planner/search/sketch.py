@@ -15,8 +15,15 @@ import numpy.typing as npt
 from wanma.job.plan import Plan
 from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.forecast import software
-from wanma.planner.memory.grid import States, parameters_of
-from wanma.planner.memory.ranks import Setting, boundary_bytes, kept_of_stages, stage_counts, unused_shares
+from wanma.planner.memory.grid import States
+from wanma.planner.memory.ranks import (
+    Setting,
+    boundary_bytes,
+    kept_of_stages,
+    parameters_of,
+    stage_counts,
+    unused_shares,
+)
 from wanma.planner.search.recomputes import Recomputes
 from wanma.planner.search.tables import Adding, Bare, Tables, counts_of
 from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages
