@@ -14,6 +14,8 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from wanma.checkpoint.format import MANIFEST, Manifest, parse_manifest, step_name
@@ -106,57 +108,78 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay."""
+
+    newest: int = 3
+    """At least 1."""
+    best: bool = True
+    """Also the one with the lowest metric."""
+    every_steps: int = 0
+    """Also those of every multiple of so many steps; 0: none."""
+
+    def choose(self, metrics: Mapping[int, float | None]) -> set[int]:
+        """The steps that stay, of those given with their metric."""
+        newest_first = sorted(metrics, reverse=True)
+        stay = set(newest_first[: self.newest])
+        if self.every_steps:
+            stay.update(step for step in newest_first if step % self.every_steps == 0)
+        if self.best and (lowest := best_step(metrics)) is not None:
+            stay.add(lowest)
+        return stay
+
+
+def best_step(metrics: Mapping[int, float | None]) -> int | None:
+    """The step with the lowest metric, the newest of equals; None if none has one."""
+    scored = [(value, -step) for step, value in metrics.items() if value is not None and math.isfinite(value)]
+    return -min(scored)[1] if scored else None
+
+
 class Retention:
-    """Which checkpoints stay: the newest `keep`, and the one with the lowest metric.
+    """Removes the checkpoints that no longer stay.
 
     Only checkpoints up to the one just committed are counted and removed. Later ones are there when
     a run went back past a damaged checkpoint: counting those could delete the only good one.
     """
 
-    def __init__(self, keep: int, keep_best: bool) -> None:
+    def __init__(self, keep: Keep) -> None:
         self._keep = keep
-        self._keep_best = keep_best
         self._metrics: dict[Path, float | None] = {}
 
-    def prune(self, folder: Path, step: int, metric: float | None) -> None:
-        """Remove what is not kept, now that `step` is committed with `metric`."""
-        past = [(at, path) for at, path in committed(folder) if at <= step]
-        self._metrics[folder / step_name(step)] = metric
-        stay = {path for _, path in past[: self._keep]}
-        if self._keep_best and (best := self._best([path for _, path in past])) is not None:
-            stay.add(best)
-        for at, path in past:
-            if path not in stay:
-                removed = folder / f"{step_name(at)}.removed-{step}"
-                path.rename(removed)  # so that a kill while deleting leaves no half checkpoint
-                shutil.rmtree(removed)
-        self._metrics = {path: self._metrics.get(path) for path in stay}
+    def prune(self, folder: Path, step: int, metric: float | None, in_use: Collection[Path] = ()) -> None:
+        """Remove what does not stay, now that `step` is committed with `metric`.
 
-    def _best(self, paths: list[Path]) -> Path | None:
-        for path in paths:
+        Args:
+            in_use: checkpoints that somebody reads; they wait for the next call.
+        """
+        past = {at: path for at, path in committed(folder) if at <= step}
+        self._metrics[folder / step_name(step)] = metric
+        for path in past.values():
             if path not in self._metrics:
-                self._metrics[path] = _metric(path)
-        return _lowest(self._metrics, paths)
+                self._metrics[path] = read_metric(path)
+        stay = self._keep.choose({at: self._metrics[path] for at, path in past.items()})
+        gone = {at: path for at, path in past.items() if at not in stay and path not in in_use}
+        for at, path in gone.items():
+            removed = folder / f"{step_name(at)}.removed-{step}"
+            path.rename(removed)  # so that a kill while deleting leaves no half checkpoint
+            shutil.rmtree(removed)
+        self._metrics = {path: self._metrics[path] for at, path in past.items() if at not in gone}
 
 
 def best(folder: Path) -> Path | None:
     """The committed checkpoint with the lowest metric, the newest of equals; None if none has one."""
-    paths = [path for _, path in committed(folder)]
-    return _lowest({path: _metric(path) for path in paths}, paths)
+    found = dict(committed(folder))
+    lowest = best_step({step: read_metric(path) for step, path in found.items()})
+    return None if lowest is None else found[lowest]
 
 
-def _lowest(metrics: dict[Path, float | None], newest_first: list[Path]) -> Path | None:
-    scored = [(value, path) for path in newest_first if (value := metrics[path]) is not None]
-    return min(scored, key=lambda entry: entry[0])[1] if scored else None
-
-
-def _metric(path: Path) -> float | None:
-    """A damaged checkpoint has no metric: it is never the best."""
+def read_metric(path: Path) -> float | None:
+    """Of the checkpoint at `path`; a damaged one has none: it is never the best."""
     try:
-        value = read_manifest(path).metric
+        return read_manifest(path).metric
     except WanmaError:
         return None
-    return value if value is None or math.isfinite(value) else None
 
 
 def _entries(folder: Path) -> list[tuple[int, str | None, Path]]:

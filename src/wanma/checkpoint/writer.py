@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from wanma.checkpoint.buffer import FileBuffer, Room
 from wanma.checkpoint.commit import commit
 from wanma.checkpoint.exchange import Meeting
-from wanma.checkpoint.folder import Retention, clean
+from wanma.checkpoint.folder import Keep, Retention, clean
 from wanma.checkpoint.format import data_file, step_name, to_json
 from wanma.job.errors import WanmaError
 
@@ -77,6 +77,8 @@ class Checkpointer:
         generation: tells this set of processes from earlier ones of the run; the same on all ranks.
         keep: how many of the newest checkpoints stay.
         keep_best: whether the one with the lowest metric stays too.
+        keep_every_steps: those of multiples of so many steps stay too; 0: none.
+        in_use: gives the checkpoints that somebody reads at the moment: they are removed later (rank 0).
         replicas: ranks that hold the same plain tensors (not DTensors) under the same names as this
             one; they share the writing of them. Default: all ranks. With pipeline stages: the ranks
             of this rank's stage.
@@ -96,6 +98,8 @@ class Checkpointer:
         generation: int = 0,
         keep: int = 3,
         keep_best: bool = True,
+        keep_every_steps: int = 0,
+        in_use: Callable[[], Collection[Path]] = tuple,
         replicas: Sequence[int] | None = None,
         deadline_seconds: float = 600.0,
         room: Room | None = None,
@@ -109,7 +113,8 @@ class Checkpointer:
         self._world_size = world_size
         self._generation = generation
         self._deadline_seconds = deadline_seconds
-        self._retention = Retention(keep, keep_best)
+        self._retention = Retention(Keep(keep, keep_best, keep_every_steps))
+        self._in_use = in_use
         self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), room)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -256,7 +261,7 @@ class Checkpointer:
                 result, path=final, commit_seconds=time.perf_counter() - began - result.write_seconds
             )
             if self._rank == 0:
-                self._retention.prune(self._folder, job.step, job.metric)
+                self._retention.prune(self._folder, job.step, job.metric, self._in_use())
         except Exception as error:  # a thread has nobody to raise to: the result carries it
             result = replace(result, error=self._failure(job, error, result.path))
         with self._lock:

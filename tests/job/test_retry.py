@@ -1,0 +1,117 @@
+"""Trying again: how often, how long, and what is not tried again."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanma.job.errors import WanmaError
+from wanma.job.retry import Patience, is_permanent, pauses, retry
+
+QUICK = Patience(tries=4, deadline_seconds=60, first_pause_seconds=0.001, longest_pause_seconds=0.002)
+
+
+class Flaky:
+    """Fails so many times, then works."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures, self.error, self.calls = failures, error, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error
+        return "done"
+
+
+def test_what_works_at_the_last_try_is_returned() -> None:
+    flaky = Flaky(3, ConnectionResetError("reset"))
+    assert retry(flaky, QUICK) == "done"
+    assert flaky.calls == 4
+
+
+def test_after_the_last_try_its_error_is_raised_with_the_number_of_tries() -> None:
+    flaky = Flaky(9, TimeoutError("slow"))
+    with pytest.raises(TimeoutError, match="slow") as caught:
+        retry(flaky, QUICK)
+    assert flaky.calls == 4
+    assert caught.value.__notes__[0].startswith("after 4 tries in ")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError("gone"),
+        PermissionError("forbidden"),
+        OSError(errno.ENOSPC, "full"),
+        WanmaError("of our own"),
+        ValueError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_no_second_try_mends_is_raised_at_once(error: Exception) -> None:
+    flaky = Flaky(9, error)
+    with pytest.raises(type(error)):
+        retry(flaky, QUICK)
+    assert flaky.calls == 1
+    assert not hasattr(error, "__notes__")
+
+
+def test_unknown_errors_of_a_storage_library_may_pass() -> None:
+    class EndpointError(Exception):
+        pass
+
+    assert not is_permanent(EndpointError("no connection"))
+    assert not is_permanent(OSError(errno.EIO, "input/output error"))
+
+
+def test_no_try_begins_after_the_deadline() -> None:
+    flaky = Flaky(99, TimeoutError("slow"))
+    patience = Patience(tries=99, deadline_seconds=0.15, first_pause_seconds=0.04, longest_pause_seconds=0.04)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        retry(flaky, patience)
+    assert time.monotonic() - began < 5
+    assert 2 <= flaky.calls <= 8
+
+
+def test_a_stop_ends_a_long_pause_and_nothing_is_tried_again() -> None:
+    stop = threading.Event()
+    flaky = Flaky(99, TimeoutError("slow"))
+    threading.Timer(0.05, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        retry(flaky, Patience(first_pause_seconds=60), stop=stop)
+    assert time.monotonic() - began < 10
+    assert flaky.calls == 1
+
+
+@given(
+    tries=st.integers(1, 12),
+    first=st.floats(0.01, 5),
+    longest=st.floats(5, 60),
+    seed=st.integers(0, 1000),
+)
+def test_pauses_double_up_to_the_longest_and_are_drawn_apart(
+    tries: int, first: float, longest: float, seed: int
+) -> None:
+    patience = Patience(tries, 1e9, first, longest)
+    found = list(pauses(patience, random.Random(seed)))
+    assert len(found) == tries
+    assert found[-1] is None
+    for number, pause in enumerate(found[:-1]):
+        whole = min(first * 2**number, longest)
+        assert pause is not None
+        assert whole / 2 <= pause <= whole * (1 + 1e-9)
+
+
+def test_retrying_leaves_the_process_generator_alone() -> None:
+    state = random.getstate()
+    retry(Flaky(2, TimeoutError()), QUICK)
+    assert random.getstate() == state
