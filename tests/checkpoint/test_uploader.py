@@ -151,6 +151,18 @@ def test_uploaded_ones_stay_by_a_rule_of_their_own(tmp_path: Path) -> None:
     assert sorted(uploaded(here)) == names(there)
 
 
+def test_what_would_not_stay_there_is_not_sent(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    checkpointer = Checkpointer(here, keep=9)
+    for step, metric in ((10, 2.0), (20, 1.0), (30, 3.0), (40, 4.0)):
+        save(checkpointer, step, metric)
+    uploader = Uploader(here, f"file://{there}", keep=Keep(1, best=True))
+    uploader.wake(40)
+    assert uploader.wait(30)
+    assert [upload.step for upload in uploader.take()] == [40, 20]
+    assert names(there) == ["step-00000020", "step-00000040"]
+
+
 def test_closing_does_not_wait_longer_than_told(tmp_path: Path, failing: type[FailingFileSystem]) -> None:
     here, gate = tmp_path / "here", threading.Event()
     failing.fails = lambda _: gate.wait(30) and None

@@ -10,6 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from wanma.checkpoint import uploader
+from wanma.job.retry import Patience
+
 
 class Call(NamedTuple):
     """One operation, the `number`-th of all."""
@@ -99,3 +102,17 @@ def register() -> type[FailingFileSystem]:
     fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
     FailingFileSystem.reset()
     return FailingFileSystem
+
+
+def lose_uploads() -> None:
+    """Whatever is sent from this process is lost, and it does not wait long for better times."""
+    uploader.Uploader.__init__.__defaults__ = (None, Patience(tries=2, first_pause_seconds=0.001))
+
+    def fails(call: Call) -> Exception | None:
+        return OSError("the bucket is gone") if call.name in ("put_file", "pipe_file") else None
+
+    register().fails = staticmethod(fails)
+
+
+def refuse_all() -> None:
+    register().fails = staticmethod(lambda _: PermissionError("no credentials"))

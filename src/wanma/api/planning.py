@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from wanma.api.machines import here
 from wanma.api.read_model import ModelRead, read_model
+from wanma.checkpoint.storage import check_url
 from wanma.data.open import prepare
 from wanma.data.tokenizer import load_tokenizer
 from wanma.hardware.compiler import NO_COMPILER, cpp_compiler
@@ -88,6 +89,8 @@ def first_layout(job: Job, *, own_model: bool = False) -> Start:
         planned = None if planned is None else replace(planned, plan=plan)
     if plan.fp8 and find_spec("torchao") is None:
         raise missing_extra("torchao", "fp8", "train.fp8")
+    if job.checkpoint.upload is not None:
+        check_url(job.checkpoint.upload, "checkpoint.upload")
     return Start(cluster, plan, planned)
 
 

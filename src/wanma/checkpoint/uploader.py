@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanma.checkpoint.folder import Keep, committed
+from wanma.checkpoint.folder import Keep, committed, read_metric
 from wanma.checkpoint.format import MANIFEST, step_name
 from wanma.checkpoint.remote import Remote
 from wanma.checkpoint.storage import Storage
@@ -154,9 +154,12 @@ class Uploader:
                 self._prune(remote, step)
 
     def _next(self) -> tuple[int, Path, _Identity] | None:
-        for step, path in committed(self._folder):
-            if step > self._last:  # left from before the run went back: perhaps damaged
-                continue
+        # Later ones are left from before the run went back, and perhaps damaged.
+        here = {step: path for step, path in committed(self._folder) if step <= self._last}
+        if self._keep is not None:  # what would not stay there need not go there
+            stay = self._keep.choose({step: read_metric(path) for step, path in here.items()})
+            here = {step: path for step, path in here.items() if step in stay}
+        for step, path in here.items():
             try:
                 status = (path / MANIFEST).stat()
             except FileNotFoundError:
@@ -169,7 +172,7 @@ class Uploader:
     def _prune(self, remote: Remote, step: int) -> None:
         assert self._keep is not None
         try:
-            gone = remote.prune(self._keep, step, [at for at, _ in committed(self._folder)])
+            gone = remote.prune(self._keep, self._last, [at for at, _ in committed(self._folder)])
         except WanmaError as error:
             told = WanmaError(f"older uploaded checkpoints could not be removed: {error.message}", error.hint)
             self._tell(Upload(step, remote.url, 0, 0.0, told))

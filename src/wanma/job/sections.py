@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
+from wanma.job.urls import WHERE_CREDENTIALS_GO, has_credentials
+
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
 ContextKind = Literal["ring", "all_to_all"]
@@ -299,10 +301,29 @@ class CheckpointSection(Section):
     every_steps: int = Field(100, ge=0, description="0: only at the end")
     keep: int = Field(3, ge=1, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the one with the best validation loss")
-    resume: bool = Field(True, description="carry on from the run directory's newest whole checkpoint")
+    keep_every_steps: int = Field(
+        0, ge=0, description="also keep those of every multiple of so many steps; 0: none"
+    )
+    upload: str | None = Field(
+        None, description="fsspec URL, e.g. 's3://bucket/run': a copy of each goes there in the background"
+    )
+    upload_keep: int = Field(
+        0, ge=0, description="newest uploaded ones kept, beside those of the two rules above; 0: all"
+    )
+    resume: bool = Field(
+        True, description="carry on from the newest whole checkpoint: the run directory's, else `upload`'s"
+    )
     start_from: str | None = Field(
         None, description="folder whose weights start a new run: a checkpoint, or published safetensors"
     )
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> CheckpointSection:
+        if self.upload is not None and has_credentials(self.upload):  # not repeated in the message
+            raise ValueError(
+                f"upload holds credentials or a query, which would be kept and shown; {WHERE_CREDENTIALS_GO}"
+            )
+        return self
 
 
 class ObserveSection(Section):

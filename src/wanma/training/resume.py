@@ -19,13 +19,15 @@ from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
 from wanma.training.published import published_names, start_from_published
 from wanma.training.state import TrainingState, restore_random_state
+from wanma.training.uploads import fetch_newest, refuse_taken
 
 _NAMED = 5
 """Tensors in one message, at most."""
 
 
 def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fingerprint: str) -> list[str]:
-    """Take up the run directory's newest whole checkpoint, or the weights that the job starts from.
+    """Take up the run directory's newest whole checkpoint, that of `checkpoint.upload` where none is here, or
+    the weights that the job starts from.
 
     Every rank calls it; all take the same checkpoint, each its own part.
 
@@ -42,6 +44,11 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     path = _newest(folder, worker, messages) if choice.resume else None
+    if path is None and choice.upload is not None:
+        if choice.resume:
+            path = fetch_newest(folder, choice.upload, worker, messages)
+        else:
+            refuse_taken(choice.upload, worker)
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     if path is None:
         state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())

@@ -36,6 +36,7 @@ from wanma.training.schedule import learning_rate
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
 from wanma.training.update import Agreement, agree, apply_update
+from wanma.training.uploads import Uploads
 
 WAIT_SECONDS = 5.0
 """Between two signs of life while a checkpoint is being written."""
@@ -91,6 +92,7 @@ class Trainer:
         if plan.device == "cpu" and plan.offload_optimizer == "nothing":
             self.state.updater.reserve_state()
         run = worker.run_directory
+        self._uploads = Uploads(job.checkpoint, worker)
         self._checkpointer = Checkpointer(
             run / "checkpoints",
             rank=worker.rank,
@@ -98,6 +100,8 @@ class Trainer:
             generation=worker.generation,
             keep=job.checkpoint.keep,
             keep_best=job.checkpoint.keep_best,
+            keep_every_steps=job.checkpoint.keep_every_steps,
+            in_use=self._uploads.in_use,
             replicas=self._stage_ranks(),
             room=self._room_for_saves(),
         )
@@ -111,6 +115,7 @@ class Trainer:
             )
             for text in messages:
                 self._recorder.message(text)
+        self._uploads.wake(self.state.step)
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
@@ -134,6 +139,7 @@ class Trainer:
             else:
                 self._checkpointer.close()
         finally:
+            self._uploads.close()
             if self._gpu is not None:
                 self._gpu.__exit__(None, None, None)
             if self._recorder is not None:
@@ -186,6 +192,7 @@ class Trainer:
         now = time.perf_counter()
         phases = self._take_phases()
         self._report_saves(self._checkpointer.poll())
+        self._uploads.tell(self.message)
         seconds = now - self._step_started - phases["validation"]
         self._step_started = now
         self._log.step(
@@ -260,6 +267,7 @@ class Trainer:
                     f"{result.error.hint}; then the same command carries on from the newest one".lstrip("; "),
                 )
         self._report_saves(results)
+        self._uploads.finish(self.state.step, self.message)
         if self._recorder is not None:
             self._recorder.event(
                 "finish", step=self.state.step, outcome=outcome, best_loss=self.state.best_loss
@@ -324,3 +332,5 @@ class Trainer:
                     stall_seconds=result.stall_seconds + self._waited_seconds,
                     write_seconds=result.write_seconds,
                 )
+            if result.path is not None:
+                self._uploads.wake(result.step)
