@@ -14,12 +14,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from wanma.checkpoint.format import MANIFEST, Manifest, parse_manifest, step_name
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(partial|replaced|removed)-.+)?")
 
@@ -97,6 +98,33 @@ def publish(partial: Path, step: int) -> Path:
     if replaces:
         shutil.rmtree(older)
     return final
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` once it is complete, or is removed.
+
+    Raises:
+        WanmaError: `folder` is there already and not empty, or cannot be written to.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WanmaError(f"{folder} is there already", "choose a new folder", EXIT_USAGE)
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            sync_folder(partial)
+            partial.rename(folder)  # takes the place of an empty folder
+            sync_folder(folder.absolute().parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise WanmaError(
+            f"cannot write to {folder}: {error.strerror or error}",
+            "free some space, or choose another folder",
+        ) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from wanma.checkpoint.folder import sync_folder
+from wanma.checkpoint.folder import new_folder
 from wanma.checkpoint.format import ITEM_BYTES, Region, build_header
 from wanma.checkpoint.shards import DTYPES
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -104,24 +103,8 @@ def write_published(
     Raises:
         WanmaError: `folder` is there already and not empty, or cannot be written to.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WanmaError(f"{folder} is there already", "choose a new folder", EXIT_USAGE)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        try:
-            _write_into(partial, tensors, make, others, file_bytes)
-            sync_folder(partial)
-            partial.rename(folder)  # takes the place of an empty folder
-            sync_folder(folder.absolute().parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise WanmaError(
-            f"cannot write to {folder}: {error.strerror or error}",
-            "free some space, or choose another folder",
-        ) from error
+    with new_folder(folder) as partial:
+        _write_into(partial, tensors, make, others, file_bytes)
 
 
 def _write_into(

@@ -1,0 +1,133 @@
+"""A checkpoint written anew: the same tensors in other files or dtypes, and the source as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from wanma.checkpoint.compare import compare
+from wanma.checkpoint.convert import convert
+from wanma.checkpoint.folder import read_manifest
+from wanma.checkpoint.reader import load_full
+from wanma.checkpoint.scan import FolderFiles, scan
+from wanma.checkpoint.writer import Checkpointer
+from wanma.job.errors import WanmaError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of three ranks, with state."""
+    torch.manual_seed(0)
+    tensors = {
+        "model.a": torch.randn(40, 10),
+        "model.b": torch.randn(7),
+        "optimizer.a": torch.randn(40, 10).double(),
+        "step": torch.tensor(4),
+        "empty": torch.empty(0, 3),
+    }
+    ranks = [Checkpointer(tmp_path / "run", rank, 3) for rank in range(3)]
+    for rank, checkpointer in enumerate(ranks):
+        checkpointer.save(4, tensors, {"samples": 9}, rank_state={"random": rank}, metric=1.5)
+    for checkpointer in ranks:
+        checkpointer.close()
+    return tmp_path / "run" / "step-00000004"
+
+
+def kinds(path: Path) -> dict[str, str]:
+    return {name: entry.dtype for name, entry in read_manifest(path).tensors.items()}
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("files", [1, 2, 9])
+def test_into_other_files_all_tensors_and_the_state_stay(path: Path, tmp_path: Path, files: int) -> None:
+    before = content(path)
+    convert(path, tmp_path / "out", kinds(path), files, block_elements=7)
+    assert content(path) == before
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == min(files, 5)
+    assert scan("out", FolderFiles(tmp_path / "out")).problems == ()
+    assert compare(path, tmp_path / "out").is_none
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.step, manifest.world_size, manifest.metric) == (4, 3, 1.5)
+    assert manifest.rank_state[2] == {"random": 2}
+
+
+def test_one_file_is_what_the_safetensors_library_reads(path: Path, tmp_path: Path) -> None:
+    convert(path, tmp_path / "out", kinds(path))
+    loaded = load_file(tmp_path / "out" / "rank-00000.safetensors")
+    full = load_full(path)
+    assert loaded.keys() == full.keys()
+    assert all(torch.equal(loaded[name], full[name]) for name in full)
+
+
+def test_some_tensors_in_another_dtype(path: Path, tmp_path: Path) -> None:
+    convert(path, tmp_path / "out", {"model.a": "BF16", "model.b": "F32"}, block_elements=16)
+    full, source = load_full(tmp_path / "out"), load_full(path)
+    assert sorted(full) == ["model.a", "model.b"]
+    assert torch.equal(full["model.a"], source["model.a"].bfloat16())
+    assert torch.equal(full["model.b"], source["model.b"])
+
+
+def test_a_value_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"w": torch.tensor([1.0, 1e6])}, {})
+    with pytest.raises(WanmaError, match="tensor w has values that F16 cannot hold"):
+        convert(tmp_path / "run" / "step-00000001", tmp_path / "out", {"w": "F16"})
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_damaged_checkpoint_is_not_given_new_hashes(path: Path, tmp_path: Path) -> None:
+    file = path / "rank-00001.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(WanmaError, match=r"is not whole: rank-00001\.safetensors is damaged"):
+        convert(path, tmp_path / "out", kinds(path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_is_taken_is_refused_the_source_included(path: Path) -> None:
+    before = content(path)
+    with pytest.raises(WanmaError, match="is there already"):
+        convert(path, path, kinds(path))
+    assert content(path) == before
+
+
+def test_a_disk_that_fills_up_leaves_the_source_and_nothing_else(path: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the write fails in the kernel."""
+    before = content(path)
+    program = (
+        "import sys, resource, signal, pathlib\n"
+        "from wanma.checkpoint.convert import convert\n"
+        "from wanma.job.errors import WanmaError\n"
+        "source, out = map(pathlib.Path, sys.argv[1:])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "try:\n"
+        "    convert(source, out, {'model.a': 'F32', 'optimizer.a': 'F64'})\n"
+        "except WanmaError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, path, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "File too large" in done.stdout
+    assert "free some space" in done.stdout
+    assert content(path) == before
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["run"]
