@@ -45,6 +45,8 @@ LONGEST_FILE = 500
 
 TORCH_FREE = (
     "wanma",
+    "wanma.api.checkpoints",
+    "wanma.api.checkpoints_text",
     "wanma.api.plan",
     "wanma.cli.main",
     "wanma.cli.parser",

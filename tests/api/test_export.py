@@ -53,6 +53,19 @@ def test_the_command_writes_what_transformers_loads(
     assert f"{to} is there already" in capsys.readouterr().err
 
 
+def test_a_checkpoint_is_converted_to_what_export_writes(tmp_path: Path) -> None:
+    outcome = trained(tmp_path, {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2})
+    path = outcome.directory / "checkpoints" / "step-00000002"
+    command = ["checkpoint", "convert", str(path), str(tmp_path / "converted"), "--format", "huggingface"]
+    assert main(command) == 0
+    export(RunDirectory(outcome.directory), tmp_path / "exported")
+    files = sorted(file.name for file in (tmp_path / "exported").iterdir())
+    assert "config.json" in files
+    assert sorted(file.name for file in (tmp_path / "converted").iterdir()) == files
+    for name in files:
+        assert (tmp_path / "converted" / name).read_bytes() == (tmp_path / "exported" / name).read_bytes()
+
+
 def test_adapters_are_added_to_the_weights_that_they_adapt(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "config", "gpt2")
     keys = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": ["*.c_attn.key"]}

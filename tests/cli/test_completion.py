@@ -72,6 +72,13 @@ def test_runs_are_completed_by_name_where_the_command_would_look(folder: Path) -
     assert offered("wanma report --runs elsewhere g", folder) == [""]
 
 
+def test_actions_and_places_of_checkpoints_are_completed(folder: Path) -> None:
+    (folder / "saved").mkdir()
+    assert offered("wanma checkpoint ve", folder) == ["verify"]
+    assert set(offered("wanma checkpoint diff gpt", folder)) == {"gpt", "gpt-2"}
+    assert offered("wanma checkpoint list sa", folder) == ["saved/"]
+
+
 def test_the_line_for_the_shell_loads_the_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

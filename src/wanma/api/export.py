@@ -39,16 +39,18 @@ def export(
     run: RunDirectory,
     folder: Path,
     *,
+    checkpoint: Path | None = None,
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write the newest whole checkpoint of `run` as a folder that transformers' `from_pretrained` loads.
+    """Write a whole checkpoint of `run`, the newest, as a folder that transformers' `from_pretrained` loads.
 
     Memory holds one tensor at a time. Averaged weights are preferred, as `wanma sample` does; adapters are
     added to the weights that they adapt.
 
     Args:
         folder: made; must not hold anything yet.
+        checkpoint: the one to take; None: the newest that is whole.
         precision: of the written weights; None: as trained.
 
     Raises:
@@ -56,13 +58,16 @@ def export(
     """
     import torch
 
+    from wanma.checkpoint.convert import require_whole
     from wanma.checkpoint.published import write_published
     from wanma.checkpoint.reader import Saved, newest
     from wanma.checkpoint.shards import DTYPES
     from wanma.models.build import model_spec
 
     job = load_job(run.job)
-    path = newest(run.checkpoints)
+    if checkpoint is not None:
+        require_whole(checkpoint)
+    path = checkpoint or newest(run.checkpoints)
     if path is None:
         raise WanmaError(f"{run.path} has no whole checkpoint yet", "let the run reach its first checkpoint")
     kept = run.path / "tokenizer"

@@ -35,6 +35,11 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found.items(), reverse=True)
 
 
+def unfinished(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of saves that are being written, or that killed runs left behind."""
+    return [(step, path) for step, kind, path in _entries(folder) if kind == "partial"]
+
+
 def clean(folder: Path) -> list[str]:
     """Remove what killed runs left behind. Call it while nobody saves into `folder`.
 
@@ -42,17 +47,17 @@ def clean(folder: Path) -> list[str]:
         names of the unfinished saves that were removed.
     """
     complete = {step for step, kind, _ in _entries(folder) if kind is None}
-    unfinished = []
+    left = []
     for step, kind, path in _entries(folder):
         if kind == "replaced" and step not in complete:
             path.rename(folder / step_name(step))
             complete.add(step)
             continue
         if kind == "partial":
-            unfinished.append(path.name)
+            left.append(path.name)
         if kind is not None:
             shutil.rmtree(path)
-    return unfinished
+    return left
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -94,6 +94,10 @@ class Storage:
             raise _failure("cannot open", self.url, error) from error
         self._root = root.rstrip("/")
 
+    def below(self, path: str) -> Storage:
+        """The folder at `path` in it."""
+        return Storage(f"{self.url}/{path}", self._patience, self._stop)
+
     def folders(self) -> list[str]:
         """Names of the folders in it, sorted; none where it does not exist."""
 

@@ -50,9 +50,13 @@ def chosen_run(arguments: argparse.Namespace) -> RunDirectory:
     Raises:
         WanmaError: there is none.
     """
-    folder: Path = arguments.runs
+    return run_called(arguments.run_name, arguments.runs)
+
+
+def run_called(name: str | None, folder: Path) -> RunDirectory:
+    """The run that `name` means, as `chosen_run`."""
     runs = list_runs(folder)
-    if arguments.run_name is None:
+    if name is None:
         if not runs:
             raise WanmaError(
                 f"there are no runs in {folder.absolute()}",
@@ -60,16 +64,31 @@ def chosen_run(arguments: argparse.Namespace) -> RunDirectory:
                 EXIT_USAGE,
             )
         return runs[0]
-    for path in (Path(arguments.run_name), folder / arguments.run_name):
+    for path in (Path(name), folder / name):
         if (path / "job.toml").is_file():
             return RunDirectory(path)
     names = [run.name for run in runs]
     known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise WanmaError(
-        f"there is no run '{arguments.run_name}'.{did_you_mean(arguments.run_name, names)}",
+        f"there is no run '{name}'.{did_you_mean(name, names)}",
         f"runs in {folder}: {known or 'none'}",
         EXIT_USAGE,
     )
+
+
+def chosen_place(name: str | None, runs: Path) -> str:
+    """Where the checkpoints are that `name` means: a URL, a folder that holds some, or those of a run.
+
+    Raises:
+        WanmaError: it is none of them.
+    """
+    if name is not None and "://" in name:
+        return name
+    if name is not None:
+        holds = next(Path(name).glob("step-*"), None) is not None or (Path(name) / "manifest.json").is_file()
+        if holds or Path(name).name.startswith("step-"):
+            return name
+    return str(run_called(name, runs).checkpoints)
 
 
 def run_at(path: Path) -> RunDirectory:
@@ -105,6 +124,12 @@ def override_texts(prefix: str, **_: Any) -> list[str]:
     if name == "parallel":
         return ["parallel=auto"]
     return [f"{name}={value}" for value in (keys[name].choices if name in keys else ())]
+
+
+def checkpoint_places(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    from argcomplete.completers import DirectoriesCompleter
+
+    return [*run_names(prefix, parsed_args), *DirectoriesCompleter()(prefix)]
 
 
 def run_names(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from wanma import __version__
 from wanma.cli.commands import (
+    checkpoint,
     cluster,
     completion,
     doctor,
@@ -33,6 +34,7 @@ COMMANDS = (
     report,
     sample,
     export,
+    checkpoint,
     doctor,
     cluster,
     job,
@@ -96,7 +98,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     if rest:
         wrong = [text for text in rest if text.startswith("-") or not hasattr(parsed, "overrides")]
         if wrong:
-            raise _unknown_argument(wrong[0], parsed.command, parser)
+            raise _unknown_argument(wrong[0], parsed, parser)
         parsed.overrides = [*parsed.overrides, *rest]
     parsed.command_line = ["wanma", *arguments]
     return parsed
@@ -110,19 +112,21 @@ def _unknown_command(word: str, names: set[str]) -> JobError:
     )
 
 
-def _unknown_argument(word: str, command: str | None, parser: Parser) -> JobError:
-    prog = f"wanma {command}" if command else "wanma"
+def _unknown_argument(word: str, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> JobError:
+    for name in (parsed.command, getattr(parsed, "action", None)):
+        parser = _command_parser(parser, name)
+    prog = parser.prog
     hint = f"`{prog} --help` shows how"
     if not word.startswith("-"):
         return JobError(f"{prog}: '{word}' is one argument too many", hint)
     name = word.partition("=")[0]
     if "." in name:
         return JobError(f"{prog}: unknown option {word}", "overrides have no dashes: train.steps=500")
-    options = _command_parser(parser, command)._option_string_actions
+    options = parser._option_string_actions
     return JobError(f"{prog}: unknown option {name}.{did_you_mean(name, options)}", hint)
 
 
-def _command_parser(parser: Parser, command: str | None) -> argparse.ArgumentParser:
+def _command_parser(parser: argparse.ArgumentParser, command: str | None) -> argparse.ArgumentParser:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and command in action.choices:
             chosen: argparse.ArgumentParser = action.choices[command]

@@ -1,0 +1,128 @@
+"""Real failures of disks and permissions: the kernel refuses, and the checkpoint before stays whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanma.checkpoint.reader import load_full, newest
+from wanma.checkpoint.remote import Remote
+from wanma.checkpoint.storage import Storage
+from wanma.checkpoint.verify import verify
+from wanma.checkpoint.writer import Checkpointer
+from wanma.job.errors import WanmaError
+from wanma.job.retry import Patience
+
+SAVE_TWO = """
+import os, resource, signal, sys
+from pathlib import Path
+import torch
+from wanma.checkpoint.writer import Checkpointer
+
+folder, trouble = Path(sys.argv[1]), sys.argv[2]
+checkpointer = Checkpointer(folder)
+if trouble == "large":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+else:
+    os.setuid(65534)
+checkpointer.save(2, {"w": torch.full((1000,), 2.0)}, {"step": 2})
+(result,) = checkpointer.wait()
+print(result.path, result.error)
+checkpointer.close()
+"""
+
+
+def save(folder: Path, step: int, elements: int = 1000) -> None:
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(step, {"w": torch.full((elements,), float(step))}, {"step": step})
+
+
+def save_in_trouble(folder: Path, trouble: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE_TWO, folder, trouble],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout
+
+
+def require_first_whole(folder: Path) -> None:
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000001"]
+    assert newest(folder) == folder / "step-00000001"
+    assert load_full(folder / "step-00000001")["w"].unique().tolist() == [1.0]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_file_that_may_not_grow_fails_the_save_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    told = save_in_trouble(tmp_path, "large")
+    assert told.startswith("None the checkpoint of step 2 was not saved: rank 0: File too large")
+    assert "the ones before it are untouched" in told
+    require_first_whole(tmp_path)
+
+
+@pytest.mark.root
+def test_a_folder_that_may_not_be_written_to_fails_the_save_alone(tmp_path: Path) -> None:
+    """The process loses its rights between two saves, as when a mount's owner changes them."""
+    save(tmp_path, 1)
+    for folder in (tmp_path, *list(tmp_path.parents)[:-2]):
+        folder.chmod(0o755)
+    told = save_in_trouble(tmp_path, "no rights")
+    assert told.startswith("None the checkpoint of step 2 was not saved: rank 0: Permission denied")
+    assert "check its permissions" in told
+    require_first_whole(tmp_path)
+
+
+@pytest.mark.root
+def test_a_disk_that_turns_read_only_fails_the_save_alone(small_disk: Path) -> None:
+    save(small_disk, 1)
+    checkpointer = Checkpointer(small_disk)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    checkpointer.save(2, {"w": torch.zeros(1000)}, {})
+    (result,) = checkpointer.wait()
+    assert "Read-only file system" in str(result.error)
+    require_first_whole(small_disk)
+
+
+@pytest.mark.root
+def test_a_full_disk_at_the_other_end_fails_the_upload_alone(tmp_path: Path, small_disk: Path) -> None:
+    save(tmp_path / "here", 1)
+    save(tmp_path / "here", 2, elements=400_000)
+    remote = Remote(Storage(f"file://{small_disk}", Patience(tries=1)))
+    remote.upload(tmp_path / "here" / "step-00000001", 1)
+    with pytest.raises(WanmaError, match="No space left on device"):
+        remote.upload(tmp_path / "here" / "step-00000002", 2)
+    assert verify(tmp_path / "here" / "step-00000002") == []
+    told: list[str] = []
+    path = remote.newest(tmp_path / "back", told.append)
+    assert path == tmp_path / "back" / "step-00000001"
+    assert "was not uploaded whole" in told[0]
+
+
+@pytest.mark.root
+def test_a_full_disk_at_this_end_fails_the_download_and_leaves_what_is_there(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    save(tmp_path / "here", 2, elements=400_000)
+    remote = Remote(Storage(f"file://{tmp_path}/there", Patience(tries=1)))
+    remote.upload(tmp_path / "here" / "step-00000002", 2)
+    save(small_disk, 1)
+    with pytest.raises(WanmaError, match="No space left on device"):
+        remote.fetch(2, small_disk)
+    require_first_whole(small_disk)
