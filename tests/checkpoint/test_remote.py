@@ -209,6 +209,24 @@ def test_a_step_saved_again_replaces_what_is_there(folder: Path, tmp_path: Path)
     assert verify(at(tmp_path / "there", 1)) == []
 
 
+def test_a_replacement_that_breaks_off_leaves_no_manifest_beside_other_files(
+    folder: Path, tmp_path: Path, failing: type[FailingFileSystem]
+) -> None:
+    for moment in range(1, 30):
+        there = tmp_path / f"there-{moment}"
+        remote(f"file://{there}").upload(at(folder, 1), 1)
+        failing.reset()
+        failing.fails = lambda call, moment=moment: ConnectionError("down") if call.number >= moment else None
+        try:
+            remote(f"failing://{there}", ONCE).upload(at(folder, 2), 1)
+        except WanmaError:
+            assert verify(at(there, 1)) == [] or not (at(there, 1) / "manifest.json").exists()
+        else:
+            assert verify(at(there, 1)) == []
+            break
+    assert moment > 5
+
+
 def test_uploaded_ones_are_kept_by_the_same_rules_and_half_uploads_go(folder: Path, tmp_path: Path) -> None:
     url, there = f"file://{tmp_path}/there", tmp_path / "there"
     one = remote(url)

@@ -65,7 +65,7 @@ def test_all_damaged_files_are_listed_not_only_the_first(path: Path) -> None:
     (path / "rank-00000.safetensors").unlink()
     (path / "rank-00001.safetensors").write_bytes(b"short")
     assert [problem.cause.split(" bytes")[0] for problem in problems(path)] == ["is missing", "has 5"]
-    assert quick_problem(FolderFiles(path), read_manifest(path)) == "rank-00000.safetensors is missing"
+    assert quick_problem(FolderFiles(path).size, read_manifest(path)) == "rank-00000.safetensors is missing"
 
 
 def test_a_damaged_header_is_two_problems_and_no_crash(path: Path) -> None:

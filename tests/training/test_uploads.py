@@ -75,7 +75,7 @@ def test_an_upload_that_fails_is_told_and_training_ends_as_if_nothing_were(tmp_p
         patch="support.failing_storage:lose_uploads",
     )
     assert failed.losses == plain.losses
-    told = [text for text in messages(failed) if "was not uploaded, training goes on" in text]
+    told = [text for text in messages(failed) if "was not uploaded: " in text]
     assert told
     assert "OSError: the bucket is gone (after 2 tries" in told[0]
     assert verify(tmp_path / "run" / "checkpoints" / "step-00000004") == []

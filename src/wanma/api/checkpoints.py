@@ -152,9 +152,8 @@ def convert(
 def _plain(path: Path, folder: Path, saved: Saved, kinds: dict[str, str]) -> Converted:
     """The weights by the names that the model itself has for them."""
     from wanma.api.export import FILE_BYTES
-    from wanma.checkpoint.convert import require_whole
+    from wanma.checkpoint.convert import require_whole, with_dtype
     from wanma.checkpoint.published import write_published
-    from wanma.checkpoint.shards import DTYPES
 
     require_whole(path)
     prefix = next((prefix for prefix in _WEIGHTS if any(name.startswith(prefix) for name in kinds)), None)
@@ -165,7 +164,7 @@ def _plain(path: Path, folder: Path, saved: Saved, kinds: dict[str, str]) -> Con
     write_published(
         folder,
         tensors,
-        lambda short: saved.read(names[short]).to(DTYPES[kinds[names[short]]]),
+        lambda short: with_dtype(short, saved.read(names[short]), kinds[names[short]]),
         {},
         FILE_BYTES,
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from wanma.checkpoint.blocks import BLOCK_ELEMENTS, blocks
 from wanma.checkpoint.folder import new_folder, read_manifest
@@ -120,10 +121,18 @@ def _write(path: Path, saved: Saved, kinds: Mapping[str, str], block_elements: i
 
 
 def _content(saved: Saved, name: str, box: Box, dtype: str) -> memoryview:
-    part = saved.read(name, box).reshape(-1)
-    if saved.tensors[name].dtype != dtype:
-        before = part
-        part = before.to(DTYPES[dtype])
-        if before.is_floating_point() and not torch.equal(before.isfinite(), part.isfinite()):
-            raise WanmaError(f"tensor {name} has values that {dtype} cannot hold", "choose a wider dtype")
+    part = with_dtype(name, saved.read(name, box).reshape(-1), dtype)
     return part.view(torch.uint8).numpy().data
+
+
+def with_dtype(name: str, part: Tensor, dtype: str) -> Tensor:
+    """Part of tensor `name` as `dtype`, as the format spells it.
+
+    Raises:
+        WanmaError: a finite value would become an infinity.
+    """
+    converted = part.to(DTYPES[dtype])
+    changes = converted is not part and part.is_floating_point()
+    if changes and not torch.equal(part.isfinite(), converted.isfinite()):
+        raise WanmaError(f"tensor {name} has values that {dtype} cannot hold", "choose a wider dtype")
+    return converted

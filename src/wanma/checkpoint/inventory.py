@@ -63,7 +63,7 @@ def at_url(storage: Storage) -> list[Entry]:
         name = step_name(step)
         try:
             manifest = remote.manifest(step)
-            problem = "not complete" if manifest is None else quick_problem(storage.below(name), manifest)
+            problem = "not complete" if manifest is None else quick_problem(storage.files(name).get, manifest)
         except WanmaError as error:
             manifest, problem = None, error.message
         found.append(Entry(step, name, problem, None, manifest))
@@ -80,7 +80,7 @@ def _entry(step: int, path: Path, record: dict[str, object] | None) -> Entry:
         time = (path / MANIFEST).stat().st_mtime
         same = record is not None and record.get("manifest_sha256") == hashlib.sha256(content).hexdigest()
         url = str(record["url"]) if record is not None and same else None
-        return Entry(step, path.name, quick_problem(files, manifest), time, manifest, uploaded=url)
+        return Entry(step, path.name, quick_problem(files.size, manifest), time, manifest, uploaded=url)
     except (OSError, WanmaError) as error:
         return Entry(step, path.name, error.message if isinstance(error, WanmaError) else str(error))
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,10 +116,10 @@ def scan(name: str, files: Files) -> Scan:
     return Scan(name, manifest, tuple(problems))
 
 
-def quick_problem(files: Files, manifest: Manifest) -> str | None:
+def quick_problem(size_of: Callable[[str], int | None], manifest: Manifest) -> str | None:
     """What sizes alone tell: the first file that is missing or has another size."""
     for name, entry in manifest.files.items():
-        if (cause := _wrong_size(files, name, entry)) is not None:
+        if (cause := _wrong_size(size_of(name), entry)) is not None:
             return f"{name} {cause}"
     return None
 
@@ -159,7 +159,7 @@ def _problems(
 ) -> Iterator[Problem]:
     """Of one data file, which is read once."""
     try:
-        if (cause := _wrong_size(files, name, entry)) is not None:
+        if (cause := _wrong_size(files.size(name), entry)) is not None:
             yield Problem(name, cause)
             return
         digest = hashlib.sha256()
@@ -193,8 +193,7 @@ def _problems(
         yield Problem(name, f"tensor {tensor} is in it, but not listed")
 
 
-def _wrong_size(files: Files, name: str, entry: FileEntry) -> str | None:
-    size = files.size(name)
+def _wrong_size(size: int | None, entry: FileEntry) -> str | None:
     if size is None:
         return "is missing"
     return None if size == entry.bytes else f"has {size:,} bytes instead of {entry.bytes:,}"

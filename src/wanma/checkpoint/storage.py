@@ -100,17 +100,12 @@ class Storage:
 
     def folders(self) -> list[str]:
         """Names of the folders in it, sorted; none where it does not exist."""
+        return sorted(name for name, entry in self._list("").items() if entry["type"] == "directory")
 
-        def look() -> list[str]:
-            self._system.invalidate_cache()
-            try:
-                found = self._system.ls(self._root, detail=True)
-            except FileNotFoundError:
-                return []
-            names = [str(entry["name"]).rstrip("/") for entry in found if entry["type"] == "directory"]
-            return sorted(name.rpartition("/")[2] for name in names)
-
-        return self._try("cannot list", "", look)
+    def files(self, path: str) -> dict[str, int]:
+        """Name and bytes of the files in one of its folders; none where that does not exist."""
+        found = self._list(path)
+        return {name: int(entry["size"]) for name, entry in found.items() if entry["type"] == "file"}
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -198,6 +193,17 @@ class Storage:
                 return
 
         self._try("cannot remove", path, remove)
+
+    def _list(self, path: str) -> dict[str, dict[str, Any]]:
+        def look() -> dict[str, dict[str, Any]]:
+            self._system.invalidate_cache()
+            try:
+                found = self._system.ls(self._at(path), detail=True)
+            except FileNotFoundError:
+                return {}
+            return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in found}
+
+        return self._try("cannot list", path, look)
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root

@@ -41,6 +41,7 @@ class Upload:
     """Sent; 0 when the checkpoint was there already."""
     seconds: float
     error: WanmaError | None = None
+    """What failed, as a sentence: the upload, or tidying up after it."""
 
 
 class Uploader:
@@ -124,7 +125,7 @@ class Uploader:
                 remote = remote or Remote(Storage(self._url, self._patience, self._stop))
                 self._upload_all(remote)
             except Exception as error:  # a thread has nobody to raise to
-                self._tell(Upload(self._last, self._url, 0, 0.0, _of_upload(error, self._url)))
+                self._tell(Upload(self._last, self._url, 0, 0.0, _failure("checkpoints were", error)))
             finally:
                 with self._changed:
                     self._working = False
@@ -141,7 +142,7 @@ class Uploader:
             except Exception as error:
                 if not path.exists():  # removed before it was held: a newer one is there
                     continue
-                failure = _of_upload(error, f"{remote.url}/{step_name(step)}")
+                failure = _failure(f"the checkpoint of step {step} was", error)
                 self._tell(Upload(step, remote.url, 0, time.monotonic() - began, failure))
                 return
             finally:
@@ -202,7 +203,7 @@ def uploaded(folder: Path) -> dict[str, dict[str, Any]]:
     return record if isinstance(record, dict) else {}
 
 
-def _of_upload(error: Exception, place: str) -> WanmaError:
+def _failure(subject: str, error: Exception) -> WanmaError:
     if isinstance(error, WanmaError):
-        return error
-    return WanmaError(f"cannot upload to {place}: {type(error).__name__}: {error}")
+        return WanmaError(f"{subject} not uploaded: {error.message}", error.hint)
+    return WanmaError(f"{subject} not uploaded: {type(error).__name__}: {error}")

@@ -267,7 +267,7 @@ class Trainer:
                     f"{result.error.hint}; then the same command carries on from the newest one".lstrip("; "),
                 )
         self._report_saves(results)
-        self._uploads.finish(self.state.step, self.message)
+        self._uploads.finish(self.state.step, outcome, self.message)
         if self._recorder is not None:
             self._recorder.event(
                 "finish", step=self.state.step, outcome=outcome, best_loss=self.state.best_loss

@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 KEY = "checkpoint.upload"
 TICK_SECONDS = 5.0
 """Between two signs of life while a transfer goes on."""
-LAST_UPLOAD_SECONDS = 3600.0
-"""How long a run waits at its end for what is still being uploaded."""
+LAST_UPLOAD_SECONDS = {"finished": 3600.0, "interrupted": 60.0}
+"""How long a run waits at its end for what is still being uploaded; who interrupts it will not wait long."""
 
 
 class Uploads:
@@ -49,23 +49,24 @@ class Uploads:
         if self._uploader is not None and step > 0:
             self._uploader.wake(step)
 
-    def tell(self, message: Callable[[str, str], None]) -> None:
+    def tell(self, message: Callable[[str, str], None], next_try: str = "the next checkpoint") -> None:
         """Say what has become of uploads since the last call: text and level."""
         if self._uploader is not None:
             for upload in self._uploader.take():
-                message(*_text(upload))
+                message(*_text(upload, next_try))
 
-    def finish(self, step: int, message: Callable[[str, str], None]) -> None:
+    def finish(self, step: int, outcome: str, message: Callable[[str, str], None]) -> None:
         """Wait for what is under way; what does not succeed is told, and fails nothing."""
         if self._uploader is None:
             return
-        until = time.monotonic() + LAST_UPLOAD_SECONDS
+        limit = LAST_UPLOAD_SECONDS[outcome]
+        until = time.monotonic() + limit
         while not self._uploader.wait(TICK_SECONDS) and time.monotonic() < until:
             self._worker.control.progress(step, "uploading a checkpoint")
-        self.tell(message)
+        self.tell(message, "the same command")
         if not self._uploader.close():
-            hours = duration_text(LAST_UPLOAD_SECONDS)
-            message(f"the last upload did not end within {hours}; the same command tries again", "warning")
+            told = f"the last upload did not end within {duration_text(limit)}; the same command tries again"
+            message(told, "warning")
 
     def close(self) -> None:
         if self._uploader is not None:
@@ -142,10 +143,10 @@ def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Resu
             return result  # type: ignore[return-value]  # without an error it is there
 
 
-def _text(upload: Upload) -> tuple[str, str]:
+def _text(upload: Upload, next_try: str) -> tuple[str, str]:
     if upload.error is not None:
-        told = f"the checkpoint of step {upload.step} was not uploaded, training goes on"
-        return f"{told}; the next checkpoint tries again: {upload.error}", "warning"
+        told = WanmaError(f"{upload.error.message}; {next_try} tries again", upload.error.hint)
+        return str(told), "warning"
     if not upload.bytes:
         return f"the checkpoint of step {upload.step} is at {upload.url} already", "info"
     took = f"{bytes_text(upload.bytes)} in {duration_text(upload.seconds)}"
