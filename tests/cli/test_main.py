@@ -84,8 +84,8 @@ def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
         main(["--help"])
     listed = re.findall(r"^    (\w+)\s+\w", capsys.readouterr().out, re.MULTILINE)
     assert listed == [
-        "train", "plan", "launch", "runs", "show", "report", "sample", "export", "doctor", "cluster", "job",
-        "completion", "version",
+        "train", "plan", "launch", "runs", "show", "report", "sample", "export", "checkpoint", "doctor",
+        "cluster", "job", "completion", "version",
     ]  # fmt: skip
     for command in listed:
         with pytest.raises(SystemExit, match="0"):
