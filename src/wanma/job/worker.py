@@ -7,7 +7,7 @@ The training room takes a `Worker`; the elastic room makes one for a supervised 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,21 @@ class Unsupervised:
 
 
 @dataclass(frozen=True)
+class Images:
+    """Where a rank leaves copies of its state: files in memory that its supervisor holds, and so outlive it.
+
+    Attributes:
+        mine: two paths, written in turn; the files are empty at first.
+        found: of each rank of the generation before, the images of it that are on this node.
+        restore_step: step of the images that all ranks are to take up; None: start from disk.
+    """
+
+    mine: tuple[str, str]
+    found: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    restore_step: int | None = None
+
+
+@dataclass(frozen=True)
 class Worker:
     """One rank's place in the run. `store` is the address of the rendezvous store of this generation."""
 
@@ -63,6 +78,8 @@ class Worker:
     store: Any = None
     """The rendezvous store itself, where this process already holds it (rank 0 serves it)."""
     control: Control = field(default_factory=Unsupervised)
+    images: Images | None = None
+    """None: nobody would keep them, or the job wants none."""
 
     @classmethod
     def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:
