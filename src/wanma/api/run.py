@@ -139,6 +139,7 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         start_seconds=job.cluster.start_seconds,
         hang_seconds=job.cluster.hang_seconds,
         job_hash=_agreed(job, plan),
+        retries=job.cluster.retries,
     )
 
 

@@ -271,6 +271,9 @@ class ClusterSection(Section):
     allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
     start_seconds: float = Field(300.0, gt=0, description="deadline from launch to the first step")
     hang_seconds: float = Field(300.0, gt=0, description="deadline from one step to the next")
+    retries: int = Field(
+        3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
+    )
 
     @model_validator(mode="after")
     def _place(self) -> ClusterSection:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Event = dict[str, Any]
-"""One JSON-able record with a `kind`: start, step, validation, checkpoint, message, finish."""
+"""One JSON-able record with a `kind`: start, recovery, step, validation, checkpoint, message, finish."""
 
 
 class Control(Protocol):
@@ -22,6 +22,9 @@ class Control(Protocol):
 
     def progress(self, step: int, phase: str) -> None:
         """Note where this rank stands; feeds the hang report. Cheap: called a few times per step."""
+
+    def step_done(self, step: int) -> None:
+        """Note that optimizer step `step` is finished: only new ones count as progress after a failure."""
 
     def event(self, event: Event) -> None:
         """Pass an event to the supervisor's console; rank 0 only."""
@@ -37,6 +40,9 @@ class Unsupervised:
         self._on_event = on_event
 
     def progress(self, step: int, phase: str) -> None:
+        pass
+
+    def step_done(self, step: int) -> None:
         pass
 
     def event(self, event: Event) -> None:
@@ -63,6 +69,23 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """Why ranks were started again in the middle of a run.
+
+    Attributes:
+        failure: what failed, in words.
+        failed_at: when this node's supervisor heard of it, on the machine's monotonic clock.
+        reached_step: newest step that was finished before it; None: none since the command began.
+        attempt: counts from 1 the recoveries since the last new step.
+    """
+
+    failure: str
+    failed_at: float
+    reached_step: int | None
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Worker:
     """One rank's place in the run. `store` is the address of the rendezvous store of this generation."""
 
@@ -80,6 +103,8 @@ class Worker:
     control: Control = field(default_factory=Unsupervised)
     images: Images | None = None
     """None: nobody would keep them, or the job wants none."""
+    restart: Restart | None = None
+    """None: these are the first ranks of the command."""
 
     @classmethod
     def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:

@@ -176,7 +176,7 @@ class Trainer:
                 "warning",
             )
         self._rate, self._global_batch = rate, global_batch
-        self.worker.control.progress(state.step, "step done")
+        self.worker.control.step_done(state.step)
         return agreement
 
     def record(self, agreement: Agreement) -> None:
