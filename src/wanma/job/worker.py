@@ -106,6 +106,11 @@ class Worker:
     restart: Restart | None = None
     """None: these are the first ranks of the command."""
 
+    @property
+    def restarted(self) -> bool:
+        """Ranks of this very run have been at work before: it carries on, also where a new one would not."""
+        return self.restart is not None
+
     @classmethod
     def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:
         """The only rank of a run in the current process."""
