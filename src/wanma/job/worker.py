@@ -75,13 +75,13 @@ class Restart:
     Attributes:
         failure: what failed, in words.
         failed_at: when this node's supervisor heard of it, on the machine's monotonic clock.
-        reached_step: newest step that was finished before it; None: none since the command began.
+        reached_step: newest step that was finished before it.
         attempt: counts from 1 the recoveries since the last new step.
     """
 
     failure: str
     failed_at: float
-    reached_step: int | None
+    reached_step: int
     attempt: int
 
 

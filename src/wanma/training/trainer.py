@@ -105,10 +105,18 @@ class Trainer:
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
             self._recorder.event(
-                "start", step=self.state.step, steps=train.steps, world_size=plan.world_size, plan=str(plan)
+                "start",
+                step=self.state.step,
+                steps=train.steps,
+                world_size=plan.world_size,
+                plan=str(plan),
+                **({"again": True} if worker.restarted else {}),
             )
             for text in messages:
                 self._recorder.message(text)
+        self._restart = worker.restart
+        """Until the first step after it is finished."""
+        self._resumed_step = self.state.step
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
@@ -191,6 +199,7 @@ class Trainer:
         )
         if self._recorder is None:
             return
+        self._tell_recovery()
         devices = self.plan.world_size
         self._recorder.step(
             {
@@ -264,6 +273,23 @@ class Trainer:
             )
 
     # ---------------------------------------------------------------- inside
+
+    def _tell_recovery(self) -> None:
+        """Once, when the first step after a failure is finished: what happened and what it cost."""
+        if self._restart is None or self._recorder is None:
+            return
+        restart, self._restart = self._restart, None
+        images, step = self.worker.images, self._resumed_step
+        in_memory = images is not None and images.restore_step == step
+        self._recorder.event(
+            "recovery",
+            failure=restart.failure,
+            source="memory" if in_memory else "checkpoint" if step else "beginning",
+            step=step,
+            repeated_steps=max(restart.reached_step - step, 0),
+            seconds=time.monotonic() - restart.failed_at,
+            attempt=restart.attempt,
+        )
 
     def _wait_for_saves(self) -> list[SaveResult]:
         """A slow disk is no hang: the supervisor is told that it is waited for."""
