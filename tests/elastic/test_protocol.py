@@ -102,7 +102,7 @@ def test_a_malformed_line_is_named(line: bytes, complaint: str) -> None:
 def test_another_version_has_an_error_of_its_own() -> None:
     with pytest.raises(VersionError) as error:
         decode(b'{"v":1,"g":0,"kind":"Beat"}')
-    assert str(error.value) == "protocol version 2, this is version 1"
+    assert str(error.value) == "protocol version 1, this is version 2"
 
 
 def test_a_line_without_end_is_cut_off_at_the_limit() -> None:
