@@ -103,7 +103,9 @@ class Supervisor:
         self._halting = False
         """From the order to end the ranks until all are gone."""
         self._failed_at: float | None = None
-        """When this node first heard of the failure of the newest team."""
+        """When this node heard of the newest failure after a finished step."""
+        self._failed_team: Team | None = None
+        """The one whose failure has been noted."""
         self._store_listener: socket.socket | None = None
         self._address = ""
 
@@ -235,7 +237,11 @@ class Supervisor:
             self._link.send(Halted(self._listen(), reached, images))
 
     def _note_failure(self) -> None:
-        self._failed_at = self._failed_at or time.monotonic()
+        """Time runs from the first failure to the next finished step, over as many attempts as that takes."""
+        if self._team is not self._failed_team:
+            self._failed_team = self._team
+            if self._failed_at is None or (self._team is not None and self._team.reached_step is not None):
+                self._failed_at = time.monotonic()
 
     # The user's signals --------------------------------------------------------------------------
 
@@ -323,7 +329,7 @@ class Supervisor:
             failed_at=self._failed_at or time.monotonic(),
             on_message=self._worker_said,
         )
-        self._due = self._store_listener = self._failed_at = None
+        self._due = self._store_listener = None
         if self._stop:
             team.board.request_stop()
         self._loop.call_later(team.watch.period, lambda: self._look(team))
@@ -356,7 +362,8 @@ class Supervisor:
         rank.connection.close()
         if self._halting:
             self._when_gone()
-        if self._ending is not None or self._halting:
+            return
+        if self._ending is not None:
             return
         if not rank.spoke:
             log = str(self._run.log(rank.spec.rank))
