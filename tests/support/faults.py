@@ -1,133 +1,31 @@
-"""Faults at an exact place of a run: what happens to which rank, in which step and phase, once.
-
-    desk.start("train", "text.toml", **injected(folder, Fault("kill", rank=1, step=7, phase="update")))
-
-Product code knows nothing of it. The ranks' interpreter reads `injected/sitecustomize.py`, which puts a
-probe between a rank and the board on which it notes where it stands, as a debugger would.
-"""
+"""Ways for a run to fail at an exact step; `run_job` takes them as `patch`."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-VARIABLE = "WANMA_TEST_FAULTS"
-SUPPORT = Path(__file__).parent
+from wanma.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Strikes when the rank reports that it is in `phase` of `step`; steps count from 1.
-
-    Phases: joining, opening data, building the model (their step is 0); then, of the step that is being
-    made, waiting for data, forward and backward, update, step done, checkpoint.
-    """
-
-    what: str
-    """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server."""
-    rank: int = 1
-    step: int = 3
-    phase: str = "forward and backward"
-    generation: int | None = None
-    """Only in this one; None: in whichever comes there first."""
+class InjectedError(RuntimeError):
+    pass
 
 
-def injected(folder: Path, *faults: Fault) -> dict[str, str]:
-    """Environment of a command whose ranks are to meet `faults`; `struck` later tells when they did.
+def _before(step: int, is_due: Callable[[Trainer], bool]) -> None:
+    finish_step = Trainer.finish_step
 
-    Args:
-        folder: new, for the marks of faults that have struck.
-    """
-    folder.mkdir()
-    path = [str(SUPPORT / "injected"), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]
-    order = {"folder": str(folder), "faults": [asdict(fault) for fault in faults]}
-    return {VARIABLE: json.dumps(order), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    def failing(self: Trainer, *arguments: Any, **keywords: Any) -> Any:
+        if self.state.step + 1 == step and is_due(self):
+            raise InjectedError(f"injected before the update of step {step}")
+        return finish_step(self, *arguments, **keywords)
 
-
-def struck(folder: Path) -> list[float]:
-    """When each fault struck that has, on the monotonic clock, in the order of `injected`."""
-    return [float(mark.read_text()) for mark in sorted(folder.iterdir())]
+    Trainer.finish_step = failing  # type: ignore[method-assign]
 
 
-class Probe:
-    """Watches one rank and does what is due."""
-
-    def __init__(self, folder: Path, faults: Sequence[Fault], rank: int, generation: int) -> None:
-        self._folder = folder
-        self._faults = {
-            number: fault
-            for number, fault in enumerate(faults)
-            if fault.rank == rank and fault.generation in (None, generation)
-        }
-
-    def at(self, step: int, phase: str) -> None:
-        making = step + (phase in ("waiting for data", "forward and backward", "update"))
-        for number, fault in self._faults.items():
-            if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
-                _strike(fault.what)
-
-    def _is_first(self, number: int) -> bool:
-        """A mark is made once, whoever else comes there in a later generation."""
-        try:
-            mark = os.open(self._folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            return False
-        os.write(mark, str(time.monotonic()).encode())
-        os.close(mark)
-        return True
+def rank_0_fails_in_step_4() -> None:
+    _before(4, lambda trainer: trainer.worker.rank == 0)
 
 
-def install() -> None:
-    """Put a probe into every rank that this process becomes the parent of."""
-    from wanma.elastic import worker_main
-
-    order = json.loads(os.environ[VARIABLE])
-    faults = [Fault(**fault) for fault in order["faults"]]
-    run = worker_main._run
-
-    def probed(spec: Any, *rest: Any) -> int:
-        probe = Probe(Path(order["folder"]), faults, spec.rank, spec.generation)
-
-        class Probed(worker_main.Supervised):
-            def __init__(self, channel: Any, board: Any, writer: Any) -> None:
-                super().__init__(channel, board, writer)
-                progress, step_done = self.progress, self.step_done
-
-                def told(step: int, phase: str) -> None:
-                    progress(step, phase)
-                    probe.at(step, phase)
-
-                def done(step: int) -> None:
-                    step_done(step)
-                    probe.at(step, "step done")
-
-                self.progress, self.step_done = told, done
-
-        worker_main.Supervised = Probed  # type: ignore[misc]  # in this rank's own process
-        return run(spec, *rest)
-
-    worker_main._run = probed
-
-
-def _strike(what: str) -> None:
-    match what:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "kill fork server":
-            os.kill(os.getppid(), signal.SIGKILL)
-        case "exit":
-            os._exit(7)
-        case "raise":
-            raise ValueError("injected")
-        case _:
-            raise AssertionError(f"unknown fault {what}")
+def rank_1_fails_in_step_4() -> None:
+    _before(4, lambda trainer: trainer.worker.rank == 1)

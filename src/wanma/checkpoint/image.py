@@ -103,6 +103,11 @@ class ImageFile:
         self._memory: mmap.mmap | None = None
         self._head: Head | None = None
 
+    @property
+    def taken_bytes(self) -> int:
+        """Memory that it takes."""
+        return 512 * os.fstat(self._descriptor).st_blocks
+
     def content(self, size: int) -> memoryview:
         """The first `size` bytes of content, shared with the file; what it held before may be gone.
 

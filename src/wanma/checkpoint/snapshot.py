@@ -154,9 +154,10 @@ class Snapshots:
         assert result is not None
         return replace(result, begin_seconds=self._begin_seconds, settle_seconds=time.perf_counter() - began)
 
-    def bytes_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Size of one image of these tensors, about."""
-        return self._images[0].buffer.bytes_of(tensors)
+    def bytes_to_take(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Memory that the two images of these tensors need beyond what they have, about."""
+        size = self._images[0].buffer.bytes_of(tensors)
+        return sum(max(size - image.file.taken_bytes, 0) for image in self._images)
 
     def close(self) -> None:
         """Let go of the images, which stay as they are; one under way is finished first."""

@@ -296,6 +296,9 @@ class CheckpointSection(Section):
     every_steps: int = Field(100, ge=0, description="0: only at the end")
     keep: int = Field(3, ge=1, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the one with the best validation loss")
+    snapshots: Literal["auto", "off"] | PositiveInt = Field(
+        "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
+    )
     resume: bool = Field(True, description="carry on from the run directory's newest whole checkpoint")
     start_from: str | None = Field(
         None, description="folder whose weights start a new run: a checkpoint, or published safetensors"

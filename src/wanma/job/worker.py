@@ -107,9 +107,10 @@ class Worker:
     """None: these are the first ranks of the command."""
 
     @property
-    def restarted(self) -> bool:
-        """Ranks of this very run have been at work before: it carries on, also where a new one would not."""
-        return self.restart is not None
+    def node_ranks(self) -> range:
+        """Ranks on this node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
 
     @classmethod
     def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:

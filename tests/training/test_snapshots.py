@@ -1,0 +1,91 @@
+"""Snapshots of a run: what a failure leaves in memory carries on as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.images import Held, workers
+from support.ranks import Outcome, run_job
+from wanma.job.plan import Plan
+from wanma.job.worker import Restart
+from wanma.training.snapshots import Interval
+
+RESTART = Restart("rank 0 failed", 0.0, 3, 1)
+
+
+def job(
+    folder: Path, steps: int = 6, snapshots: Any = 1, every_steps: int = 0, **train: Any
+) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
+        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
+        "train": {
+            "steps": steps,
+            "global_batch": 6,
+            "learning_rate": 1e-2,
+            "deterministic": True,
+            "validation_samples": 4,
+            "weight_average": 0.5,
+            "schedule": "constant",
+            **train,
+        },
+        "checkpoint": {"every_steps": every_steps, "snapshots": snapshots},
+    }
+
+
+def fail(folder: Path, text: dict[str, Any], plan: Plan, held: Held, patch: str) -> None:
+    with pytest.raises(AssertionError, match="failed"):
+        run_job(
+            folder,
+            text,
+            plan,
+            patch=f"support.faults:{patch}",
+            workers=workers(held, range(plan.world_size)),
+        )
+
+
+def recover(folder: Path, text: dict[str, Any], plan: Plan, held: Held, step: int) -> tuple[Outcome, Held]:
+    after = Held(plan.world_size)
+    told = {
+        rank: {"images": after.images(rank, held, step), "generation": 2, "restart": RESTART}
+        for rank in range(plan.world_size)
+    }
+    return run_job(folder, text, plan, workers=told), after
+
+
+def messages(outcome: Outcome) -> str:
+    return (outcome.directory / "events.jsonl").read_text()
+
+
+def equal(one: Outcome, other: Outcome) -> None:
+    expected, got = one.tensors(), other.tensors()
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "patch"),
+    [
+        (Plan(micro_batch=3), "rank_0_fails_in_step_4"),
+        (Plan(dp_replicate=2, micro_batch=3), "rank_1_fails_in_step_4"),
+        (Plan(dp_shard=2, shard="parameters", micro_batch=3), "rank_1_fails_in_step_4"),
+        (Plan(pp=2, micro_batch=3), "rank_0_fails_in_step_4"),
+    ],
+    ids=str,
+)
+def test_a_run_that_goes_on_from_memory_ends_bitwise_as_one_that_never_failed(
+    plan: Plan, patch: str, tmp_path: Path
+) -> None:
+    whole = run_job(tmp_path / "whole", job(tmp_path, snapshots="off"), plan)
+    held = Held(plan.world_size)
+    fail(tmp_path / "run", job(tmp_path), plan, held, patch)
+    assert held.steps() == {2, 3}
+    run, _ = recover(tmp_path / "run", job(tmp_path), plan, held, 3)
+    assert "carrying on from step 3 (its snapshot)" in messages(run)
+    assert run.losses == whole.losses
+    equal(whole, run)
