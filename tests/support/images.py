@@ -34,9 +34,8 @@ class Held:
 
     def steps(self) -> set[int]:
         """Of which every rank has an image."""
-        return set.intersection(
-            *({head.step for head in self.heads(rank)} for rank in range(len(self.pairs)))
-        )
+        ranks = range(len(self.pairs))
+        return set.intersection(*({head.step for head in self.heads(rank)} for rank in ranks))
 
     def flip(self, rank: int, step: int, offset: int) -> None:
         """Damage one bit of a content."""

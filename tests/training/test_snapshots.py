@@ -17,14 +17,12 @@ from wanma.training.snapshots import Interval
 RESTART = Restart("rank 0 failed", 0.0, 3, 1)
 
 
-def job(
-    folder: Path, steps: int = 6, snapshots: Any = 1, every_steps: int = 0, **train: Any
-) -> dict[str, Any]:
+def job(folder: Path, snapshots: Any = 1, every_steps: int = 0, **train: Any) -> dict[str, Any]:
     return {
         "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
         "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
         "train": {
-            "steps": steps,
+            "steps": 6,
             "global_batch": 6,
             "learning_rate": 1e-2,
             "deterministic": True,
