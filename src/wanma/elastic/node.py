@@ -74,7 +74,7 @@ class Node:
         return node
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """One packet. A fork server that has gone is noticed by `receive`; one that was closed hears nothing."""
+        """One packet. A fork server that has gone is noticed by `receive`; a closed one is deaf."""
         if self._closed:
             return
         self._forked = self._forked or isinstance(message, Fork)
