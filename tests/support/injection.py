@@ -46,20 +46,49 @@ def injected(folder: Path, *faults: Fault) -> dict[str, str]:
     """
     folder.mkdir()
     path = [str(SUPPORT / "injected"), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]
-    order = {"folder": str(folder), "faults": [asdict(fault) for fault in faults]}
+    trace = folder.with_name(f"{folder.name}-trace")
+    order = {"folder": str(folder), "trace": str(trace), "faults": [asdict(fault) for fault in faults]}
     return {VARIABLE: json.dumps(order), "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def struck(folder: Path) -> list[float]:
-    """When each fault struck that has, on the monotonic clock, in the order of `injected`."""
-    return [float(mark.read_text()) for mark in sorted(folder.iterdir())]
+@dataclass(frozen=True)
+class Strike:
+    """When a fault struck, by two clocks."""
+
+    monotonic: float
+    unix: float
+
+
+def struck(folder: Path) -> list[Strike]:
+    """The faults that have struck, in the order of `injected`."""
+    return [Strike(*map(float, mark.read_text().split())) for mark in sorted(folder.iterdir())]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank said where it stands; its first one, 'born', is the probe's."""
+
+    rank: int
+    generation: int
+    step: int
+    phase: str
+    unix: float
+
+
+def traced(folder: Path) -> list[Report]:
+    """All that the ranks said, in time."""
+    lines = folder.with_name(f"{folder.name}-trace").read_text().splitlines()
+    return sorted((Report(**json.loads(line)) for line in lines), key=lambda report: report.unix)
 
 
 class Probe:
     """Watches one rank and does what is due."""
 
-    def __init__(self, folder: Path, faults: Sequence[Fault], rank: int, generation: int) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, trace: Path, faults: Sequence[Fault], rank: int, generation: int
+    ) -> None:
+        self._folder, self._rank, self._generation = folder, rank, generation
+        self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
         self._faults = {
             number: fault
             for number, fault in enumerate(faults)
@@ -67,6 +96,8 @@ class Probe:
         }
 
     def at(self, step: int, phase: str) -> None:
+        report = Report(self._rank, self._generation, step, phase, time.time())
+        os.write(self._trace, json.dumps(asdict(report)).encode() + b"\n")
         making = step + (phase in ("waiting for data", "forward and backward", "update"))
         for number, fault in self._faults.items():
             if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
@@ -78,7 +109,7 @@ class Probe:
             mark = os.open(self._folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
-        os.write(mark, str(time.monotonic()).encode())
+        os.write(mark, f"{time.monotonic()} {time.time()}".encode())
         os.close(mark)
         return True
 
@@ -92,7 +123,8 @@ def install() -> None:
     run = worker_main._run
 
     def probed(spec: Any, *rest: Any) -> int:
-        probe = Probe(Path(order["folder"]), faults, spec.rank, spec.generation)
+        probe = Probe(Path(order["folder"]), Path(order["trace"]), faults, spec.rank, spec.generation)
+        probe.at(0, "born")
 
         class Probed(worker_main.Supervised):
             def __init__(self, channel: Any, board: Any, writer: Any) -> None:
