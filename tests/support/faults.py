@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from wanma.training.snapshots import StepSnapshots
 from wanma.training.trainer import Trainer
 
 
@@ -29,3 +30,14 @@ def rank_0_fails_in_step_4() -> None:
 
 def rank_1_fails_in_step_4() -> None:
     _before(4, lambda trainer: trainer.worker.rank == 1)
+
+
+def rank_1_has_no_memory_for_snapshots() -> None:
+    """Or rank 0, where it is alone."""
+    right = StepSnapshots._require_memory
+
+    def require(self: StepSnapshots, needed: int) -> None:
+        last = self._worker.rank == self._worker.world_size - 1
+        right(self, 1 << 60 if last else needed)
+
+    StepSnapshots._require_memory = require  # type: ignore[method-assign]
