@@ -177,6 +177,7 @@ class Supervisor:
                 self._message(stopping_text(exit_code, here=self._signals > 0))
             case Inspect():
                 if self._team is not None:
+                    self._note_failure()
                     self._inspect(self._team)
             case Halt(report):
                 self._halt(report)
@@ -223,10 +224,10 @@ class Supervisor:
     def _halt(self, report: str) -> None:
         """End the ranks at once: each waits for one that failed, and their state is in the images."""
         self._note_failure()
-        self._write_report(report)
         self._halting = True
         self._due = None
         self._kill(signal.SIGKILL)
+        self._write_report(report)
         self._when_gone()
 
     def _when_gone(self) -> None:
