@@ -11,7 +11,6 @@ import torch
 
 from support.command import Desk, Training, assert_bitwise_equal, small_disk, small_memory
 
-
 NO_RETRY = "cluster.retries=0"
 
 
