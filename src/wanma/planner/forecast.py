@@ -29,6 +29,7 @@ from wanma.planner.memory.ranks import Setting, forecast_memory
 from wanma.planner.memory.state import rule_of, state_elements
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
+from wanma.planner.snapshots import snapshot_bytes
 
 SNAPSHOT_BYTES_PER_SECOND = 6.5e9
 """At which a rank copies its part of the state aside while training waits: 0.2 GB in 0.030 s, measured
@@ -55,7 +56,7 @@ def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> For
 def memory(problem: Problem, plan: Plan) -> Forecast:
     """Of `plan`, its memory alone."""
     setting = memory_setting(problem, plan)
-    return forecast_memory(
+    needed = forecast_memory(
         problem.workload,
         plan,
         setting.optimizer,
@@ -64,6 +65,7 @@ def memory(problem: Problem, plan: Plan) -> Forecast:
         dimensions=problem.dimensions,
         software=setting.software,
     )
+    return replace(needed, snapshots_bytes=snapshot_bytes(problem.job, problem.workload, plan))
 
 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:
