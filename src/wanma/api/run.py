@@ -84,7 +84,7 @@ def train_job(
                     console.write({"kind": "message", "level": "info", "text": note})
 
                 def on_event(event: Event) -> None:
-                    if event["kind"] == "start" and not is_new:
+                    if event["kind"] == "start" and not is_new and not event.get("again"):
                         write_down_accepted(run, job, prepared, command_line or [], console.write)
                     console.write(event)
 
