@@ -11,6 +11,8 @@ import torch
 
 from support.command import Desk, Training, assert_bitwise_equal, small_disk, small_memory
 
+NO_RETRY = "cluster.retries=0"
+
 
 def faulty(what: str, **more: object) -> str:
     """The override that makes the model of own.toml do `what`."""
@@ -20,7 +22,7 @@ def faulty(what: str, **more: object) -> str:
 
 def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoint(desk: Desk) -> None:
     training = desk.training("raised")
-    running = desk.start("train", "own.toml", "--run-dir", "raised", faulty("raise", seconds=0.1))
+    running = desk.start("train", "own.toml", "--run-dir", "raised", faulty("raise", seconds=0.1), NO_RETRY)
     running.until(lambda: training.steps_begun() >= 1)
     running.look()
     ran = running.end()
@@ -49,7 +51,7 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
     [("exit", "left with exit code 7 before the work was finished"), ("crash", "was killed by SIGSEGV")],
 )
 def test_a_rank_that_dies_without_a_word_is_named_with_its_log(desk: Desk, what: str, told: str) -> None:
-    ran = desk.run("train", "own.toml", "--run-dir", what, faulty(what))
+    ran = desk.run("train", "own.toml", "--run-dir", what, faulty(what), NO_RETRY)
     assert ran.code == 1
     assert f"error: rank 1 (node 0, {socket.gethostname()}) failed: its process {told}" in ran.told_once()
     assert f"{what}/logs/rank-1.log" in ran.text
@@ -59,7 +61,9 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_log(desk: Desk, what:
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_told_so(desk: Desk) -> None:
     training = desk.training("eaten")
     with small_memory(1 << 30) as inside:
-        running = desk.start("train", "own.toml", "--run-dir", "eaten", faulty("eat"), before=inside)
+        running = desk.start(
+            "train", "own.toml", "--run-dir", "eaten", faulty("eat"), NO_RETRY, before=inside
+        )
         running.until(lambda: training.steps_begun() >= 1)
         running.look()
         ran = running.end()
@@ -72,7 +76,9 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_told_so(desk: Desk) -> N
 def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
     training = desk.training("hung")
     began = time.monotonic()
-    running = desk.start("train", "own.toml", "--run-dir", "hung", faulty("sleep"), "cluster.hang_seconds=2")
+    running = desk.start(
+        "train", "own.toml", "--run-dir", "hung", faulty("sleep"), "cluster.hang_seconds=2", NO_RETRY
+    )
     running.until(lambda: training.steps_begun() >= 1)
     running.look()
     ran = running.end(60)
@@ -90,7 +96,7 @@ def test_a_hang_ends_at_its_deadline_and_names_the_odd_rank(desk: Desk) -> None:
 
 
 def test_a_loss_that_is_no_number_stops_with_step_and_rank(desk: Desk) -> None:
-    ran = desk.run("train", "own.toml", "--run-dir", "nan", faulty("nan"))
+    ran = desk.run("train", "own.toml", "--run-dir", "nan", faulty("nan"), NO_RETRY)
     assert ran.code == 1
     assert "step 3: the loss is nan and the gradient norm nan; seen on rank 1\n" in ran.told_once()
     assert "train.non_finite = 'skip'" in ran.text

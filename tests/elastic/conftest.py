@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.supervisors import Supervisor
 from wanma.elastic.launch import Launch, Outcome
 from wanma.elastic.supervisor import run_node
 
@@ -66,3 +68,28 @@ def _nothing_is_left() -> Iterator[None]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     ours = [pid for pid in children if b"wanma.elastic" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert ours == []
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Start a supervisor; its state folder is the test's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("WANMA_SECRET", raising=False)
+    started: list[Supervisor] = []
+
+    def start(name: str, entry: str, **changes: Any) -> Supervisor:
+        started.append(Supervisor(tmp_path / name, entry, **changes))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        if supervisor.process.poll() is None:
+            supervisor.process.kill()
+        supervisor.process.communicate()
+
+
+@pytest.fixture
+def rendezvous() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"

@@ -155,6 +155,50 @@ def all_reduce(worker: Any, payload: bytes) -> None:
     dist.destroy_process_group()
 
 
+def steps_together(worker: Any, payload: bytes) -> None:
+    """Eight steps in which the ranks wait for each other; copies of the state are left and taken up.
+
+    Args:
+        payload: folder in which the ranks meet.
+    """
+    folder = Path(payload.decode())
+    step = worker.images.restore_step or 0
+    if worker.restart is not None and worker.rank == 0:
+        restored = sorted(worker.images.found)
+        worker.control.event({"kind": "restart", "step": step, "ranks": restored, **vars(worker.restart)})
+    while step < 8 and not worker.control.stop_requested():
+        step += 1
+        worker.control.progress(step, "forward")
+        meet(worker, folder, f"forward {step}")
+        worker.control.step_done(step)
+        leave_image(worker, step)
+        if worker.rank == 0:
+            worker.control.event({"kind": "step", "step": step, "generation": worker.generation})
+        meet(worker, folder, f"end {step}")
+    print(f"left after step {step}")
+
+
+def meet(worker: Any, folder: Path, where: str) -> None:
+    """Wait until all ranks are there."""
+    (folder / f"{worker.generation} {where} {worker.rank}").touch()
+    while len(list(folder.glob(f"{worker.generation} {where} *"))) < worker.world_size:
+        time.sleep(0.002)
+
+
+def leave_image(worker: Any, step: int) -> None:
+    import xxhash
+
+    from wanma.checkpoint.image import Head, ImageFile
+
+    image = ImageFile(worker.images.mine[step % 2])
+    content = image.content(8)
+    image.begin(Head(step, worker.generation, worker.rank, worker.world_size))
+    content[:] = step.to_bytes(8, "little")
+    image.finish(8, xxhash.xxh3_128(content), b"{}")
+    content.release()
+    image.close()
+
+
 def wait_forever() -> None:
     while True:
         time.sleep(60)

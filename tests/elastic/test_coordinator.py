@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.elastic.coordinator import GATHER_SECONDS, INSPECT_SECONDS, Coordinator
-from wanma.elastic.failure import Failure
+from support.coordinator import CAUSE, ECHO, Table, join, seated
+from wanma.elastic.coordinator import GATHER_SECONDS, INSPECT_SECONDS
 from wanma.elastic.messages import (
     Abort,
     Failed,
     Finished,
     Hung,
     Inspect,
-    Join,
     Leave,
     Message,
     Moving,
@@ -27,44 +24,6 @@ from wanma.elastic.messages import (
     Stop,
     StopRequest,
 )
-
-ECHO = Failure("Connection closed by peer", rank=0, consequence=True)
-CAUSE = Failure("ValueError", rank=1)
-
-
-class Table:
-    """A coordinator and what it said to whom."""
-
-    def __init__(self, nodes: int) -> None:
-        self.said: list[tuple[int, Message]] = []
-        self.coordinator = Coordinator(
-            nodes, "job", "10.0.0.1:1", 300, lambda *word: self.said.append(word), 0
-        )
-
-    def hear(self, peer: int, message: Message, now: float = 1) -> list[tuple[int, Message]]:
-        return self.after(lambda: self.coordinator.receive(peer, message, now))
-
-    def lose(self, peer: int, now: float = 1) -> list[tuple[int, Message]]:
-        return self.after(lambda: self.coordinator.lost(peer, "gone", now))
-
-    def tick(self, now: float) -> list[tuple[int, Message]]:
-        return self.after(lambda: self.coordinator.tick(now))
-
-    def after(self, act: Any) -> list[tuple[int, Message]]:
-        self.said.clear()
-        act()
-        return list(self.said)
-
-
-def join(number: int | None = None, ranks: int = 2, job: str = "job", host: str = "host") -> Join:
-    return Join(job, ranks, host, f"10.0.0.{ranks}", 4000 + ranks, number)
-
-
-def seated(nodes: int = 2) -> Table:
-    table = Table(nodes)
-    for peer in range(nodes):
-        table.hear(peer, join())
-    return table
 
 
 def test_nothing_starts_before_all_have_come_and_then_all_start_at_once() -> None:

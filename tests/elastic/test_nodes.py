@@ -2,115 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SUPERVISE = """
-import json, sys
-from pathlib import Path
-from wanma.elastic.launch import Launch
-from wanma.elastic.supervisor import run_node
-from wanma.job.errors import WanmaError
-
-changes = json.loads(sys.stdin.readline())
-changes["run_directory"] = Path(changes["run_directory"])
-changes["payload"] = changes.get("payload", "").encode()
-changes["preload"] = tuple(changes.get("preload", ()))
-try:
-    outcome = run_node(Launch(**changes), lambda event: print(json.dumps(event), flush=True))
-except WanmaError as error:
-    print(json.dumps({"kind": "refused", "message": error.message, "hint": error.hint}))
-    sys.exit(9)
-print(json.dumps({"kind": "outcome", "message": outcome.message}))
-sys.exit(outcome.exit_code)
-"""
-
-
-class Supervisor:
-    """One node's supervisor in a process of its own."""
-
-    def __init__(
-        self, folder: Path, entry: str, namespace: str = "", secret: str = "", **changes: Any
-    ) -> None:
-        inside = ["ip", "netns", "exec", namespace] if namespace else []
-        self.folder = folder
-        self.errors = folder.with_suffix(".stderr")
-        self.process = subprocess.Popen(
-            [*inside, sys.executable, "-c", SUPERVISE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors.open("w"),
-            text=True,
-            env={**os.environ, **({"WANMA_SECRET": secret} if secret else {})},
-        )
-        order = {"run_directory": str(folder), "entry": f"elastic_entries:{entry}", "nodes": 2, **changes}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"start_seconds": 60, **order}) + "\n")
-        self.process.stdin.flush()
-        self.lines: list[dict[str, Any]] = []
-
-    def until(self, kind: str) -> dict[str, Any]:
-        """Read what it prints up to the first event of `kind`."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(json.loads(line))
-            if self.lines[-1]["kind"] == kind:
-                return self.lines[-1]
-        raise AssertionError(f"no {kind} in {self.lines}")
-
-    def end(self) -> int:
-        assert self.process.stdout is not None
-        self.lines += [json.loads(line) for line in self.process.stdout]
-        return self.process.wait(60)
-
-    @property
-    def message(self) -> str:
-        return str(self.lines[-1]["message"])
-
-    @property
-    def texts(self) -> list[str]:
-        """What its user is told beside rank 0's events."""
-        return [line["text"] for line in self.lines if line["kind"] in ("message", "joined")]
-
-    def logs(self) -> dict[str, str]:
-        return {path.name: path.read_text() for path in (self.folder / "logs").glob("rank-*.log")}
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Start a supervisor; its state folder is the test's."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.delenv("WANMA_SECRET", raising=False)
-    started: list[Supervisor] = []
-
-    def start(name: str, entry: str, **changes: Any) -> Supervisor:
-        started.append(Supervisor(tmp_path / name, entry, **changes))
-        return started[-1]
-
-    yield start
-    for supervisor in started:
-        if supervisor.process.poll() is None:
-            supervisor.process.kill()
-        supervisor.process.communicate()
-
-
-@pytest.fixture
-def rendezvous() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
+from support.supervisors import wait_for_listener
 
 
 def test_two_supervisors_meet_and_their_ranks_compute_together(start: Any, rendezvous: str) -> None:
@@ -263,7 +166,7 @@ def test_garbage_at_the_rendezvous_harms_nobody(start: Any, rendezvous: str) -> 
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 2_000_000,
-        b'{"v":1,"g":0,"kind":"Leave","exit_code":1}\n',
+        b'{"v":2,"g":0,"kind":"Leave","exit_code":1}\n',
     ):
         with socket.create_connection((host, int(port))) as sock:
             try:
@@ -287,18 +190,6 @@ def test_an_interrupt_while_waiting_for_the_others_leaves_at_once(start: Any, re
     wait_for_listener(rendezvous)
     node.process.send_signal(signal.SIGINT)
     assert node.end() == 130
-
-
-def wait_for_listener(rendezvous: str) -> None:
-    host, _, port = rendezvous.rpartition(":")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, int(port))).close()
-            return
-        except OSError:
-            time.sleep(0.02)
-    raise AssertionError(f"nobody listens at {rendezvous}")
 
 
 @pytest.fixture

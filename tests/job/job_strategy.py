@@ -74,6 +74,9 @@ def sections(section: type[Section]) -> st.SearchStrategy[Section]:
 
 def values(hint: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
     if get_origin(hint) in (Union, types.UnionType):
+        kinds = [FieldInfo.from_annotation(one) for one in get_args(field.annotation)]
+        if any(get_origin(kind.annotation) is Literal for kind in kinds) and type(None) not in get_args(hint):
+            return st.one_of(*(values(kind.annotation, kind) for kind in kinds))
         (inner,) = (inner for inner in get_args(hint) if inner is not type(None))
         return st.one_of(st.none(), values(inner, field))
     if get_origin(hint) is Literal:

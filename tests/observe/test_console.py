@@ -16,7 +16,7 @@ import pytest
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ObserveSection
 from wanma.observe.console import PlainConsole, open_console
-from wanma.observe.progress import Curve, Progress, sparkline
+from wanma.observe.progress import Curve, Progress, recovery_text, sparkline
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -178,6 +178,44 @@ def test_a_long_curve_stays_short_and_keeps_its_shape() -> None:
 def test_a_sparkline_of_nothing_or_of_one_height_is_calm() -> None:
     assert sparkline([], 10) == ""
     assert sparkline([2.0, 2.0, 2.0], 10) == "▁▁▁"
+
+
+RECOVERY = {
+    "kind": "recovery",
+    "failure": "rank 1 (node 0, a) failed: its process was killed by SIGKILL",
+    "source": "memory",
+    "step": 1200,
+    "repeated_steps": 1,
+    "seconds": 0.4821,
+    "attempt": 1,
+}
+
+
+@pytest.mark.parametrize("mode", ["plain", "quiet"])
+def test_a_recovery_is_one_message_on_every_console(run: RunDirectory, mode: str) -> None:
+    events = [{"kind": "start", "step": 1200, "steps": 3000, "again": True}, RECOVERY]
+    lines = [line for line in shown(run, mode, events) if "run directory" not in line]
+    assert lines == [
+        "warning: recovered from: rank 1 (node 0, a) failed: its process was killed by SIGKILL",
+        "  carried on with the copy in memory of step 1,200, 1 step repeated; "
+        "0.48 s from the failure to the next finished step",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"source": "checkpoint", "repeated_steps": 30},
+            "with the checkpoint of step 1,200, 30 steps repeated; ",
+        ),
+        ({"source": "beginning", "step": 0}, "from the beginning, 1 step repeated; "),
+        ({"repeated_steps": 0}, "with the copy in memory of step 1,200, no step is repeated; "),
+        ({"attempt": 2}, "to the next finished step (attempt 2)"),
+    ],
+)
+def test_a_recovery_says_what_it_cost(changes: dict[str, Any], said: str) -> None:
+    assert said in recovery_text({**RECOVERY, **changes})
 
 
 def test_drawing_while_events_arrive_does_not_fail(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from wanma.job.run_directory import RunDirectory
+from wanma.report.html import page
 from wanma.report.read import read_report
 from wanma.report.text import runs_table, summary
 
@@ -39,6 +40,23 @@ def test_warnings_and_gaps_are_part_of_the_summary(new_run: NewRun) -> None:
     text = summary(read_report(run))
     assert "  warning: disk full" in text
     assert "  could not be read: environment.json: not there" in text
+
+
+def test_every_recovery_is_told(new_run: NewRun) -> None:
+    run = new_run(30, total=60)
+    with run.events.open("a") as file:
+        file.write(
+            '{"kind": "recovery", "time": 1.0, "failure": "rank 1 failed: ValueError", "source": "memory", '
+            '"step": 29, "repeated_steps": 0, "seconds": 0.5, "attempt": 1}\n'
+        )
+    report = read_report(run)
+    assert len(report.recoveries) == 1
+    assert (
+        "\n\n  recovered from: rank 1 failed: ValueError\n"
+        "    carried on with the copy in memory of step 29, no step is repeated; "
+        "0.50 s from the failure to the next finished step"
+    ) in summary(report)
+    assert "recovered from: rank 1 failed: ValueError" in page(report)
 
 
 def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:

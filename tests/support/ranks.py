@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -64,15 +64,17 @@ def run_job(
     objects: dict[str, Any] | None = None,
     seconds: float = 120,
     patch: str | None = None,
+    workers: Mapping[int, dict[str, Any]] | None = None,
 ) -> Outcome:
     """Train `job` under `plan` in `plan.world_size` processes; raises the first rank's error.
 
     Args:
         patch: 'package.module:function' that each rank calls before it trains, to change what it runs.
+        workers: by rank, fields of its `Worker` that are not as usual.
     """
     # By value, as `wanma.train` sends them: multiprocessing alone would let ranks share the tensors' memory.
     by_value = cloudpickle.dumps(objects or {})
-    run_ranks(_train_rank, plan.world_size, (directory, job, plan, by_value, patch), seconds)
+    run_ranks(_train_rank, plan.world_size, (directory, job, plan, by_value, patch, workers or {}), seconds)
     return Outcome(directory)
 
 
@@ -152,7 +154,13 @@ def _run_rank(
 
 
 def _train_rank(
-    worker: Worker, directory: Path, job: dict[str, Any], plan: Plan, objects: bytes, patch: str | None
+    worker: Worker,
+    directory: Path,
+    job: dict[str, Any],
+    plan: Plan,
+    objects: bytes,
+    patch: str | None,
+    workers: Mapping[int, dict[str, Any]],
 ) -> str:
     from dataclasses import replace
 
@@ -161,5 +169,5 @@ def _train_rank(
 
     if patch is not None:
         import_object(patch, "patch")()
-    worker = replace(worker, run_directory=directory)
+    worker = replace(worker, run_directory=directory, **workers.get(worker.rank, {}))
     return train(worker, Request(Job.model_validate(job), plan, objects=cloudpickle.loads(objects)))

@@ -129,6 +129,7 @@ def _launch(
         start_seconds=section.start_seconds,
         hang_seconds=section.hang_seconds,
         job_hash=_agreed(script, arguments, ranks, section),
+        retries=section.retries,
     )
 
 

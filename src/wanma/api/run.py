@@ -84,7 +84,7 @@ def train_job(
                     console.write({"kind": "message", "level": "info", "text": note})
 
                 def on_event(event: Event) -> None:
-                    if event["kind"] == "start" and not is_new:
+                    if event["kind"] == "start" and not is_new and not event.get("again"):
                         write_down_accepted(run, job, prepared, command_line or [], console.write)
                     console.write(event)
 
@@ -139,6 +139,7 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         start_seconds=job.cluster.start_seconds,
         hang_seconds=job.cluster.hang_seconds,
         job_hash=_agreed(job, plan),
+        retries=job.cluster.retries,
     )
 
 

@@ -6,7 +6,8 @@ memory is kept between saves and grows at most once per change of the model; for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -34,10 +35,18 @@ class FileBuffer:
 
     Args:
         room: what the copy lies in; None: host memory.
+        among: ranks that share the writing of what they all hold; None: all. Others write it once more.
     """
 
-    def __init__(self, rank: int, replicas: Sequence[int], room: Room | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        replicas: Sequence[int],
+        room: Room | None = None,
+        among: Collection[int] | None = None,
+    ) -> None:
         self._room = room
+        self._among = among
         self._rank = rank
         self._replicas = tuple(replicas)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -54,16 +63,10 @@ class FileBuffer:
         Raises:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
         """
-        layout = _layout(tensors)
-        if layout != self._layout:
-            self._layout = None  # until the new one is complete
-            self._arrange(tensors)
-            self._layout = layout
         devices = set()
         touched = 0
         with torch.no_grad():
-            for name, view in self._views.items():
-                local = local_part(tensors[name])
+            for view, local in self.places(tensors).values():
                 view.copy_(local, non_blocking=True)
                 devices.add(local.device)
                 touched += view.numel() * view.element_size()
@@ -74,21 +77,48 @@ class FileBuffer:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
+    def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By name of what this rank writes: its place in the file, and what belongs there. In the file's
+        order, without gaps, behind the header, which is there already.
+
+        Raises:
+            WanmaError: a tensor cannot be saved, or there is no memory for the copy.
+        """
+        layout = _layout(tensors)
+        if layout != self._layout:
+            self._layout = None  # until the new one is complete
+            self._arrange(tensors)
+            self._layout = layout
+        return {name: (view, local_part(tensors[name])) for name, view in self._views.items()}
+
+    def bytes_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Of this rank's share of `tensors`, without the header."""
+        return sum(piece.bytes for piece in self._share(tensors))
+
+    def _share(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+        pieces = pieces_of(tensors, self._replicas)
+        if self._among is not None:
+            pieces = [
+                replace(piece, replicas=tuple(rank for rank in piece.replicas if rank in self._among))
+                for piece in pieces
+            ]
+        return assign(pieces, self._rank)
+
     def _arrange(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Lay out the file for these tensors and make room for it."""
-        self.pieces = assign(pieces_of(tensors, self._replicas), self._rank)
+        self.pieces = self._share(tensors)
         header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.pieces})
         size = max((region.stop for region in regions.values()), default=0)
         pinned = self._room is None and any(tensor.is_cuda for tensor in tensors.values())
         self._views, self.content = {}, memoryview(b"")
-        if size > self._memory.numel() or pinned != self._memory.is_pinned():
+        if size > self._memory.numel() or (self._room is None and pinned != self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before asking for the new
             try:
                 if self._room is not None:
                     self._memory = self._room.empty(size)
                 else:
                     self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 raise WanmaError(
                     f"no host memory for rank {self._rank}'s part of a checkpoint, {size:,} bytes: {error}",
                     "use more ranks, or shard the optimizer state (parallel.shard)",

@@ -37,8 +37,17 @@ def commit(partial: Path, meeting: Meeting, step: int, metric: float | None, sta
     return publish(partial, step)
 
 
-def merge(tables: list[dict[str, Any]], step: int, metric: float | None, state: dict[str, Any]) -> Manifest:
-    """One manifest from the tables of all ranks.
+def merge(
+    tables: list[dict[str, Any]],
+    step: int,
+    metric: float | None,
+    state: dict[str, Any],
+    world_size: int | None = None,
+) -> Manifest:
+    """One manifest from the tables of ranks.
+
+    Args:
+        world_size: of the run, where tables are missing; it then holds what these ranks have.
 
     Raises:
         WanmaError: ranks disagree about a tensor, or together do not hold all of it.
@@ -65,7 +74,7 @@ def merge(tables: list[dict[str, Any]], step: int, metric: float | None, state: 
     tensors = {}
     for name, (dtype, shape) in sorted(kinds.items()):
         saved, full = sum(box.elements for box in boxes[name]), math.prod(shape)
-        if saved != full:
+        if saved != full and world_size is None:
             raise WanmaError(
                 f"the ranks together hold {saved:,} of the {full:,} elements of tensor {name}",
                 "save on every rank of the run, each with all tensors that it holds",
@@ -73,4 +82,4 @@ def merge(tables: list[dict[str, Any]], step: int, metric: float | None, state: 
         tensors[name] = TensorEntry(
             dtype, shape, tuple(Shard(box, file) for box, file in boxes[name].items())
         )
-    return Manifest(step, len(tables), metric, state, rank_state, files, tensors)
+    return Manifest(step, world_size or len(tables), metric, state, rank_state, files, tensors)

@@ -3,15 +3,16 @@
     path = newest(folder, print)             # on rank 0, which tells the others
     state, rank_state = load(path, tensors)  # every rank, into its own layout
 
+    load(source, tensors)                    # the same from copies in memory (snapshot.py)
+
 Files are mapped and only what a rank needs is read. Loading trusts the hashes that `newest` or
 `verify` has checked; what it does check is that every byte it takes exists and is what it says.
 """
 
 from __future__ import annotations
 
-import mmap
-import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,43 @@ import torch
 
 from wanma.checkpoint.folder import read_manifest
 from wanma.checkpoint.format import Box, Manifest, Region, TensorEntry, overlap, parse_header
+from wanma.checkpoint.mapping import map_private
 from wanma.checkpoint.shards import DTYPES, dtype_name, local_box, local_part
 from wanma.checkpoint.verify import newest, read_state, verify
 from wanma.job.errors import WanmaError, did_you_mean
 
-__all__ = ["Saved", "load", "load_full", "newest", "read_state", "verify"]
+__all__ = ["Saved", "Source", "load", "load_full", "newest", "on_disk", "read_state", "verify"]
 
 _SHOWN = 5
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, for which Python 3.11 has no name."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a state can be loaded from."""
+
+    name: str
+    """As messages call it."""
+    manifest: Manifest
+    map: Callable[[str], memoryview]
+    """A data file's content by its name; writable for torch's sake, which does not write.
+    Raises OSError or ValueError."""
+
+
+def on_disk(path: Path) -> Source:
+    """The checkpoint at `path`.
+
+    Raises:
+        WanmaError: its manifest is missing or damaged.
+    """
+    try:
+        manifest = read_manifest(path)
+    except WanmaError as error:
+        raise WanmaError(f"checkpoint {path}: {error.message}", error.hint or "load an older one") from error
+    return Source(f"checkpoint {path}", manifest, lambda file: _map(path / file))
 
 
 def load(
-    path: Path,
+    source: Path | Source,
     tensors: Mapping[str, torch.Tensor],
     *,
     strict: bool = True,
@@ -39,10 +64,10 @@ def load(
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Fill `tensors` in place from the checkpoint at `path`.
+    """Fill `tensors` in place.
 
     Args:
-        path: the same on all ranks.
+        source: a checkpoint's path, the same on all ranks, or copies in memory.
         tensors: full name -> tensor or DTensor of any layout; dtype and full shape must be as saved.
         strict: whether tensors of the checkpoint that nobody asks for are an error.
         elsewhere: names that only other ranks hold (of other pipeline stages).
@@ -55,9 +80,10 @@ def load(
         WanmaError: the checkpoint is from another model, or damaged. Tensors are untouched in the
             first case.
     """
-    manifest = _manifest(path)
-    _require_same_model(path, manifest, tensors, strict, elsewhere)
-    files = _Files(path, manifest)
+    source = source if isinstance(source, Source) else on_disk(source)
+    manifest = source.manifest
+    _require_same_model(source, tensors, strict, elsewhere)
+    files = _Files(source)
     for name, tensor in tensors.items():
         box = local_box(name, tensor)
         if box is not None:
@@ -85,9 +111,9 @@ class Saved:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        manifest = _manifest(path)
-        self.tensors: Mapping[str, TensorEntry] = manifest.tensors
-        self._files = _Files(path, manifest)
+        source = on_disk(path)
+        self.tensors: Mapping[str, TensorEntry] = source.manifest.tensors
+        self._files = _Files(source)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """One tensor, or a box of it.
@@ -119,18 +145,17 @@ def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _
                 copied += part.numel()
     if copied != box.elements:
         raise WanmaError(
-            f"checkpoint {files.path}: tensor {name} has {copied:,} of the {box.elements:,} elements needed",
+            f"{files.source.name}: tensor {name} has {copied:,} of the {box.elements:,} elements needed",
             "it is damaged: load an older one",
         )
 
 
 class _Files:
-    """The data files of a checkpoint, mapped into memory when first needed."""
+    """The data files of a source, mapped into memory when first needed."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self._sizes = {name: entry.bytes for name, entry in manifest.files.items()}
-        self._open: dict[str, tuple[mmap.mmap, dict[str, Region]]] = {}
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._open: dict[str, tuple[memoryview, dict[str, Region]]] = {}
 
     def shard(self, file: str, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The shard of tensor `name` in `file`, as a view of the mapped file."""
@@ -140,48 +165,38 @@ class _Files:
         region = regions.get(name)
         if region is None or (region.dtype, region.shape) != (dtype, shape):
             raise WanmaError(
-                f"checkpoint {self.path}: {file} does not hold tensor {name} as the manifest says",
+                f"{self.source.name}: {file} does not hold tensor {name} as the manifest says",
                 "it is damaged: load an older one",
             )
         elements = (region.stop - region.start) // DTYPES[dtype].itemsize
         return torch.frombuffer(memory, dtype=DTYPES[dtype], count=elements, offset=region.start).view(shape)
 
-    def _map(self, file: str) -> tuple[mmap.mmap, dict[str, Region]]:
+    def _map(self, file: str) -> tuple[memoryview, dict[str, Region]]:
         try:
-            with (self.path / file).open("rb") as opened:
-                # Torch wants memory that may be written to: a private mapping, of which no write would
-                # reach the file. Without a reservation, or files larger than the memory are refused.
-                memory = mmap.mmap(
-                    opened.fileno(),
-                    0,
-                    flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
-            if len(memory) != self._sizes[file]:
-                raise ValueError(f"it has {len(memory):,} bytes instead of {self._sizes[file]:,}")
-            return memory, parse_header(memoryview(memory), len(memory))
+            memory, expected = self.source.map(file), self.source.manifest.files[file].bytes
+            if len(memory) != expected:
+                raise ValueError(f"it has {len(memory):,} bytes instead of {expected:,}")
+            return memory, parse_header(memory, len(memory))
         except (OSError, ValueError) as error:
             raise WanmaError(
-                f"checkpoint {self.path}: {file} cannot be read: {error}",
+                f"{self.source.name}: {file} cannot be read: {error}",
                 "it is damaged: load an older one",
             ) from error
 
 
-def _manifest(path: Path) -> Manifest:
-    try:
-        return read_manifest(path)
-    except WanmaError as error:
-        raise WanmaError(f"checkpoint {path}: {error.message}", error.hint or "load an older one") from error
+def _map(path: Path) -> memoryview:
+    with path.open("rb") as opened:
+        return map_private(opened.fileno())
 
 
 def _require_same_model(
-    path: Path,
-    manifest: Manifest,
+    source: Source,
     tensors: Mapping[str, torch.Tensor],
     strict: bool,
     elsewhere: Collection[str],
 ) -> None:
     """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
+    manifest = source.manifest
     differences: list[str] = []
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
@@ -199,7 +214,7 @@ def _require_same_model(
     if differences:
         more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
         raise WanmaError(
-            f"checkpoint {path} is from another model; first differences:\n    "
+            f"{source.name} is from another model; first differences:\n    "
             + "\n    ".join(differences[:_SHOWN] + more),
             "give the job the model that was saved, or another run directory to start afresh (--run-dir DIR)",
         )

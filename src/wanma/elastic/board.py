@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 _HEAD_BYTES = 64
 _SLOT_BYTES = 128
-_SLOT = struct.Struct("<QqQQQ48sQ")
-"""calls, step, changes of step, time in nanoseconds, main thread, phase, calls again: a reader that sees
-the two counts differ has caught a write half-way and reads again."""
+_SLOT = struct.Struct("<QqQqQQ48sQ")
+"""calls, step, changes of step, step done, time in nanoseconds, main thread, phase, calls again: a reader
+that sees the two counts differ has caught a write half-way and reads again."""
+_NO_STEP = -1
 _PHASE_BYTES = 48
 
 
@@ -30,6 +31,8 @@ class Position:
     step: int
     step_changes: int
     """How often the step was another than in the report before."""
+    done: int | None
+    """The newest step that this process finished; None: none yet."""
     phase: str
     seconds: float
     """When, on this machine's monotonic clock."""
@@ -62,11 +65,14 @@ class Board:
     def read(self, local_rank: int) -> Position:
         offset = _HEAD_BYTES + local_rank * _SLOT_BYTES
         for _ in range(100):
-            calls, step, changes, nanoseconds, thread, phase, check = _SLOT.unpack_from(self._memory, offset)
+            calls, step, changes, done, nanoseconds, thread, phase, check = _SLOT.unpack_from(
+                self._memory, offset
+            )
             if calls == check:
                 break
         name = phase.rstrip(b"\0").decode(errors="ignore")
-        return Position(calls, step, changes, name, nanoseconds / 1e9, thread)
+        finished = done if calls and done != _NO_STEP else None
+        return Position(calls, step, changes, finished, name, nanoseconds / 1e9, thread)
 
     def close(self) -> None:
         self._memory.close()
@@ -80,6 +86,11 @@ class BoardWriter:
         self._memory, self._offset = memory, offset
         self._calls = self._changes = 0
         self._step: int | None = None
+        self._done = _NO_STEP
+
+    def step_done(self, step: int) -> None:
+        self._done = step
+        self.write(step, "step done")
 
     def write(self, step: int, phase: str) -> None:
         self._calls += 1
@@ -92,6 +103,7 @@ class BoardWriter:
             self._calls,
             step,
             self._changes,
+            self._done,
             time.monotonic_ns(),
             threading.get_ident(),
             phase.encode()[:_PHASE_BYTES],

@@ -2,13 +2,19 @@
 
 It knows neither sockets nor clocks: messages come in by `receive` with the name of the peer and the
 time, go out by the `send` it was given, and `tick` tells it the time. With one node it is called
-directly by the supervisor, with several through `rendezvous`; so both follow the same road.
+directly by the supervisor, with several through `rendezvous`; so both follow the same road:
+
+    meeting ──all are here──> running ──failure──> halting ──no rank lives──> meeting again, or the end
+
+A generation starts only after every node that is still here has said that no rank of the one before
+lives, so two never compute at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from wanma.elastic.failure import Failure, clip
 from wanma.elastic.hang import hang_report
@@ -16,6 +22,8 @@ from wanma.elastic.messages import (
     Abort,
     Failed,
     Finished,
+    Halt,
+    Halted,
     Hung,
     Inspect,
     Join,
@@ -23,21 +31,29 @@ from wanma.elastic.messages import (
     Message,
     Moving,
     Over,
+    Recovery,
     Refused,
     Standing,
     Standings,
     Start,
     Stop,
     StopRequest,
+    Waiting,
 )
+from wanma.elastic.recovery import Retries, newest_common
+from wanma.job.errors import EXIT_USAGE
 
 GATHER_SECONDS = 1.0
 """How long a failure that looks like an echo waits for the one that explains it."""
 INSPECT_SECONDS = 10.0
 """How long nodes may take to say where their ranks stand."""
+HALT_SECONDS = 60.0
+"""How long nodes may take to end their ranks: a killed process first gives its memory back."""
 
 REPORT_LIMIT = 256 * 1024
 """Characters of a hang report that travel."""
+FAILURE_LIMIT = 2000
+"""Characters of a failure that a new generation is told of."""
 LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
 
 Send = Callable[[int, Message], None]
@@ -49,18 +65,29 @@ class _Peer:
 
     join: Join
     node: int = -1
+    """Its number; negative before its first start."""
+    ranks: range = range(0)
+    store_port: int = 0
     finished: bool = False
     hung: bool = False
+    halted: Halted | None = None
 
 
 class Coordinator:
     """One run's agreement between its nodes. `generation` counts the starts of its ranks."""
 
     def __init__(
-        self, nodes: int, job_hash: str, place: str, start_seconds: float, send: Send, now: float
+        self,
+        nodes: int,
+        job_hash: str,
+        place: str,
+        start_seconds: float,
+        send: Send,
+        now: float,
+        retries: int = 0,
     ) -> None:
         self.generation = 0
-        self.over = False
+        self._state: Literal["meeting", "running", "halting", "over"] = "meeting"
         self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
         self._start_seconds = start_seconds
         self._peers: dict[int, _Peer] = {}
@@ -69,6 +96,16 @@ class Coordinator:
         self._echo: Failure | None = None
         self._hang: Hung | None = None
         self._standings: dict[int, tuple[Standing, ...]] = {}
+        self._retries = Retries(retries)
+        self._cause: Failure | None = None
+        """Why the generation before ended."""
+        self._lost: Failure | None = None
+        """The newest loss of a node whose place is empty."""
+        self._recovery: Recovery | None = None
+
+    @property
+    def over(self) -> bool:
+        return self._state == "over"
 
     @property
     def deadline(self) -> float | None:
@@ -87,53 +124,67 @@ class Coordinator:
                     self._end(Abort(exit_code))
                 case Failed(failure):
                     self._failed(failure, now)
-                case Finished():
-                    self._finished(peer)
-                case Hung():
-                    self._hung(peer, message, now)
-                case Moving():
-                    self._peers[peer].hung = False
-                case Standings(standings):
-                    self._standings[peer] = standings
-                    self._conclude_hang(late=False)
+                case Halted() if self._state == "halting":
+                    self._peers[peer].halted = message
+                    self._when_halted(now)
+                case _ if self._state == "running":
+                    self._hear_running(peer, message, now)
+
+    def _hear_running(self, peer: int, message: Message, now: float) -> None:
+        match message:
+            case Finished():
+                self._finished(peer)
+            case Hung():
+                self._hung(peer, message, now)
+            case Moving():
+                self._peers[peer].hung = False
+            case Standings(standings):
+                self._standings[peer] = standings
+                self._conclude_hang(now, late=False)
 
     def lost(self, peer: int, reason: str, now: float) -> None:
         """A peer's connection has ended."""
-        if (gone := self._peers.pop(peer, None)) is None or self.over or gone.finished:
+        gone = self._peers.pop(peer, None)
+        if gone is None or gone.node < 0 or self.over or (gone.finished and self._state == "running"):
             return
-        if self.generation:
-            cause = f"node {gone.node} ({gone.join.host}) was lost: {reason}"
-            self._failed(Failure(cause, node=gone.node, host=gone.join.host, hint=LOST_HINT), now)
+        cause = f"node {gone.node} ({gone.join.host}) was lost: {reason}"
+        self._lost = Failure(cause, node=gone.node, host=gone.join.host, hint=LOST_HINT)
+        if self._state == "meeting":
+            self._wait_for_machines(now)
+        else:
+            self._failed(self._lost, now)
+            self._when_halted(now)
 
     def tick(self, now: float) -> None:
         """Do what is due."""
         if self.over or self._deadline is None or now < self._deadline:
             return
         self._deadline = None
-        if not self.generation:
-            here = ", ".join(peer.join.host for peer in self._peers.values())
-            cause = (
-                f"only {len(self._peers)} of {self._nodes} machines came to {self._place} "
-                f"within {self._start_seconds:.0f} s (here: {here})"
-            )
-            hint = "run the same command on every machine, or raise cluster.start_seconds"
-            self._end(Abort(1, Failure(cause, hint=hint)))
+        if self._state == "meeting":
+            self._nobody_came()
+        elif self._state == "halting":
+            late = [peer for peer in self._peers.values() if peer.node >= 0 and peer.halted is None]
+            who = ", ".join(f"node {peer.node} ({peer.join.host})" for peer in late)
+            cause = f"the ranks could not be ended within {HALT_SECONDS:.0f} s on {who}"
+            assert self._cause is not None
+            self._end(Abort(1, Failure(cause, hint=f"why they had to end: {self._cause.headline}")))
         elif self._hang is not None:
-            self._conclude_hang(late=True)
+            self._conclude_hang(now, late=True)
         elif self._echo is not None:
-            self._end(Abort(self._echo.exit_code, self._echo))
+            self._fail(self._echo, now)
+
+    # Meeting -------------------------------------------------------------------------------------
 
     def _join(self, peer: int, join: Join) -> None:
         if reason := self._objection(join):
             self._send(peer, reason)
             return
-        self._peers[peer] = _Peer(join)
-        if len(self._peers) == self._nodes:
+        self._peers[peer] = _Peer(join, store_port=join.store_port)
+        if self._state == "meeting" and len(self._peers) == self._nodes:
             self._start()
 
     def _objection(self, join: Join) -> Refused | None:
-        others = [peer.join for peer in self._peers.values()]
-        if self.generation or self.over or len(others) == self._nodes:
+        if self._state in ("running", "over") or len(self._peers) == self._nodes:
             return Refused(
                 f"the run at {self._place} has its {self._nodes} machines already",
                 "wait until it has ended, or choose another port for cluster.rendezvous",
@@ -147,43 +198,96 @@ class Coordinator:
         if join.node_rank is not None:
             if join.node_rank >= self._nodes:
                 return Refused(f"cluster.node_rank {join.node_rank} is not below cluster.nodes {self._nodes}")
-            for other in others:
-                if other.node_rank == join.node_rank:
+            for other in self._peers.values():
+                if join.node_rank == (other.node if other.node >= 0 else other.join.node_rank):
                     return Refused(
-                        f"cluster.node_rank {join.node_rank} is taken by {other.host}",
+                        f"cluster.node_rank {join.node_rank} is taken by {other.join.host}",
                         "give every machine its own number, or none and let arrival decide",
                     )
         return None
 
     def _start(self) -> None:
+        self._state = "running"
         self.generation += 1
-        self._deadline = None
-        taken = {peer.join.node_rank for peer in self._peers.values()}
-        free = iter(number for number in range(self._nodes) if number not in taken)
+        self._deadline = self._echo = self._hang = self._lost = None
+        self._standings.clear()
+        new = {identity for identity, peer in self._peers.items() if peer.node < 0}
         for peer in self._peers.values():
-            peer.node = next(free) if peer.join.node_rank is None else peer.join.node_rank
+            if peer.node < 0 and peer.join.node_rank is not None:
+                peer.node = peer.join.node_rank
+        free = iter(sorted(set(range(self._nodes)) - {peer.node for peer in self._peers.values()}))
+        for peer in self._peers.values():
+            if peer.node < 0:
+                peer.node = next(free)
         by_node = sorted(self._peers.items(), key=lambda item: item[1].node)
         world_size = sum(peer.join.ranks for _, peer in by_node)
-        store = by_node[0][1].join
+        store = by_node[0][1]
         first = 0
         for identity, peer in by_node:
-            start = Start(self.generation, peer.node, first, world_size, store.address, store.store_port)
+            peer.ranks = range(first, first + peer.join.ranks)
+            peer.finished = peer.hung = False
+            peer.halted = None
+            start = Start(
+                self.generation,
+                peer.node,
+                first,
+                world_size,
+                store.join.address,
+                store.store_port,
+                self._recovery,
+            )
             first += peer.join.ranks
             self._send(identity, start)
+            if self._exit_code and identity in new:
+                self._send(identity, Stop(self._exit_code))
+
+    def _wait_for_machines(self, now: float) -> None:
+        why = self._lost or self._cause
+        assert why is not None
+        self._deadline = now + self._start_seconds
+        missing = self._nodes - len(self._peers)
+        machines = "one machine is" if missing == 1 else f"{missing} machines are"
+        self._broadcast(
+            Waiting(
+                f"{why.headline}\n  {machines} missing: the run waits {self._start_seconds:.0f} s "
+                "(cluster.start_seconds) for the same command there, or on others"
+            )
+        )
+
+    def _nobody_came(self) -> None:
+        if (why := self._lost or self._cause) is not None:
+            hint = f"no machine took its place within {self._start_seconds:.0f} s; {why.hint}"
+            self._end(Abort(1, replace(why, hint=hint)))
+            return
+        here = ", ".join(peer.join.host for peer in self._peers.values())
+        cause = (
+            f"only {len(self._peers)} of {self._nodes} machines came to {self._place} "
+            f"within {self._start_seconds:.0f} s (here: {here})"
+        )
+        hint = "run the same command on every machine, or raise cluster.start_seconds"
+        self._end(Abort(1, Failure(cause, hint=hint)))
+
+    # Running -------------------------------------------------------------------------------------
 
     def _stop(self, exit_code: int) -> None:
+        """In order: ranks that are just being started again finish a step first, so that nothing is lost."""
         self._exit_code = self._exit_code or exit_code
-        if self.generation:
-            self._broadcast(Stop(self._exit_code))
+        if self._state == "meeting":
+            self._end(Abort(self._exit_code))
         else:
-            self._end(Abort(exit_code))
+            self._broadcast(Stop(self._exit_code))
 
     def _failed(self, failure: Failure, now: float) -> None:
-        if not failure.consequence:
-            self._end(Abort(failure.exit_code, failure))
-        elif self._echo is None:
-            self._echo = failure
-            self._deadline = now + GATHER_SECONDS
+        if self._state == "halting":
+            assert self._cause is not None
+            if failure.exit_code == EXIT_USAGE or (self._cause.consequence and not failure.consequence):
+                self._cause = failure
+        elif self._state == "running":
+            if not failure.consequence:
+                self._fail(failure, now)
+            elif self._echo is None:
+                self._echo = failure
+                self._deadline = now + GATHER_SECONDS
 
     def _finished(self, peer: int) -> None:
         self._peers[peer].finished = True
@@ -198,15 +302,56 @@ class Coordinator:
             self._deadline = now + INSPECT_SECONDS
             self._broadcast(Inspect())
 
-    def _conclude_hang(self, late: bool) -> None:
+    def _conclude_hang(self, now: float, late: bool) -> None:
         if self._hang is not None and (late or len(self._standings) == len(self._peers)):
             standings = [one for node in self._standings.values() for one in node]
             summary, report = hang_report(standings, self._hang.seconds, self._hang.limit)
             hint = "the stacks are in logs/hang-report.txt of the run directory"
-            self._end(Abort(1, Failure(clip(summary), hint=hint), clip(report, REPORT_LIMIT)))
+            self._fail(Failure(clip(summary), hint=hint), now, clip(report, REPORT_LIMIT))
+
+    # The end, or a new beginning -----------------------------------------------------------------
+
+    def _fail(self, failure: Failure, now: float, report: str = "") -> None:
+        """This generation is done for."""
+        if self._exit_code or not self._retries.may_help(failure):
+            self._end(Abort(failure.exit_code, failure, report))
+            return
+        self._state, self._cause = "halting", failure
+        self._deadline = now + HALT_SECONDS
+        self._broadcast(Halt(report))
+
+    def _when_halted(self, now: float) -> None:
+        """When no rank lives any more: give up, or start again as soon as all machines are here."""
+        here = [peer for peer in self._peers.values() if peer.node >= 0]
+        if self._state != "halting" or any(peer.halted is None for peer in here):
+            return
+        assert self._cause is not None
+        said = [peer.halted for peer in here if peer.halted is not None]
+        for word in said:
+            self._retries.reached(word.reached_step)
+        if (ending := self._retries.objection(self._cause)) is not None:
+            self._end(Abort(ending.exit_code, ending))
+            return
+        held = [image for word in said for image in word.images]
+        restore = newest_common((rank for peer in here for rank in peer.ranks), held)
+        assert self._retries.reached_step is not None
+        self._recovery = Recovery(
+            clip(self._cause.headline, FAILURE_LIMIT),
+            self._retries.reached_step,
+            self._retries.attempt,
+            restore if self._retries.trusts_memory else None,
+        )
+        for peer in here:
+            assert peer.halted is not None
+            peer.store_port = peer.halted.store_port
+        self._state = "meeting"
+        if len(self._peers) == self._nodes:
+            self._start()
+        else:
+            self._wait_for_machines(now)
 
     def _end(self, word: Abort | Over) -> None:
-        self.over = True
+        self._state = "over"
         self._broadcast(word)
 
     def _broadcast(self, message: Message) -> None:

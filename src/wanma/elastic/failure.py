@@ -46,13 +46,17 @@ class Failure:
     consequence: bool = False
     """It looks like the echo of another rank's death, so any other failure explains more."""
 
+    @property
+    def headline(self) -> str:
+        """Who and why."""
+        place = f" (node {self.node}, {self.host})" if self.node is not None else ""
+        return f"rank {self.rank}{place} failed: {self.cause}" if self.rank is not None else self.cause
+
     def text(self) -> str:
         """The one message: who, why, where it happened, where to read on, what to do."""
         if self.exit_code == EXIT_USAGE:  # the job is wrong: which rank was the first to say so tells nothing
             return f"{self.cause}\n  {self.hint}" if self.hint else self.cause
-        place = f" (node {self.node}, {self.host})" if self.node is not None else ""
-        head = f"rank {self.rank}{place} failed: {self.cause}" if self.rank is not None else self.cause
-        lines = [head]
+        lines = [self.headline]
         if self.traceback:
             lines += ["", self.traceback.rstrip(), ""]
         if self.log:

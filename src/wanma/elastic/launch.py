@@ -39,10 +39,14 @@ class Launch:
     """A machine that sends no heartbeat for so long is given up."""
     job_hash: str = ""
     """Machines whose jobs differ refuse to work together."""
+    retries: int = 0
+    """How often the ranks are started again after a failure, without a new step between; 0: never."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:
             raise ValueError("ranks_per_node, nodes and threads_per_rank are at least 1")
+        if self.retries < 0:
+            raise ValueError(f"retries is at least 0 (given: {self.retries})")
         if ":" not in self.entry:
             raise ValueError(f"entry is 'package.module:function' (given: {self.entry!r})")
 

@@ -6,10 +6,11 @@ workers (an inherited socket pair), supervisor and fork server (likewise). `prot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from wanma.elastic.failure import Failure
+from wanma.job.worker import Restart
 
 
 class Message:
@@ -80,6 +81,36 @@ class Beat(Message):
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """What a new generation takes up, and why there is one."""
+
+    failure: str
+    """Of the generation before, in words."""
+    reached_step: int
+    """Newest step that any generation finished."""
+    attempt: int
+    """Counts from 1 the recoveries since the last new step."""
+    image: Image | None
+    """Which images to restore from; None: none, start from disk."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """Of which moment a copy of the state in memory is: two generations may both have been at a step."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class HeldImage:
+    """A whole image that a node holds."""
+
+    rank: int
+    image: Image
+
+
+@dataclass(frozen=True)
 class Start(Message):
     """All have come: start your ranks. Opens `generation`."""
 
@@ -90,6 +121,35 @@ class Start(Message):
     world_size: int
     store_host: str
     store_port: int
+    recovery: Recovery | None = None
+    """None: the first generation."""
+
+
+@dataclass(frozen=True)
+class Halt(Message):
+    """End your ranks at once, keep their images, and answer `Halted`; `report` as in `Abort`."""
+
+    report: str = ""
+
+
+@dataclass(frozen=True)
+class Halted(Message):
+    """No rank of this node lives any more.
+
+    `store_port` listens anew, as in `Join`; `reached_step` is the newest that its ranks finished.
+    """
+
+    store_port: int
+    reached_step: int | None
+    images: tuple[HeldImage, ...]
+
+
+@dataclass(frozen=True)
+class Waiting(Message):
+    """The run has lost machines and waits for others; `text` tells the user."""
+
+    scoped: ClassVar[bool] = False
+    text: str
 
 
 @dataclass(frozen=True)
@@ -244,6 +304,12 @@ class WorkerSpec:
     store_host: str
     store_port: int
     environment: dict[str, str]
+    images: tuple[str, ...] = ()
+    """Two files in memory for copies of the state, to be written in turn; none: nobody would keep them."""
+    found: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Rank of an earlier generation → its images on this node that are to be restored from."""
+    restore_step: int | None = None
+    restart: Restart | None = None
 
 
 @dataclass(frozen=True)

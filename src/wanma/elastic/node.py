@@ -74,7 +74,9 @@ class Node:
         return node
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """One packet. A fork server that has gone is noticed by `receive`."""
+        """One packet. A fork server that has gone is noticed by `receive`; a closed one is deaf."""
+        if self._closed:
+            return
         self._forked = self._forked or isinstance(message, Fork)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self.control, [encode(message)], descriptors)

@@ -72,15 +72,27 @@ class LocalLink:
     """The coordinator of a run of one node lives in the supervisor."""
 
     def __init__(self, launch: Launch, loop: Loop, make_join: MakeJoin, on_message: OnMessage) -> None:
+        self._generation = 0
+        """As on the wire: words that belong to another generation than the newest are dropped."""
+        self._newest = 0
+
         # Through the loop, so that an answer never arrives inside the call that caused it.
         def deliver(_peer: int, message: Message) -> None:
-            loop.call_later(0, lambda: on_message(message))
+            if isinstance(message, Start):
+                self._newest = message.generation
+            loop.call_later(0, lambda: hear(message))
+
+        def hear(message: Message) -> None:
+            if isinstance(message, Start):
+                self._generation = message.generation
+            on_message(message)
 
         self._driven = DrivenCoordinator(launch, "this machine", loop, deliver)
         self._driven.receive(0, make_join("127.0.0.1"))
 
     def send(self, message: Message) -> None:
-        self._driven.receive(0, message)
+        if not message.scoped or self._generation == self._newest:
+            self._driven.receive(0, message)
 
     def close(self, linger: bool) -> None:
         """Nothing is held."""

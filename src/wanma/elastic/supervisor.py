@@ -15,9 +15,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from wanma.elastic.board import Board
 from wanma.elastic.coordinator import LOST_HINT
-from wanma.elastic.failure import Failure, failure_of_exit
+from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
+from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch, Outcome, host_name
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import (
@@ -25,7 +25,8 @@ from wanma.elastic.messages import (
     Exited,
     Failed,
     Finished,
-    Fork,
+    Halt,
+    Halted,
     Happened,
     Hung,
     Inspect,
@@ -35,22 +36,21 @@ from wanma.elastic.messages import (
     Moving,
     Over,
     Ready,
-    Signal,
     Standings,
     Start,
     Started,
     Stop,
     StopRequest,
+    Waiting,
     Whereabouts,
-    WorkerSpec,
 )
 from wanma.elastic.network import address_of, interface_of, listen_anywhere
 from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
-from wanma.elastic.told import ended_text, joined_text, stopping_text
-from wanma.elastic.watch import Watch
+from wanma.elastic.team import Team
+from wanma.elastic.told import ended_text, joined_text, started_again_text, stopping_text
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
 
@@ -78,7 +78,6 @@ def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | Non
     try:
         return supervisor.run()
     finally:
-        node.close()
         supervisor.close()
         loop.close()
 
@@ -92,13 +91,21 @@ class Supervisor:
         self._host = host_name()
         self._ready = False
         self._start: Start | None = None
+        self._due: Start | None = None
+        """A start that waits for the fork server."""
         self._ending: Abort | Over | None = None
         self._signals = 0
         self._stop = False
         self._told_obstacle = False
-        self._ranks: list[LocalRank] = []
-        self._board: Board | None = None
-        self._watch: Watch | None = None
+        self._team: Team | None = None
+        """The newest one, also while none of it lives."""
+        self._images = ImageFiles(launch.ranks_per_node) if launch.retries else None
+        self._halting = False
+        """From the order to end the ranks until all are gone."""
+        self._failed_at: float | None = None
+        """When this node heard of the newest failure after a finished step."""
+        self._failed_team: Team | None = None
+        """The one whose failure has been noted."""
         self._store_listener: socket.socket | None = None
         self._address = ""
 
@@ -111,7 +118,7 @@ class Supervisor:
         if self._launch.nodes > 1:
             self._message(f"the {self._launch.nodes} nodes of the run meet at {self._launch.rendezvous}")
         try:
-            self._loop.run_until(lambda: self._ending is not None and all(rank.gone for rank in self._ranks))
+            self._loop.run_until(lambda: self._ending is not None and (not self._team or self._team.gone))
         finally:
             self._loop.forget(self._node.control)
             self._link.close(linger=self._ending is not None)
@@ -121,10 +128,11 @@ class Supervisor:
         return Outcome(self._ending.exit_code, failure)
 
     def close(self) -> None:
-        for rank in self._ranks:
-            rank.close()
-        if self._board is not None:
-            self._board.close()
+        self._node.close()
+        if self._team is not None:
+            self._team.close()
+        if self._images is not None:
+            self._images.close()
         if self._store_listener is not None:
             self._store_listener.close()
 
@@ -134,30 +142,47 @@ class Supervisor:
         """What this node offers; `address` is the one that reaches the coordinator."""
         launch = self._launch
         self._address = address_of(launch.interface) if launch.interface is not None else address
-        port = 0
-        if launch.nodes * launch.ranks_per_node > 1:
-            # Bound before anyone knows whether this is node 0: so its port can travel with the first word.
-            self._store_listener = listen_anywhere(self._address)
-            port = self._store_listener.getsockname()[1]
+        port = self._listen()
         return Join(launch.job_hash, launch.ranks_per_node, self._host, self._address, port, launch.node_rank)
+
+    def _listen(self) -> int:
+        """Bind the port of the next generation's store; 0: it needs none.
+
+        Before anyone knows whether this is node 0: so the port can travel with the first word.
+        """
+        if self._launch.nodes * self._launch.ranks_per_node == 1:
+            return 0
+        if self._store_listener is not None:
+            self._store_listener.close()
+        self._store_listener = listen_anywhere(self._address)
+        return int(self._store_listener.getsockname()[1])
 
     def _told(self, message: Message) -> None:
         match message:
             case _ if self._ending is not None:
                 pass
             case Start():
-                self._start = message
-                if self._launch.nodes > 1:
+                first = self._start is None
+                self._start = self._due = message
+                if message.recovery is not None and message.first_rank > 0:
+                    self._message(started_again_text(message.recovery), level="warning")
+                if first and self._launch.nodes > 1:
                     text = joined_text(self._launch, message)
                     self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
                 self._fork_when_ready()
             case Stop(exit_code):
                 self._stop = True
-                if self._board is not None:
-                    self._board.request_stop()
+                if self._team is not None:
+                    self._team.board.request_stop()
                 self._message(stopping_text(exit_code, here=self._signals > 0))
             case Inspect():
-                self._inspect()
+                if self._team is not None:
+                    self._note_failure()
+                    self._inspect(self._team)
+            case Halt(report):
+                self._halt(report)
+            case Waiting(text):
+                self._message(text, level="warning")
             case Abort() | Over():
                 self._end(message)
 
@@ -169,11 +194,8 @@ class Supervisor:
     def _end(self, ending: Abort | Over) -> None:
         """From here on only the deaths of the ranks matter."""
         self._ending = ending
-        if isinstance(ending, Abort) and ending.report:
-            try:
-                write_atomically(self._run.path / "logs" / "hang-report.txt", ending.report)
-            except OSError as error:
-                self._message(f"the hang report cannot be written: {error}", level="warning")
+        if isinstance(ending, Abort):
+            self._write_report(ending.report)
         self._kill(signal.SIGTERM)
         self._loop.call_later(KILL_SECONDS, lambda: self._kill(signal.SIGKILL))
 
@@ -186,9 +208,41 @@ class Supervisor:
                 self._message(text)
 
     def _kill(self, number: signal.Signals) -> None:
-        for rank in self._ranks:
-            if not rank.gone:
-                self._node.send(Signal(rank.spec.rank, number, group=True))
+        if self._team is not None:
+            self._team.kill(number)
+
+    def _write_report(self, report: str) -> None:
+        if not report:
+            return
+        try:
+            write_atomically(self._run.path / "logs" / "hang-report.txt", report)
+        except OSError as error:
+            self._message(f"the hang report cannot be written: {error}", level="warning")
+
+    # A failure that is not the end ---------------------------------------------------------------
+
+    def _halt(self, report: str) -> None:
+        """End the ranks at once: each waits for one that failed, and their state is in the images."""
+        self._note_failure()
+        self._halting = True
+        self._due = None
+        self._kill(signal.SIGKILL)
+        self._write_report(report)
+        self._when_gone()
+
+    def _when_gone(self) -> None:
+        if self._halting and (self._team is None or self._team.gone):
+            self._halting = False
+            reached = self._team.reached_step if self._team is not None else None
+            images = self._images.held() if self._images is not None else ()
+            self._link.send(Halted(self._listen(), reached, images))
+
+    def _note_failure(self) -> None:
+        """Time runs from the first failure to the next finished step, over as many attempts as that takes."""
+        if self._team is not self._failed_team:
+            self._failed_team = self._team
+            if self._failed_at is None or (self._team is not None and self._team.reached_step is not None):
+                self._failed_at = time.monotonic()
 
     # The user's signals --------------------------------------------------------------------------
 
@@ -197,7 +251,7 @@ class Supervisor:
         exit_code = EXIT_CODES[signal.Signals(number)]
         if self._ending is not None:
             return
-        if self._signals == 1 and self._ranks:
+        if self._signals == 1 and self._team is not None:
             self._link.send(StopRequest(exit_code))
         else:
             self._link.send(Leave(exit_code))
@@ -215,79 +269,71 @@ class Supervisor:
                             self._message(note, level="warning")
                         self._fork_when_ready()
                     case Started(rank, pid, obstacle):
-                        self._rank(rank).pid = pid
+                        assert self._team is not None
+                        self._team.rank(rank).pid = pid
                         if obstacle and not self._told_obstacle:
                             self._told_obstacle = True
                             self._message(
                                 f"ranks start one by one instead of by fork: {obstacle}", level="warning"
                             )
                     case Exited(rank, code):
-                        self._exited(self._rank(rank), code)
+                        assert self._team is not None
+                        self._exited(self._team, self._team.rank(rank), code)
         except EOFError:
             self._loop.forget(self._node.control)
             self._fork_server_died()
 
     def _fork_server_died(self) -> None:
         """The kernel ends its workers; their children, and the proof that all are gone, are left to us."""
+        self._ready = False
         if self._ending is None:
             how, hint = self._node.last_words()
             number = self._start.node_rank if self._start is not None else None
             place = self._host if number is None else f"node {number} ({self._host})"
             failure = Failure(f"the fork server of {place} {how}", node=number, host=self._host, hint=hint)
-            self._link.send(Failed(failure))
-            self._end(Abort(failure.exit_code, failure))
-        for rank in self._ranks:
-            if not rank.gone and rank.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(rank.pid, signal.SIGKILL)
-        self._count_the_dead()
+            self._fail(failure)
+            if self._launch.retries and self._team is not None:
+                self._node.close()
+                self._node = Node.start(self._launch.preload, self._launch.environment)
+                self._loop.watch(self._node.control, self._fork_server_said, selectors.EVENT_READ)
+            else:
+                self._end(Abort(failure.exit_code, failure))
+        if self._team is not None:
+            for rank in self._team.ranks:
+                if not rank.gone and rank.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(rank.pid, signal.SIGKILL)
+            self._count_the_dead(self._team)
 
-    def _count_the_dead(self) -> None:
-        for rank in self._ranks:
+    def _count_the_dead(self, team: Team) -> None:
+        for rank in team.ranks:
             if not rank.gone and (rank.pid is None or process_state(rank.pid) in ("gone", "dead")):
                 rank.code = -signal.SIGKILL
-        if not all(rank.gone for rank in self._ranks):
-            self._loop.call_later(0.01, self._count_the_dead)
+        if team.gone:
+            self._when_gone()
+        else:
+            self._loop.call_later(0.01, lambda: self._count_the_dead(team))
 
     def _fork_when_ready(self) -> None:
-        if not self._ready or self._start is None or self._ranks or self._ending is not None:
+        if not self._ready or self._due is None or self._ending is not None:
             return
-        start, launch = self._start, self._launch
-        self._board = Board.create(launch.ranks_per_node)
+        if self._team is not None:
+            self._team.close()
+        team = self._team = Team(
+            self._due,
+            self._launch,
+            self._node,
+            self._loop,
+            environment=self._environment(),
+            store_listener=self._store_listener,
+            images=self._images,
+            failed_at=self._failed_at or time.monotonic(),
+            on_message=self._worker_said,
+        )
+        self._due = self._store_listener = None
         if self._stop:
-            self._board.request_stop()
-        self._watch = Watch(self._board, launch, time.monotonic())
-        payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
-        with open(payload, "wb", closefd=False) as file:
-            file.write(launch.payload)
-        environment = self._environment()
-        for local_rank in range(launch.ranks_per_node):
-            spec = WorkerSpec(
-                rank=start.first_rank + local_rank,
-                local_rank=local_rank,
-                world_size=start.world_size,
-                local_world_size=launch.ranks_per_node,
-                node_rank=start.node_rank,
-                generation=start.generation,
-                run_directory=str(launch.run_directory),
-                entry=launch.entry,
-                threads=launch.threads_per_rank,
-                store_host=start.store_host,
-                store_port=start.store_port,
-                environment=environment,
-            )
-            rank = LocalRank(spec, self._loop, self._worker_said)
-            self._ranks.append(rank)
-            descriptors = [rank.child.fileno(), self._board.descriptor, payload, rank.stacks]
-            if spec.rank == 0 and self._store_listener is not None:
-                descriptors.append(self._store_listener.fileno())
-            self._node.send(Fork(spec), descriptors)
-            rank.child.close()
-        os.close(payload)
-        if self._store_listener is not None:
-            self._store_listener.close()
-            self._store_listener = None
-        self._loop.call_later(self._watch.period, self._look)
+            team.board.request_stop()
+        self._loop.call_later(team.watch.period, lambda: self._look(team))
 
     def _environment(self) -> dict[str, str]:
         """Additions for the workers; torch's sockets stay on the interface that the nodes share."""
@@ -303,58 +349,56 @@ class Supervisor:
         match message:
             case Happened(event):
                 self._on_event(event)
-            case Failed():
+            case Failed(failure):
                 rank.spoke = True
-                self._link.send(message)
+                self._fail(failure)
             case Finished():
                 rank.finished = rank.spoke = True
             case Whereabouts(collective):
                 rank.collective = collective
 
-    def _exited(self, rank: LocalRank, code: int) -> None:
+    def _exited(self, team: Team, rank: LocalRank, code: int) -> None:
         rank.code = code
         rank.connection.read()  # what it said last may not have been read yet
         rank.connection.close()
+        if self._halting:
+            self._when_gone()
+            return
         if self._ending is not None:
             return
         if not rank.spoke:
             log = str(self._run.log(rank.spec.rank))
-            spec, killed = rank.spec, self._node.killed_hint()
-            failure = failure_of_exit(code, spec.rank, spec.node_rank, self._host, log, killed)
-            self._link.send(Failed(failure))
-        if all(other.finished and other.gone for other in self._ranks):
+            spec, killed = rank.spec, killed_hint(team.kills)
+            self._fail(failure_of_exit(code, spec.rank, spec.node_rank, self._host, log, killed))
+        if team.finished:
             self._link.send(Finished())
 
-    def _rank(self, number: int) -> LocalRank:
-        return self._ranks[number - self._ranks[0].spec.rank]
+    def _fail(self, failure: Failure) -> None:
+        self._note_failure()
+        self._link.send(Failed(failure))
 
     # Hangs ---------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _look(self, team: Team) -> None:
         """Has any rank moved?"""
-        assert self._watch is not None
-        if self._ending is not None or all(rank.gone for rank in self._ranks):
+        if self._ending is not None or team is not self._team or team.gone or self._halting:
             return
-        was_silent = self._watch.silent
-        hang = self._watch.look(time.monotonic())
+        was_silent = team.watch.silent
+        hang = team.watch.look(time.monotonic())
         if hang is not None and not was_silent:
             self._link.send(Hung(*hang))
         elif hang is None and was_silent:
             self._link.send(Moving())
-        self._loop.call_later(self._watch.period, self._look)
+        self._loop.call_later(team.watch.period, lambda: self._look(team))
 
-    def _inspect(self) -> None:
-        for rank in self._ranks:
-            if not rank.gone:
-                rank.connection.send(Inspect())
-                self._node.send(Signal(rank.spec.rank, signal.SIGUSR1, group=False))
-        self._loop.call_later(ANSWER_SECONDS, self._report_standings)
+    def _inspect(self, team: Team) -> None:
+        team.inspect()
 
-    def _report_standings(self) -> None:
-        if self._ending is None and self._board is not None:
-            now = time.monotonic()
-            standings = [rank.standing(self._board, self._host, now) for rank in self._ranks if not rank.gone]
-            self._link.send(Standings(tuple(standings)))
+        def report() -> None:
+            if self._ending is None and team is self._team and not self._halting:
+                self._link.send(Standings(team.standings(self._host)))
+
+        self._loop.call_later(ANSWER_SECONDS, report)
 
     def _message(self, text: str, level: str = "info") -> None:
         self._on_event({"kind": "message", "level": level, "text": text})

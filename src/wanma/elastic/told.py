@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wanma.elastic.launch import Launch
-from wanma.elastic.messages import Abort, Over, Start
+from wanma.elastic.messages import Abort, Over, Recovery, Start
 from wanma.job.run_directory import RunDirectory
 
 STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
@@ -20,6 +20,11 @@ def joined_text(launch: Launch, start: Start) -> str:
         f"joined the run at {launch.rendezvous}: this is node {start.node_rank} of {launch.nodes}, "
         f"with {ranks} of {start.world_size} (both counted from 0)\n  logs of this node: {logs}"
     )
+
+
+def started_again_text(recovery: Recovery) -> str:
+    """Why the ranks here begin again; rank 0 tells the rest when they have."""
+    return f"{recovery.failure}\n  the ranks of all nodes are started again"
 
 
 def stopping_text(exit_code: int, here: bool) -> str:

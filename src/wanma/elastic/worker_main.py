@@ -36,7 +36,7 @@ from wanma.elastic.processes import die_with_parent
 from wanma.elastic.protocol import Framer, decode
 from wanma.job.imports import import_object
 from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Event, Worker
+from wanma.job.worker import Event, Images, Worker
 
 RECORDED_COLLECTIVES = "128"
 """Entries of torch's flight recorder, which tells the hang report where a rank waits."""
@@ -92,6 +92,7 @@ class Supervised:
     def __init__(self, channel: Channel, board: Board, writer: BoardWriter) -> None:
         self._channel = channel
         self.progress = writer.write
+        self.step_done = writer.step_done
         self.stop_requested = board.stop_requested
 
     def event(self, event: Event) -> None:
@@ -124,6 +125,8 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
             store_port=spec.store_port,
             store=store,
             control=control,
+            images=_images(spec),
+            restart=spec.restart,
         )
         entry(worker, os.pread(payload, os.fstat(payload).st_size, 0))
     except SystemExit as leave:
@@ -142,6 +145,14 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
     sys.stderr.flush()
     channel.send(Finished())
     return 0
+
+
+def _images(spec: WorkerSpec) -> Images | None:
+    if not spec.images:
+        return None
+    one, other = spec.images
+    found = {int(rank): paths for rank, paths in spec.found.items()}
+    return Images((one, other), found, spec.restore_step)
 
 
 def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:

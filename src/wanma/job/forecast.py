@@ -169,6 +169,8 @@ class Forecast:
     """Before the first tensor: Python, torch and its libraries; on a GPU CUDA and NCCL."""
     host_bytes: int = 0
     """What waits in the host's memory, not on the device (parallel.offload_*)."""
+    snapshots_bytes: int = 0
+    """Copies of the state for recovery, likewise (checkpoint.snapshots)."""
     disk_bytes: int = 0
     """What waits on disk."""
     buffers_bytes: int = 0

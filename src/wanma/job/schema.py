@@ -109,10 +109,13 @@ def _key(path: str, hint: Any, field: FieldInfo) -> Key:
 
 def _without_none(hint: Any) -> Any:
     """The type inside an optional one."""
-    if get_origin(hint) in (Union, types.UnionType):
-        (bare,) = (inner for inner in get_args(hint) if inner is not type(None))
-        return bare
-    return hint
+    inner = [one for one in _union(hint) if one is not type(None)]
+    return inner[0] if len(inner) == 1 else hint
+
+
+def _union(hint: Any) -> tuple[Any, ...]:
+    """The types that it is one of."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
 
 
 def _repeated_section(hint: Any) -> type[Section] | None:
@@ -125,12 +128,16 @@ def _repeated_section(hint: Any) -> type[Section] | None:
 def _choices(hint: Any) -> tuple[str, ...]:
     if hint is bool:
         return ("true", "false")
+    if _union(hint):
+        return tuple(choice for one in _union(hint) for choice in _choices(one))
     return tuple(str(value) for value in get_args(hint)) if get_origin(hint) is Literal else ()
 
 
 def _allowed(hint: Any, field: FieldInfo) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(_choices(hint))
+    if _union(hint):
+        return ", or ".join(_allowed(*_with_bounds(one)) for one in get_args(field.annotation))
     if _repeated_section(hint):
         return "a list of tables"
     if get_origin(hint) is list:
@@ -145,6 +152,12 @@ def _allowed(hint: Any, field: FieldInfo) -> str:
     noun = _noun(hint)
     article = "a " if noun in ("whole number", "number", "table") else ""
     return f"{article}{noun} {' and '.join(bounds)}".rstrip()
+
+
+def _with_bounds(hint: Any) -> tuple[Any, FieldInfo]:
+    """One type of a union, and what is said of it."""
+    field = FieldInfo.from_annotation(hint)
+    return field.annotation, field
 
 
 def _noun(hint: Any) -> str:

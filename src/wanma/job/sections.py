@@ -279,6 +279,9 @@ class ClusterSection(Section):
     allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
     start_seconds: float = Field(300.0, gt=0, description="deadline from launch to the first step")
     hang_seconds: float = Field(300.0, gt=0, description="deadline from one step to the next")
+    retries: int = Field(
+        3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
+    )
 
     @model_validator(mode="after")
     def _place(self) -> ClusterSection:
@@ -301,6 +304,9 @@ class CheckpointSection(Section):
     every_steps: int = Field(100, ge=0, description="0: only at the end")
     keep: int = Field(3, ge=1, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the one with the best validation loss")
+    snapshots: Literal["auto", "off"] | PositiveInt = Field(
+        "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
+    )
     keep_every_steps: int = Field(
         0, ge=0, description="also keep those of every multiple of so many steps; 0: none"
     )

@@ -7,14 +7,14 @@ The training room takes a `Worker`; the elastic room makes one for a supervised 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 Event = dict[str, Any]
-"""One JSON-able record with a `kind`: start, step, validation, checkpoint, message, finish."""
+"""One JSON-able record with a `kind`: start, recovery, step, validation, checkpoint, message, finish."""
 
 
 class Control(Protocol):
@@ -22,6 +22,9 @@ class Control(Protocol):
 
     def progress(self, step: int, phase: str) -> None:
         """Note where this rank stands; feeds the hang report. Cheap: called a few times per step."""
+
+    def step_done(self, step: int) -> None:
+        """Note that optimizer step `step` is finished: only new ones count as progress after a failure."""
 
     def event(self, event: Event) -> None:
         """Pass an event to the supervisor's console; rank 0 only."""
@@ -39,12 +42,47 @@ class Unsupervised:
     def progress(self, step: int, phase: str) -> None:
         pass
 
+    def step_done(self, step: int) -> None:
+        pass
+
     def event(self, event: Event) -> None:
         if self._on_event is not None:
             self._on_event(event)
 
     def stop_requested(self) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class Images:
+    """Where a rank leaves copies of its state: files in memory that its supervisor holds, and so outlive it.
+
+    Attributes:
+        mine: two paths, written in turn; the files are empty at first.
+        found: of each rank of the generation before, the images of it that are on this node.
+        restore_step: step of the images that all ranks are to take up; None: start from disk.
+    """
+
+    mine: tuple[str, str]
+    found: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    restore_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why ranks were started again in the middle of a run.
+
+    Attributes:
+        failure: what failed, in words.
+        failed_at: when this node's supervisor heard of it, on the machine's monotonic clock.
+        reached_step: newest step that was finished before it.
+        attempt: counts from 1 the recoveries since the last new step.
+    """
+
+    failure: str
+    failed_at: float
+    reached_step: int
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +101,16 @@ class Worker:
     store: Any = None
     """The rendezvous store itself, where this process already holds it (rank 0 serves it)."""
     control: Control = field(default_factory=Unsupervised)
+    images: Images | None = None
+    """None: nobody would keep them, or the job wants none."""
+    restart: Restart | None = None
+    """None: these are the first ranks of the command."""
+
+    @property
+    def node_ranks(self) -> range:
+        """Ranks on this node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
 
     @classmethod
     def alone(cls, run_directory: Path, control: Control | None = None) -> Worker:

@@ -13,7 +13,7 @@ from typing import Self, TextIO
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ObserveSection
 from wanma.job.worker import Event
-from wanma.observe.progress import Progress, checkpoint_text, finish_text, validation_text
+from wanma.observe.progress import Progress, checkpoint_text, finish_text, recovery_text, validation_text
 from wanma.observe.units import duration_text
 
 LEVELS = {"info": "", "warning": "warning: ", "error": "error: "}
@@ -65,6 +65,8 @@ class Console:
         self.progress.see(event)
         if event["kind"] == "message" and event.get("level") in ("warning", "error"):
             self.show(event)
+        elif event["kind"] == "recovery":
+            self.show(recovery_message(event))
 
     def show(self, event: Event) -> None:
         """Print a message."""
@@ -95,7 +97,10 @@ class PlainConsole(Console):
             if self._due(event["step"]):
                 self.line(self._step_line())
         elif kind == "start":
-            self.line(start_text(self.progress))
+            if not event.get("again"):  # the recovery tells it, when it is done
+                self.line(start_text(self.progress))
+        elif kind == "recovery":
+            self.show(recovery_message(event))
         elif kind in ("message", "joined"):
             self.show(event)
         elif kind == "validation":
@@ -118,6 +123,11 @@ class PlainConsole(Console):
         if progress.step < progress.steps:
             parts.append(f"ETA {duration_text(progress.remaining_seconds())}")
         return "  ".join(parts)
+
+
+def recovery_message(event: Event) -> Event:
+    """A recovery as a message: every console shows it."""
+    return {"kind": "message", "level": "warning", "text": recovery_text(event)}
 
 
 def start_text(progress: Progress) -> str:

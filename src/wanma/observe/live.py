@@ -15,7 +15,7 @@ from rich.text import Text
 
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event
-from wanma.observe.console import LEVELS, Console
+from wanma.observe.console import LEVELS, Console, recovery_message
 from wanma.observe.progress import checkpoint_text, finish_text, sparkline, validation_text
 from wanma.observe.units import duration_text
 
@@ -46,6 +46,8 @@ class LiveConsole(Console):
             self.progress.see(event)
         if event["kind"] in ("message", "joined"):
             self.show(event)
+        elif event["kind"] == "recovery":
+            self.show(recovery_message(event))
 
     def show(self, event: Event) -> None:
         level = event.get("level", "info")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from wanma.job.worker import Event
-from wanma.observe.units import bytes_text, duration_text, number_text, share_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
 
 WINDOW_STEPS = 50
 """Steps over which speed is averaged: long enough to be calm, short enough to follow a change."""
@@ -131,6 +131,22 @@ def validation_text(event: Event) -> str:
     if event.get("accuracy") is not None:
         named.append(f"accuracy {share_text(event['accuracy'])}")
     return f"validation {', '.join(named)} (step {event['step']:,})"
+
+
+SOURCES = {"memory": "the copy in memory", "checkpoint": "the checkpoint"}
+
+
+def recovery_text(event: Event) -> str:
+    """'recovered from: rank 1 failed: ...'; below: from what, the steps it cost, the time."""
+    repeated = int(event["repeated_steps"])
+    cost = "no step is repeated" if not repeated else f"{count_text(repeated, 'step')} repeated"
+    source = SOURCES.get(event["source"])
+    where = f"with {source} of step {event['step']:,}" if source is not None else "from the beginning"
+    text = f"recovered from: {event['failure']}\n  carried on {where}, {cost}"
+    text += f"; {event['seconds']:.2f} s from the failure to the next finished step"
+    if event["attempt"] > 1:
+        text += f" (attempt {event['attempt']})"
+    return text
 
 
 def checkpoint_text(event: Event) -> str:

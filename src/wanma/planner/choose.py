@@ -195,7 +195,8 @@ def complete(
     needed = with_pipeline_ranks(problem, plan, forecast(problem, plan))
     if (overflow := host_overflow(problem, plan, needed)) is not None:
         raise JobError(
-            f"the plan does not fit: {overflow}", "offload less to 'host' (parallel.offload_*), or to 'disk'"
+            f"the plan does not fit: {overflow}",
+            "offload less to 'host' (parallel.offload_*), or to 'disk'; or set checkpoint.snapshots = 'auto'",
         )
     if needed.memory_bytes > problem.memory_bytes:
         raise does_not_fit(problem, plan, needed, untimed if job.parallel.auto else None)

@@ -32,6 +32,7 @@ from wanma.planner.memory.state import rule_of
 from wanma.planner.memory.table import tabulate
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
+from wanma.planner.snapshots import snapshot_bytes
 
 
 def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> Forecast:
@@ -54,7 +55,7 @@ def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> For
 def memory(problem: Problem, plan: Plan) -> Forecast:
     """Of `plan`, its memory alone."""
     setting = memory_setting(problem, plan)
-    return forecast_memory(
+    needed = forecast_memory(
         problem.workload,
         plan,
         setting.optimizer,
@@ -63,6 +64,7 @@ def memory(problem: Problem, plan: Plan) -> Forecast:
         dimensions=problem.dimensions,
         software=setting.software,
     )
+    return replace(needed, snapshots_bytes=snapshot_bytes(problem.job, problem.workload, plan))
 
 
 def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Forecast:

@@ -17,6 +17,7 @@ from wanma.planner.cost.operators import Software
 from wanma.planner.cost.update import update_of
 from wanma.planner.measure.calibration import Calibration
 from wanma.planner.memory.state import state_elements
+from wanma.planner.snapshots import snapshot_bytes
 
 MEMORY_SHARE = 0.93
 """Of a GPU's memory, what a forecast may fill. CUDA's and NCCL's part and what the allocator leaves unused
@@ -108,16 +109,23 @@ def problem_of(
 
 
 def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
-    """Why what a plan keeps in the machines' own memory does not fit there; None where it does."""
+    """Why what a plan keeps in the machines' own memory does not fit there; None where it does.
+
+    Snapshots count where the job insists on them.
+    """
+    waiting, kept = float(needed.host_bytes), 0
+    if isinstance(problem.job.checkpoint.snapshots, int):
+        kept = snapshot_bytes(problem.job, problem.workload, plan)
+        waiting += kept + (needed.memory_bytes if plan.device == "cpu" else 0)
     (node,) = problem.cluster.nodes
     here, uneven = divmod(plan.world_size, problem.job.cluster.nodes)
     if uneven:  # on a part of machines that need not be here
         here = min(max(len(node.devices), 1), plan.world_size)
-    waiting = needed.host_bytes * here
-    if waiting <= node.memory_bytes * HOST_SHARE:
+    if waiting * here <= node.memory_bytes * HOST_SHARE:
         return None
+    snapshots = f" ({bytes_text(kept * here)} of it as checkpoint.snapshots)" if kept else ""
     return (
-        f"{bytes_text(waiting)} would wait in the memory of {node.name}, which has "
+        f"{bytes_text(waiting * here)} would wait in the memory of {node.name}{snapshots}, which has "
         f"{bytes_text(node.memory_bytes)}"
     )
 

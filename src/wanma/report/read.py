@@ -56,6 +56,8 @@ class Report:
     """One per step: what a resumed run repeated counts once."""
     checkpoints: tuple[Event, ...]
     messages: tuple[Event, ...]
+    recoveries: tuple[Event, ...]
+    """Failures that did not end the run."""
     events: tuple[Event, ...]
     """All events as written."""
     state: State
@@ -167,6 +169,7 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         validations=validations,
         checkpoints=checkpoints,
         messages=tuple(event for event in events if event["kind"] == "message"),
+        recoveries=tuple(event for event in events if event["kind"] == "recovery"),
         events=tuple(events),
         state=_state(_lived(events), records, job),
         problems=tuple(problems),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -63,6 +64,8 @@ def summary(report: Report) -> str:
         ]
     if report.checkpoints:
         lines += ["", f"  last: {event_text(report.checkpoints[-1])}"]
+    if report.recoveries:
+        lines += ["", *(textwrap.indent(event_text(one), "  ") for one in report.recoveries[-LAST_MESSAGES:])]
     if report.refusal:
         lines += ["", f"  {REFUSED}:", *(f"    {line}" for line in report.refusal.splitlines())]
     told = [event for event in report.messages if event.get("level") in ("warning", "error")]

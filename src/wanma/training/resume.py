@@ -1,16 +1,19 @@
-"""Where a run begins: at its newest whole checkpoint, at another run's weights, or from nothing."""
+"""Where a run begins: at its newest snapshot or checkpoint that is whole, at another run's weights,
+or from nothing."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
 from wanma.checkpoint.folder import committed, read_manifest, set_aside
 from wanma.checkpoint.published import INDEX, SINGLE, is_published
-from wanma.checkpoint.reader import load, read_state, verify
+from wanma.checkpoint.reader import Source, load, on_disk, verify
+from wanma.checkpoint.snapshot import look
 from wanma.data.ramp import samples_before
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
@@ -18,6 +21,7 @@ from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
 from wanma.training.published import published_names, start_from_published
+from wanma.training.snapshots import layout_of
 from wanma.training.state import TrainingState, restore_random_state
 from wanma.training.uploads import fetch_newest, refuse_taken
 
@@ -25,50 +29,83 @@ _NAMED = 5
 """Tensors in one message, at most."""
 
 
-def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fingerprint: str) -> list[str]:
-    """Take up the run directory's newest whole checkpoint, that of `checkpoint.upload` where none is here, or
-    the weights that the job starts from.
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run has begun."""
 
-    Every rank calls it; all take the same checkpoint, each its own part.
+    source: Literal["memory", "checkpoint", "beginning"]
+    """A snapshot that the ranks before have left, a checkpoint of this run, or neither."""
+    messages: list[str]
+    """What to tell the user, on rank 0."""
+
+
+def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fingerprint: str) -> Resumed:
+    """Take up the snapshot that the supervisor has chosen or the run directory's newest whole checkpoint,
+    whichever is of the later step; else the weights that the job starts from.
+
+    Every rank calls it; all take the same, each its own part.
 
     Args:
         state: filled in place.
         data_fingerprint: of the data as it is now; a checkpoint of other data is refused.
-
-    Returns:
-        what to tell the user, on rank 0.
 
     Raises:
         WanmaError: the checkpoint is of another job, or the weights to start from are not whole.
     """
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
-    path = _newest(folder, worker, messages) if choice.resume else None
-    if path is None and choice.upload is not None:
-        if choice.resume:
+    carries_on = choice.resume or worker.restart is not None
+    snapshot = _snapshot(plan, worker, messages) if carries_on else None
+    after = snapshot.manifest.step if snapshot is not None else -1
+    path = _newest(folder, worker, messages, after) if carries_on else None
+    if path is None and snapshot is None and choice.upload is not None:
+        if carries_on:
             path = fetch_newest(folder, choice.upload, worker, messages)
         else:
             refuse_taken(choice.upload, worker)
+    if path is not None or snapshot is not None:
+        source, label = (on_disk(path), path.name) if path is not None else (snapshot, "its snapshot")
+        assert source is not None
+        notes = _carry_on(state, source, label, job.train, plan, worker, data_fingerprint)
+        if worker.restart is None:  # else the record of the recovery tells it
+            messages.append(f"carrying on from step {state.step} ({label})")
+        messages += notes
+        return Resumed("checkpoint" if path is not None else "memory", messages)
+
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
-    if path is None:
-        state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())
-    if path is not None:
-        notes = _carry_on(state, path, job.train, plan, worker, data_fingerprint)
-        messages += [f"carrying on from step {state.step} ({path.name})", *notes]
-    elif start is not None:
+    state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())
+    if start is not None:
         notes = _start_from(state, start, plan, worker)
         messages += [f"weights from {choice.start_from}", *notes]
-    if not choice.resume:
+    if not carries_on:
         _set_aside(folder, worker, messages)
-    return messages
+    return Resumed("beginning", messages)
 
 
-def _newest(folder: Path, worker: Worker, messages: list[str]) -> Path | None:
+def _snapshot(plan: Plan, worker: Worker, messages: list[str]) -> Source | None:
+    """The snapshot that the ranks are to take up, if each finds its share of it whole."""
+    if worker.images is None or (step := worker.images.restore_step) is None:
+        return None
+    worker.control.progress(0, "verifying a snapshot")
+    found, problems = look(
+        worker.images, step, worker.rank, worker.world_size, worker.node_ranks, layout_of(plan)
+    )
+    everyones = _everyones(problems, worker)
+    if everyones:
+        messages.append(f"the snapshot of step {step} is not used: {'; '.join(everyones)}")
+        return None
+    return found.source()
+
+
+def _newest(folder: Path, worker: Worker, messages: list[str], after: int = -1) -> Path | None:
     """All ranks look, each checks its share of the files, and so they agree.
 
     What rank 0 sees in the folder counts: other machines may see a shared one a moment later.
+
+    Args:
+        after: checkpoints up to this step are of no use.
     """
-    seen = [[path for _, path in committed(folder)] if worker.rank == 0 else []]
+    seen = [[path for step, path in committed(folder) if step > after] if worker.rank == 0 else []]
     if worker.world_size > 1:
         dist.broadcast_object_list(seen, src=0)
 
@@ -85,19 +122,29 @@ def _newest(folder: Path, worker: Worker, messages: list[str]) -> Path | None:
 def _problems(path: Path, worker: Worker) -> list[str]:
     """What is wrong with a checkpoint, each rank having read a part of it; the same on all ranks."""
     worker.control.progress(0, "verifying a checkpoint")
-    everyones = [verify(path, worker.rank, worker.world_size)] * worker.world_size
+    return _everyones(verify(path, worker.rank, worker.world_size), worker)
+
+
+def _everyones(mine: list[str], worker: Worker) -> list[str]:
+    """All ranks' problems, each once."""
+    everyones = [mine] * worker.world_size
     if worker.world_size > 1:
-        dist.all_gather_object(everyones, everyones[0])
+        dist.all_gather_object(everyones, mine)
     return list(dict.fromkeys(problem for problems in everyones for problem in problems))
 
 
 def _carry_on(
-    state: TrainingState, path: Path, train: TrainSection, plan: Plan, worker: Worker, data_fingerprint: str
+    state: TrainingState,
+    source: Source,
+    label: str,
+    train: TrainSection,
+    plan: Plan,
+    worker: Worker,
+    data_fingerprint: str,
 ) -> list[str]:
-    """Take up the checkpoint at `path`; returns what to tell beside that."""
-    values = read_state(path)
-    _check_position(values, path, train, data_fingerprint)
-    saved = read_manifest(path).tensors
+    """Take up a state; returns what to tell beside that."""
+    values, saved = source.manifest.state, source.manifest.tensors
+    _check_position(values, source.name, train, data_fingerprint)
     state.updater.allocate_state(
         name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
     )
@@ -107,12 +154,12 @@ def _carry_on(
     notes = []
     if averages and state.average is None:
         elsewhere += averages
-        notes.append(f"the averaged weights of {path.name} are left out: train.weight_average is 0")
+        notes.append(f"the averaged weights of {label} are left out: train.weight_average is 0")
     if state.average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
-        notes.append(f"{path.name} was saved without averaged weights: the average begins at its weights")
+        notes.append(f"{label} was saved without averaged weights: the average begins at its weights")
     _, rank_state = load(
-        path,
+        source,
         tensors,
         elsewhere=elsewhere,
         rank=worker.rank,
@@ -127,18 +174,18 @@ def _carry_on(
     return notes
 
 
-def _check_position(values: dict[str, Any], path: Path, train: TrainSection, data_fingerprint: str) -> None:
+def _check_position(values: dict[str, Any], name: str, train: TrainSection, data_fingerprint: str) -> None:
     """The position is one integer; a job that counts it differently, or on other data, is another job."""
     expected = samples_before(train, values["step"])
     if values["samples"] != expected:
         raise WanmaError(
-            f"{path} was saved after {values['samples']} samples at step {values['step']}, but with "
+            f"{name} was saved after {values['samples']} samples at step {values['step']}, but with "
             f"train.global_batch = {train.global_batch} that step comes after {expected}",
             "keep the batch size of the run, or start a new run with checkpoint.start_from",
         )
     if values["data_fingerprint"] != data_fingerprint:
         raise WanmaError(
-            f"{path} was saved while training on other data than [data] now gives",
+            f"{name} was saved while training on other data than [data] now gives",
             "put the data back as it was, or start a new run with checkpoint.start_from",
         )
 

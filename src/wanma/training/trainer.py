@@ -33,6 +33,7 @@ from wanma.training.precision import LossScale
 from wanma.training.records import StepLog, open_recorder
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
+from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
 from wanma.training.update import Agreement, agree, apply_update
@@ -105,17 +106,28 @@ class Trainer:
             replicas=self._stage_ranks(),
             room=self._room_for_saves(),
         )
-        messages = resume(self.state, job, plan, worker, data_fingerprint)
+        resumed = resume(self.state, job, plan, worker, data_fingerprint)
+        self._snapshots = StepSnapshots(
+            job, plan, worker, self.state, replicas=self._stage_ranks(), data_fingerprint=data_fingerprint
+        )
         self._log = StepLog(job, worker)
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
             self._recorder.event(
-                "start", step=self.state.step, steps=train.steps, world_size=plan.world_size, plan=str(plan)
+                "start",
+                step=self.state.step,
+                steps=train.steps,
+                world_size=plan.world_size,
+                plan=str(plan),
+                **({"again": True} if worker.restart is not None else {}),
             )
-            for text in messages:
+            for text in [*resumed.messages, *self._snapshots.notes]:
                 self._recorder.message(text)
         self._uploads.wake(self.state.step)
+        self._restart = worker.restart
+        """Until the first step after it is finished."""
+        self._resumed, self._resumed_step = resumed, self.state.step
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
@@ -140,6 +152,7 @@ class Trainer:
                 self._checkpointer.close()
         finally:
             self._uploads.close()
+            self._snapshots.close()
             if self._gpu is not None:
                 self._gpu.__exit__(None, None, None)
             if self._recorder is not None:
@@ -158,6 +171,8 @@ class Trainer:
             # The next phase reads numbers, and would be charged with all the work queued before them.
             with self.phases.phase("forward_backward"):
                 torch.cuda.current_stream().synchronize()
+        with self.phases.phase("checkpoint"):
+            self._snapshots.settle()  # first: that all agree then says that all have settled
         with self.phases.phase("communication"):
             agreement = agree(
                 loss_sum,
@@ -169,7 +184,10 @@ class Trainer:
                 step=step + 1,
                 factor=self.factor(global_batch) / state.parallel.divisor,
                 scale=state.scale,
+                shared=self._snapshots.shared(),
             )
+            for text in self._snapshots.agreed(agreement.shared):
+                self.message(text)
             self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite)
         with self.phases.phase("optimizer"):
             applied = apply_update(agreement, state.updater, train, rate, state.scale)
@@ -184,7 +202,7 @@ class Trainer:
                 "warning",
             )
         self._rate, self._global_batch = rate, global_batch
-        self.worker.control.progress(state.step, "step done")
+        self.worker.control.step_done(state.step)
         return agreement
 
     def record(self, agreement: Agreement) -> None:
@@ -198,8 +216,17 @@ class Trainer:
         self._log.step(
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
+        self._write_record(agreement, seconds, phases)
+        with self.phases.phase("checkpoint"):
+            self._snapshots.step_ended(
+                seconds - phases["checkpoint"],
+                is_last=agreement.stop or self.state.step == self.job.train.steps,
+            )
+
+    def _write_record(self, agreement: Agreement, seconds: float, phases: dict[str, float]) -> None:
         if self._recorder is None:
             return
+        self._tell_recovery()
         devices = self.plan.world_size
         self._recorder.step(
             {
@@ -274,6 +301,21 @@ class Trainer:
             )
 
     # ---------------------------------------------------------------- inside
+
+    def _tell_recovery(self) -> None:
+        """Once, when the first step after a failure is finished: what happened and what it cost."""
+        if self._restart is None or self._recorder is None:
+            return
+        restart, self._restart, step = self._restart, None, self._resumed_step
+        self._recorder.event(
+            "recovery",
+            failure=restart.failure,
+            source=self._resumed.source,
+            step=step,
+            repeated_steps=max(restart.reached_step - step, 0),
+            seconds=time.monotonic() - restart.failed_at,
+            attempt=restart.attempt,
+        )
 
     def _wait_for_saves(self) -> list[SaveResult]:
         """A slow disk is no hang: the supervisor is told that it is waited for."""

@@ -6,6 +6,7 @@ All that ranks must agree on per step travels in one all-reduce of a few numbers
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,8 @@ class Agreement:
     """Factor from the gradients as they stand to the mean loss's gradient."""
     stop: bool
     """Some rank was asked to end the run in order."""
+    shared: tuple[float, ...] = ()
+    """Sums over the ranks of what each gave beside that."""
 
     @property
     def is_finite(self) -> bool:
@@ -51,6 +54,7 @@ def agree(
     step: int,
     factor: float,
     scale: LossScale,
+    shared: Sequence[float] = (),
 ) -> Agreement:
     """Add up the ranks' sums.
 
@@ -58,6 +62,7 @@ def agree(
         loss_sum: sum of this rank's losses; zero on ranks that do not count.
         targets: their number; zero likewise.
         factor: how many times the gradient of the summed losses the gradients are.
+        shared: more numbers to add up; as many on every rank.
 
     Raises:
         WanmaError: nothing in the batch has a target, or a number is not finite and
@@ -69,12 +74,12 @@ def agree(
             share,
             loss_sum.detach().double(),
             targets.double(),
-            torch.tensor(float(stop), dtype=torch.float64, device=grid.device),
+            *torch.tensor([float(stop), *shared], dtype=torch.float64, device=grid.device),
         ]
     )
     if grid.plan.world_size > 1:
         dist.all_reduce(numbers)
-    squared, total_loss, total_targets, stops = numbers.tolist()
+    squared, total_loss, total_targets, stops, *others = numbers.tolist()
     if total_targets == 0:
         raise WanmaError(
             f"step {step}: no sample of the global batch has a target to learn from",
@@ -87,6 +92,7 @@ def agree(
         gradient_norm=math.sqrt(squared) * correction,
         correction=correction,
         stop=stops > 0,
+        shared=tuple(others),
     )
     can_be_scaled = scale.value > SMALLEST and math.isfinite(agreement.loss)
     if not agreement.is_finite and not can_be_scaled and train.non_finite == "stop":

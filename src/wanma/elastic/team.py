@@ -1,0 +1,133 @@
+"""The ranks of one generation on this node: their processes, and the board that they write on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from wanma.elastic.board import Board
+from wanma.elastic.images import ImageFiles
+from wanma.elastic.launch import Launch
+from wanma.elastic.loop import Loop
+from wanma.elastic.messages import Fork, Inspect, Message, Signal, Standing, Start, WorkerSpec
+from wanma.elastic.node import Node
+from wanma.elastic.ranks import LocalRank
+from wanma.elastic.watch import Watch
+from wanma.hardware.limits import memory_kills
+from wanma.job.worker import Restart
+
+
+class Team:
+    """Forked by its constructor, which hands every rank what is its own.
+
+    Args:
+        environment: added to that of the ranks.
+        store_listener: where rank 0, if it is here, serves the rendezvous store; closed.
+        images: where the ranks leave copies of their state; None: nobody keeps any.
+        failed_at: when the generation before failed, on the monotonic clock.
+        on_message: gets what the ranks say.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        launch: Launch,
+        node: Node,
+        loop: Loop,
+        *,
+        environment: Mapping[str, str],
+        store_listener: socket.socket | None,
+        images: ImageFiles | None,
+        failed_at: float,
+        on_message: Callable[[LocalRank, Message], None],
+    ) -> None:
+        self.start = start
+        self.board = Board.create(launch.ranks_per_node)
+        self.watch = Watch(self.board, launch, time.monotonic())
+        self.ranks: list[LocalRank] = []
+        self.kills = memory_kills()
+        """How often the kernel had killed for memory before."""
+        self._node = node
+        payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
+        with open(payload, "wb", closefd=False) as file:
+            file.write(launch.payload)
+        recovery = start.recovery
+        restore = recovery.image if recovery is not None else None
+        found = images.found(restore) if images is not None and restore is not None else {}
+        restart = None
+        if recovery is not None:
+            restart = Restart(recovery.failure, failed_at, recovery.reached_step, recovery.attempt)
+        for local_rank in range(launch.ranks_per_node):
+            spec = WorkerSpec(
+                rank=start.first_rank + local_rank,
+                local_rank=local_rank,
+                world_size=start.world_size,
+                local_world_size=launch.ranks_per_node,
+                node_rank=start.node_rank,
+                generation=start.generation,
+                run_directory=str(launch.run_directory),
+                entry=launch.entry,
+                threads=launch.threads_per_rank,
+                store_host=start.store_host,
+                store_port=start.store_port,
+                environment=dict(environment),
+                images=images.to_write(local_rank, restore) if images is not None else (),
+                found=found,
+                restore_step=restore.step if restore is not None else None,
+                restart=restart,
+            )
+            rank = LocalRank(spec, loop, on_message)
+            self.ranks.append(rank)
+            descriptors = [rank.child.fileno(), self.board.descriptor, payload, rank.stacks]
+            if spec.rank == 0 and store_listener is not None:
+                descriptors.append(store_listener.fileno())
+            node.send(Fork(spec), descriptors)
+            rank.child.close()
+        os.close(payload)
+        if store_listener is not None:
+            store_listener.close()
+
+    @property
+    def gone(self) -> bool:
+        """No rank lives any more."""
+        return all(rank.gone for rank in self.ranks)
+
+    @property
+    def finished(self) -> bool:
+        """All ranks did their work and have left."""
+        return all(rank.finished and rank.gone for rank in self.ranks)
+
+    @property
+    def reached_step(self) -> int | None:
+        """The newest step that one of the ranks has finished; None: none has."""
+        positions = (self.board.read(rank.spec.local_rank) for rank in self.ranks)
+        return max((position.done for position in positions if position.done is not None), default=None)
+
+    def rank(self, number: int) -> LocalRank:
+        return self.ranks[number - self.start.first_rank]
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal to the living ranks and all that they started."""
+        for rank in self.ranks:
+            if not rank.gone:
+                self._node.send(Signal(rank.spec.rank, number, group=True))
+
+    def inspect(self) -> None:
+        """Ask the living ranks where they stand."""
+        for rank in self.ranks:
+            if not rank.gone:
+                rank.connection.send(Inspect())
+                self._node.send(Signal(rank.spec.rank, signal.SIGUSR1, group=False))
+
+    def standings(self, host: str) -> tuple[Standing, ...]:
+        """Where the living ranks stand, some time after `inspect`."""
+        now = time.monotonic()
+        return tuple(rank.standing(self.board, host, now) for rank in self.ranks if not rank.gone)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.board.close()

@@ -1,0 +1,256 @@
+"""When a run's snapshots are taken: as often as the job says, or as costs next to nothing.
+
+settle          before a step's ranks agree: no rank overwrites what another still needs
+shared, agreed  what ranks tell each other about it, within the all-reduce that every step has
+step_ended      begins the next snapshot where it is due
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import psutil
+import torch.distributed as dist
+
+from wanma.checkpoint.snapshot import Snapshots, Taken
+from wanma.hardware.limits import usable_memory_bytes
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.job.worker import Worker
+from wanma.observe.units import bytes_text
+from wanma.training.state import TrainingState, random_state
+
+COST_SHARE = 0.01
+"""Of the time of training, what snapshots may cost where the job leaves their interval open."""
+_MARGIN = 1.2
+"""By which an interval is longer than it had to be as it is chosen, so that it stays."""
+_UNUSUAL = 2
+"""First snapshots, one into each image: memory that nobody has touched before is slow."""
+_COSTS, _STEPS = 5, 20
+"""How many of the last ones count."""
+
+
+class Interval:
+    """Steps between snapshots, such that they cost at most `COST_SHARE`. Until that is known: one step."""
+
+    def __init__(self) -> None:
+        self.steps: int | None = None
+
+    def consider(self, cost_seconds: float, step_seconds: float) -> bool:
+        """What a snapshot costs, and what a step takes without; returns whether the interval is another now.
+
+        It is lengthened where it is too short, and shortened where half of it would do.
+        """
+        needed = max(math.ceil(cost_seconds / (COST_SHARE * step_seconds)), 1)
+        if self.steps is not None and self.steps / 2 <= needed <= self.steps:
+            return False
+        before, self.steps = self.steps, max(round(_MARGIN * needed), 1)
+        return self.steps != before
+
+
+class StepSnapshots:
+    """One rank's snapshots of a run; nothing where nobody would keep them, or the job wants none.
+
+    Args:
+        replicas: ranks of this pipeline stage.
+
+    Raises:
+        JobError: the job asks for snapshots that this plan cannot have.
+        WanmaError: the memory for them cannot be opened.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        worker: Worker,
+        state: TrainingState,
+        *,
+        replicas: Sequence[int],
+        data_fingerprint: str,
+    ) -> None:
+        self.notes: list[str] = []
+        """What to tell the user at the start."""
+        self._plan, self._worker, self._state = plan, worker, state
+        self._replicas, self._fingerprint = replicas, data_fingerprint
+        self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
+        self._interval = Interval()
+        self._last_step = state.step
+        self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._step_seconds: deque[float] = deque(maxlen=_STEPS)
+        self._taken = 0
+        self._hidden_seconds = 0.0
+        """Of the step under way, what the background took of the cores that compute."""
+        self._is_news = False
+        """A snapshot was settled in this step."""
+        self._failure: WanmaError | None = None
+        self._snapshots = self._open(job)
+
+    def _open(self, job: Job) -> Snapshots | None:
+        images, wanted = self._worker.images, job.checkpoint.snapshots
+        if wanted == "off":
+            return None
+        if images is None:
+            if self._fixed is not None:
+                self.notes.append(
+                    f"checkpoint.snapshots = {wanted} has no effect: without a supervisor nobody keeps them"
+                )
+            return None
+        if "disk" in (self._plan.offload_parameters, self._plan.offload_optimizer):
+            reason = "this plan keeps state on disk, because memory has no room for it"
+            if self._fixed is not None:
+                raise JobError(
+                    f"checkpoint.snapshots = {wanted}, but {reason}", "set checkpoint.snapshots = 'off'"
+                )
+            self.notes.append(
+                f"no snapshots in memory: {reason}; a failure goes back to the newest checkpoint"
+            )
+            return None
+        worker = self._worker
+        return Snapshots(
+            images,
+            worker.rank,
+            worker.world_size,
+            worker.generation,
+            replicas=self._replicas,
+            node_ranks=worker.node_ranks,
+            layout=layout_of(self._plan),
+        )
+
+    def settle(self) -> None:
+        """Wait for the snapshot under way, before the ranks agree on a step and then change their state.
+
+        Raises:
+            WanmaError: it failed, and the job insists.
+        """
+        self._hidden_seconds, self._is_news = 0.0, False
+        if self._snapshots is None:
+            return
+        try:
+            taken = self._snapshots.settle()
+        except WanmaError as error:
+            self._fail(error)
+            return
+        if taken is not None:
+            self._note(taken)
+
+    def shared(self) -> tuple[float, ...]:
+        """What this rank tells the others; each gets the sums. Nothing, on all of them, without snapshots."""
+        if self._snapshots is None:
+            return ()
+        cost = median(self._costs) if self._costs else 0.0
+        step = median(self._step_seconds) if self._step_seconds else 0.0
+        return cost, step, float(self._failure is not None)
+
+    def agreed(self, sums: Sequence[float]) -> list[str]:
+        """Act on what all ranks told, all of them alike; returns what to tell the user.
+
+        Args:
+            sums: over the ranks, of `shared`.
+        """
+        if self._snapshots is None:
+            return []
+        cost, step, failures = (total / self._worker.world_size for total in sums)
+        if failures:
+            return [self._turn_off()]
+        if self._fixed is not None or not self._is_news or not self._costs or step <= 0:
+            return []
+        if not self._interval.consider(cost, step):
+            return []
+        every = self._interval.steps or 1
+        return [
+            f"snapshots in memory: every {f'{every} steps' if every > 1 else 'step'} "
+            f"({cost * 1000:.3g} ms beside {step * 1000:.3g} ms a step: {cost / (every * step):.2%})"
+        ]
+
+    def step_ended(self, seconds: float, is_last: bool) -> None:
+        """Begin a snapshot if one is due; nothing changes the state before the next `settle`.
+
+        Args:
+            seconds: of the step, without what it waited for snapshots and checkpoints.
+            is_last: it leaves a checkpoint, and the ranks end.
+
+        Raises:
+            WanmaError: there can be none, and the job insists.
+        """
+        if self._snapshots is None:
+            return
+        self._step_seconds.append(max(seconds - self._hidden_seconds, 0.0))
+        step = self._state.step
+        if is_last or self._failure is not None or step < self._last_step + self._every:
+            return
+        self._last_step = step
+        tensors = self._state.tensors()
+        try:
+            if not self._taken:
+                self._require_memory(self._snapshots.bytes_to_take(tensors))
+            self._snapshots.begin(
+                step,
+                tensors,
+                {**self._state.values(), "data_fingerprint": self._fingerprint},
+                {"random": random_state()},
+                changing=self._buffers,
+            )
+        except WanmaError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Finish what is under way, and leave the images as they are."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _every(self) -> int:
+        return self._fixed or self._interval.steps or 1
+
+    def _note(self, taken: Taken) -> None:
+        """What it cost. On CPUs the background computes on cores that training would have."""
+        self._taken += 1
+        self._is_news = True
+        if self._plan.device == "cpu":
+            self._hidden_seconds = max(taken.processor_seconds - taken.settle_seconds, 0.0)
+        if self._taken > _UNUSUAL:
+            self._costs.append(taken.begin_seconds + taken.settle_seconds + self._hidden_seconds)
+
+    def _require_memory(self, needed: int) -> None:
+        needed *= self._worker.local_world_size
+        free = min(psutil.virtual_memory().available, usable_memory_bytes())
+        if needed > free:
+            raise WanmaError(
+                f"snapshots of this node's ranks take {bytes_text(needed)} of memory, of which "
+                f"{bytes_text(free)} are free",
+                "set checkpoint.snapshots = 'off', use more machines, or shard the state (parallel.shard)",
+            )
+
+    def _fail(self, error: WanmaError) -> None:
+        if self._fixed is not None:
+            raise error
+        self._failure = error
+
+    def _turn_off(self) -> str:
+        """All ranks call it together, because some could not."""
+        reasons: list[str | None] = [self._failure.message if self._failure is not None else None]
+        if self._worker.world_size > 1:
+            mine = reasons[0]
+            reasons = [None] * self._worker.world_size
+            dist.all_gather_object(reasons, mine)
+        self.close()
+        reason = next(reason for reason in reasons if reason is not None)
+        return _without(f"no more snapshots in memory: {reason}")
+
+
+def _without(text: str) -> str:
+    return f"{text}; after a failure the run goes back to its newest checkpoint"
+
+
+def layout_of(plan: Plan) -> str:
+    """What decides which rank holds what."""
+    return repr(plan)

@@ -1,0 +1,49 @@
+"""Snapshots of a loop of one's own: they are taken and taken up as those of a whole job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wanma
+from support.faults import InjectedError
+from support.images import Held
+from support.own import Numbers, Plain, seeded
+from support.own_loop import per_sample, session_job
+from support.ranks import Outcome, run_ranks
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Images, Worker, current_worker
+
+JOB = session_job(checkpoint={"every_steps": 0, "snapshots": 1})
+
+
+def test_a_session_that_failed_goes_on_from_memory_bit_for_bit(tmp_path: Path) -> None:
+    run_ranks(_loop, 2, (tmp_path / "whole", None, None))
+    held, after = Held(2), Held(2)
+    with pytest.raises(AssertionError, match="the user's own mistake"):
+        run_ranks(_loop, 2, (tmp_path / "run", [held.images(rank) for rank in range(2)], 3))
+    assert held.steps() == {1, 2}
+    run_ranks(_loop, 2, (tmp_path / "run", [after.images(rank, held, 2) for rank in range(2)], None))
+    whole, run = Outcome(tmp_path / "whole"), Outcome(tmp_path / "run")
+    assert "carrying on from step 2 (its snapshot)" in (tmp_path / "run" / "events.jsonl").read_text()
+    assert run.losses == whole.losses
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(tensor, run.tensors()[name]), name
+    assert after.steps() == {3}
+
+
+def _loop(worker: Worker, directory: Path, images: list[Images] | None, fails_in: int | None) -> Any:
+    RunDirectory(directory).create()
+    mine = None if images is None else images[worker.rank]
+    current_worker.set(replace(worker, run_directory=directory, images=mine))
+    job = {**JOB, "parallel": {"dp_shard": 2}}
+    with wanma.session(job) as session:
+        model = session.prepare(seeded(Plain))
+        for step, batch in enumerate(session.batches(Numbers()), 1):
+            if step == fails_in:
+                raise InjectedError("the user's own mistake")
+            session.step(per_sample(model, batch))

@@ -1,0 +1,47 @@
+"""A coordinator on a table: what it is told, and what it says to whom; no sockets, no clocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanma.elastic.coordinator import Coordinator
+from wanma.elastic.failure import Failure
+from wanma.elastic.messages import Join, Message
+
+ECHO = Failure("Connection closed by peer", rank=0, consequence=True)
+CAUSE = Failure("ValueError", rank=1)
+
+
+class Table:
+    """A coordinator and what it said to whom."""
+
+    def __init__(self, nodes: int, retries: int = 0) -> None:
+        self.said: list[tuple[int, Message]] = []
+        self.coordinator = Coordinator(
+            nodes, "job", "10.0.0.1:1", 300, lambda *word: self.said.append(word), 0, retries
+        )
+
+    def hear(self, peer: int, message: Message, now: float = 1) -> list[tuple[int, Message]]:
+        return self.after(lambda: self.coordinator.receive(peer, message, now))
+
+    def lose(self, peer: int, now: float = 1) -> list[tuple[int, Message]]:
+        return self.after(lambda: self.coordinator.lost(peer, "gone", now))
+
+    def tick(self, now: float) -> list[tuple[int, Message]]:
+        return self.after(lambda: self.coordinator.tick(now))
+
+    def after(self, act: Any) -> list[tuple[int, Message]]:
+        self.said.clear()
+        act()
+        return list(self.said)
+
+
+def join(number: int | None = None, ranks: int = 2, job: str = "job", host: str = "host") -> Join:
+    return Join(job, ranks, host, f"10.0.0.{ranks}", 4000 + ranks, number)
+
+
+def seated(nodes: int = 2, retries: int = 0) -> Table:
+    table = Table(nodes, retries)
+    for peer in range(nodes):
+        table.hear(peer, join())
+    return table

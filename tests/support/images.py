@@ -1,0 +1,59 @@
+"""Files in memory for snapshots, as a supervisor holds them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from wanma.checkpoint.image import Head, read_head
+from wanma.job.worker import Images
+
+
+class Held:
+    """Two files for each of some ranks; they live as long as this object, or the test process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.pairs = [(_file(), _file()) for _ in range(ranks)]
+
+    def __del__(self) -> None:
+        for descriptor in (one for pair in self.pairs for one in pair):
+            os.close(descriptor)
+
+    def images(self, rank: int, found: Held | None = None, step: int | None = None) -> Images:
+        """What `rank` is told: to write here, and to take up `step` of what `found` holds."""
+        one, other = map(_path, self.pairs[rank])
+        if found is None:
+            return Images((one, other))
+        paths = {rank: tuple(map(_path, pair)) for rank, pair in enumerate(found.pairs)}
+        return Images((one, other), paths, step)
+
+    def heads(self, rank: int) -> list[Head]:
+        """Of its complete images, newest first."""
+        heads = (read_head(descriptor) for descriptor in self.pairs[rank])
+        return sorted((head for head in heads if head and head.complete), key=lambda head: -head.step)
+
+    def steps(self) -> set[int]:
+        """Of which every rank has an image."""
+        ranks = range(len(self.pairs))
+        return set.intersection(*({head.step for head in self.heads(rank)} for rank in ranks))
+
+    def flip(self, rank: int, step: int, offset: int) -> None:
+        """Damage one bit of a content."""
+        (descriptor,) = (
+            one for one in self.pairs[rank] if (head := read_head(one)) is not None and head.step == step
+        )
+        byte = os.pread(descriptor, 1, offset)[0]
+        os.pwrite(descriptor, bytes([byte ^ 4]), offset)
+
+
+def workers(held: Held, ranks: Iterable[int], **fields: object) -> dict[int, dict[str, object]]:
+    """For `run_job`."""
+    return {rank: {"images": held.images(rank), **fields} for rank in ranks}
+
+
+def _file() -> int:
+    return os.memfd_create("wanma-test", os.MFD_CLOEXEC)
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,0 +1,229 @@
+"""Snapshots of a run: what a failure leaves in memory carries on as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.images import Held, workers
+from support.ranks import Outcome, run_job
+from wanma.checkpoint.image import HEAD_BYTES
+from wanma.job.plan import Plan
+from wanma.job.worker import Restart
+from wanma.training.snapshots import COST_SHARE, Interval
+
+RESTART = Restart("rank 0 failed", 0.0, 3, 1)
+
+
+def job(folder: Path, snapshots: Any = 1, every_steps: int = 0, **train: Any) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
+        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
+        "train": {
+            "steps": 6,
+            "global_batch": 6,
+            "learning_rate": 1e-2,
+            "deterministic": True,
+            "validation_samples": 4,
+            "weight_average": 0.5,
+            "schedule": "constant",
+            **train,
+        },
+        "checkpoint": {"every_steps": every_steps, "snapshots": snapshots},
+    }
+
+
+def fail(folder: Path, text: dict[str, Any], plan: Plan, held: Held, patch: str) -> None:
+    with pytest.raises(AssertionError, match="failed"):
+        run_job(
+            folder,
+            text,
+            plan,
+            patch=f"support.faults:{patch}",
+            workers=workers(held, range(plan.world_size)),
+        )
+
+
+def recover(folder: Path, text: dict[str, Any], plan: Plan, held: Held, step: int) -> tuple[Outcome, Held]:
+    after = Held(plan.world_size)
+    told = {
+        rank: {"images": after.images(rank, held, step), "generation": 2, "restart": RESTART}
+        for rank in range(plan.world_size)
+    }
+    return run_job(folder, text, plan, workers=told), after
+
+
+def messages(outcome: Outcome) -> str:
+    return (outcome.directory / "events.jsonl").read_text()
+
+
+def equal(one: Outcome, other: Outcome) -> None:
+    expected, got = one.tensors(), other.tensors()
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "patch"),
+    [
+        (Plan(micro_batch=3), "rank_0_fails_in_step_4"),
+        (Plan(dp_replicate=2, micro_batch=3), "rank_1_fails_in_step_4"),
+        (Plan(dp_shard=2, shard="parameters", micro_batch=3), "rank_1_fails_in_step_4"),
+        (Plan(pp=2, micro_batch=3), "rank_0_fails_in_step_4"),
+    ],
+    ids=str,
+)
+def test_a_run_that_goes_on_from_memory_ends_bitwise_as_one_that_never_failed(
+    plan: Plan, patch: str, tmp_path: Path
+) -> None:
+    whole = run_job(tmp_path / "whole", job(tmp_path, snapshots="off"), plan)
+    held = Held(plan.world_size)
+    fail(tmp_path / "run", job(tmp_path), plan, held, patch)
+    assert held.steps() == {2, 3}
+    run, _ = recover(tmp_path / "run", job(tmp_path), plan, held, 3)
+    assert "carrying on from step 3 (its snapshot)" in messages(run)
+    assert run.losses == whole.losses
+    equal(whole, run)
+
+
+def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
+    plan = Plan(dp_replicate=2, micro_batch=3)
+    text = job(tmp_path, every_steps=2)
+    whole = run_job(tmp_path / "whole", text, plan)
+    held = Held(2)
+    fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
+    held.flip(1, 3, HEAD_BYTES + held.heads(1)[0].content_bytes - 1)
+    run, _ = recover(tmp_path / "run", text, plan, held, 3)
+    assert "the snapshot of step 3 is not used: rank 1's snapshot of step 3 is damaged" in messages(run)
+    assert "carrying on from step 2 (step-00000002)" in messages(run)
+    assert run.losses == whole.losses
+    equal(whole, run)
+
+
+def test_a_checkpoint_that_is_newer_than_the_snapshot_is_taken(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    text = job(tmp_path, snapshots=2, every_steps=3)
+    whole = run_job(tmp_path / "whole", text, plan)
+    held = Held(1)
+    fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
+    assert held.steps() == {2}
+    run, _ = recover(tmp_path / "run", text, plan, held, 2)
+    assert "carrying on from step 3 (step-00000003)" in messages(run)
+    equal(whole, run)
+
+
+def test_a_run_that_was_to_start_anew_carries_on_after_a_failure(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    text = job(tmp_path, every_steps=2)
+    text["checkpoint"]["resume"] = False
+    whole = run_job(tmp_path / "whole", text, plan)
+    held = Held(1)
+    fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
+    told = {0: {"generation": 2, "restart": RESTART}}
+    run = run_job(tmp_path / "run", text, plan, workers=told)
+    assert "carrying on from step 2 (step-00000002)" in messages(run)
+    equal(whole, run)
+
+
+def test_a_snapshot_is_taken_up_by_another_plan(tmp_path: Path) -> None:
+    text = job(tmp_path, precision="fp64")
+    text["model"]["dropout"] = 0.0
+    whole = run_job(tmp_path / "whole", text, Plan(micro_batch=6, precision="fp64"))
+    held = Held(2)
+    first = Plan(dp_shard=2, shard="parameters", micro_batch=3, precision="fp64")
+    fail(tmp_path / "run", text, first, held, "rank_1_fails_in_step_4")
+    after = Held(1)
+    told = {0: {"images": after.images(0, held, 3), "generation": 2, "restart": RESTART}}
+    run = run_job(tmp_path / "run", text, Plan(micro_batch=6, precision="fp64"), workers=told)
+    assert "carrying on from step 3 (its snapshot)" in messages(run)
+    assert run.losses == pytest.approx(whole.losses, rel=1e-12)
+    for name, tensor in whole.tensors().items():
+        assert torch.allclose(tensor.double(), run.tensors()[name].double(), rtol=1e-9, atol=1e-11), name
+
+
+def test_the_last_step_is_left_to_its_checkpoint(tmp_path: Path) -> None:
+    held = Held(1)
+    run_job(tmp_path / "run", job(tmp_path), Plan(micro_batch=6), workers=workers(held, [0]))
+    assert held.steps() == {4, 5}
+
+
+def test_snapshots_that_are_off_are_not_taken(tmp_path: Path) -> None:
+    held = Held(1)
+    run_job(tmp_path / "run", job(tmp_path, "off"), Plan(micro_batch=6), workers=workers(held, [0]))
+    assert held.steps() == set()
+
+
+def test_where_memory_is_short_all_ranks_do_without_and_the_user_is_told(tmp_path: Path) -> None:
+    plan = Plan(dp_replicate=2, micro_batch=3)
+    held = Held(2)
+    whole = run_job(tmp_path / "whole", job(tmp_path, "off"), plan)
+    run = run_job(
+        tmp_path / "run",
+        job(tmp_path, "auto"),
+        plan,
+        patch="support.faults:rank_1_has_no_memory_for_snapshots",
+        workers=workers(held, range(2)),
+    )
+    told = "no more snapshots in memory: snapshots of this node's ranks take"
+    assert messages(run).count(told) == 1
+    assert held.steps() == set()
+    assert run.losses == whole.losses
+
+
+def test_a_job_that_insists_on_snapshots_fails_without_memory(tmp_path: Path) -> None:
+    held = Held(1)
+    with pytest.raises(AssertionError, match="of memory, of which"):
+        run_job(
+            tmp_path / "run",
+            job(tmp_path, 2),
+            Plan(micro_batch=6),
+            patch="support.faults:rank_1_has_no_memory_for_snapshots",
+            workers=workers(held, [0]),
+        )
+
+
+def test_state_on_disk_has_no_copy_in_memory(tmp_path: Path) -> None:
+    held = Held(1)
+    plan = Plan(micro_batch=6, offload_optimizer="disk")
+    run = run_job(tmp_path / "run", job(tmp_path, "auto"), plan, workers=workers(held, [0]))
+    assert "no snapshots in memory: this plan keeps state on disk" in messages(run)
+    assert held.steps() == set()
+    with pytest.raises(AssertionError, match=r"set checkpoint\.snapshots = 'off'"):
+        run_job(tmp_path / "other", job(tmp_path, 3), plan, workers=workers(held, [0]))
+
+
+def test_an_automatic_interval_is_chosen_once_it_is_known_and_told(tmp_path: Path) -> None:
+    plan = Plan(dp_replicate=2, micro_batch=3)
+    held = Held(2)
+    run = run_job(tmp_path / "run", job(tmp_path, "auto"), plan, workers=workers(held, range(2)))
+    assert "snapshots in memory: every " in messages(run)
+    assert 3 in held.steps()
+
+
+@given(st.floats(1e-6, 10), st.floats(1e-4, 100))
+def test_a_chosen_interval_costs_at_most_one_percent_or_is_one_step(cost: float, step: float) -> None:
+    interval = Interval()
+    assert interval.consider(cost, step)
+    assert interval.steps is not None
+    assert cost <= COST_SHARE * step * interval.steps * (1 + 1e-9) or interval.steps == 1
+    assert not interval.consider(cost, step)
+
+
+@pytest.mark.parametrize(
+    ("before_ms", "now_ms", "chosen", "then"),
+    [(1, 1, 1, 1), (10, 10, 12, 12), (10, 11, 12, 12), (10, 12.5, 12, 16), (10, 6, 12, 12), (10, 5, 12, 6)],
+)
+def test_an_interval_changes_only_when_it_is_too_short_or_twice_too_long(
+    before_ms: float, now_ms: float, chosen: int, then: int
+) -> None:
+    interval = Interval()
+    interval.consider(before_ms / 1000, 0.1)
+    assert interval.steps == chosen
+    interval.consider(now_ms / 1000, 0.1)
+    assert interval.steps == then
