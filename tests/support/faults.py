@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Callable
 from typing import Any
 
+from wanma.checkpoint.image import read_head
+from wanma.checkpoint.snapshot import _Image
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.trainer import Trainer
 
@@ -41,3 +45,17 @@ def rank_1_has_no_memory_for_snapshots() -> None:
         right(self, 1 << 60 if last else needed)
 
     StepSnapshots._require_memory = require  # type: ignore[method-assign]
+
+
+def rank_0_dies_while_it_copies_step_3() -> None:
+    """Slowly: any other rank has the time to go on without it, if nothing holds it."""
+    reserve = _Image.reserve
+
+    def dying(self: _Image, table_bytes: int, is_cuda: bool) -> None:
+        head = read_head(self.file._descriptor)
+        if head is not None and (head.rank, head.step) == (0, 3):
+            time.sleep(1.5)
+            raise OSError(errno.EIO, "injected")
+        reserve(self, table_bytes, is_cuda)
+
+    _Image.reserve = dying  # type: ignore[method-assign]

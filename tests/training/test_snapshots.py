@@ -92,6 +92,18 @@ def test_a_run_that_goes_on_from_memory_ends_bitwise_as_one_that_never_failed(
     equal(whole, run)
 
 
+def test_no_rank_overwrites_what_a_rank_that_dies_in_mid_copy_still_needs(tmp_path: Path) -> None:
+    plan = Plan(dp_replicate=2, micro_batch=3)
+    whole = run_job(tmp_path / "whole", job(tmp_path, "off"), plan)
+    held = Held(2)
+    fail(tmp_path / "run", job(tmp_path), plan, held, "rank_0_dies_while_it_copies_step_3")
+    assert {head.step for head in held.heads(0)} == {2}
+    assert {head.step for head in held.heads(1)} == {2, 3}
+    run, _ = recover(tmp_path / "run", job(tmp_path), plan, held, 2)
+    assert "carrying on from step 2 (its snapshot)" in messages(run)
+    equal(whole, run)
+
+
 def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
     plan = Plan(dp_replicate=2, micro_batch=3)
     text = job(tmp_path, every_steps=2)

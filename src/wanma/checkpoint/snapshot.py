@@ -159,10 +159,16 @@ class Snapshots:
         size = self._images[0].buffer.bytes_of(tensors)
         return sum(max(size - image.file.taken_bytes, 0) for image in self._images)
 
-    def close(self) -> None:
-        """Let go of the images, which stay as they are; one under way is finished first."""
+    def close(self, seconds: float | None = None) -> None:
+        """Let go of the images, which stay as they are; one under way is finished first.
+
+        Args:
+            seconds: to wait for that at most; a copy off a GPU that hangs goes on for ever.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return  # it still writes, until the process ends
             self._thread = None
         for image in self._images:
             image.close()

@@ -199,10 +199,10 @@ class StepSnapshots:
         except WanmaError as error:
             self._fail(error)
 
-    def close(self) -> None:
-        """Finish what is under way, and leave the images as they are."""
+    def close(self, seconds: float | None = None) -> None:
+        """Leave the images as they are; one under way is finished first, or `seconds` waited for."""
         if self._snapshots is not None:
-            self._snapshots.close()
+            self._snapshots.close(seconds)
             self._snapshots = None
 
     # ---------------------------------------------------------------- inside

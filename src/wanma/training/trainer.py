@@ -43,6 +43,8 @@ WAIT_SECONDS = 5.0
 """Between two signs of life while a checkpoint is being written."""
 LAST_SAVE_SECONDS = 60.0
 """How long a failed run may take to finish the checkpoint that it was writing."""
+LAST_SNAPSHOT_SECONDS = 5.0
+"""How long a failed rank may take to finish its copy in memory, from which the run is to go on."""
 
 
 class Trainer:
@@ -152,7 +154,7 @@ class Trainer:
                 self._checkpointer.close()
         finally:
             self._uploads.close()
-            self._snapshots.close()
+            self._snapshots.close(LAST_SNAPSHOT_SECONDS if failed else None)
             if self._gpu is not None:
                 self._gpu.__exit__(None, None, None)
             if self._recorder is not None:

@@ -1,0 +1,81 @@
+"""What snapshots take of the machines' memory, and jobs that insist on more than there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.problems import SMALL, job, problem
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.models.workload import decoder_workload
+from wanma.planner.forecast import forecast
+from wanma.planner.problem import host_overflow
+from wanma.planner.snapshots import snapshot_bytes
+
+WORKLOAD = decoder_workload(SMALL, 512)
+STATE = 3 * 4 * WORKLOAD.parameters
+"""Weights and AdamW's two moments, in fp32."""
+
+
+def with_snapshots(wanted: Any, nodes: int = 1) -> Job:
+    plain = job()
+    return plain.model_copy(
+        update={
+            "checkpoint": plain.checkpoint.model_copy(update={"snapshots": wanted}),
+            "cluster": plain.cluster.model_copy(update={"nodes": nodes}),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "nodes", "share"),
+    [
+        (Plan(), 1, 1),
+        (Plan(dp_replicate=4), 1, 4),
+        (Plan(dp_shard=4, shard="parameters"), 1, 4),
+        (Plan(dp_shard=4, shard="nothing"), 1, 4),
+        (Plan(dp_replicate=4), 2, 2),  # each machine has all of it
+        (Plan(dp_replicate=2, dp_shard=2, shard="parameters"), 2, 2),
+        (Plan(dp_shard=4, shard="parameters"), 2, 4),
+        (Plan(pp=2, dp_replicate=2), 2, 2),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_machine_share_two_copies_of_what_they_hold(plan: Plan, nodes: int, share: int) -> None:
+    assert snapshot_bytes(with_snapshots("auto", nodes), WORKLOAD, plan) == 2 * STATE // share
+
+
+def test_averaged_weights_and_wider_ones_count() -> None:
+    assert snapshot_bytes(job(weight_average=0.9), WORKLOAD, Plan()) == 2 * STATE * 4 // 3
+    assert snapshot_bytes(job(), WORKLOAD, Plan(precision="fp64")) == 4 * STATE
+
+
+def test_nothing_is_taken_where_there_are_none() -> None:
+    assert snapshot_bytes(with_snapshots("off"), WORKLOAD, Plan()) == 0
+    assert snapshot_bytes(job(), WORKLOAD, Plan(offload_optimizer="disk")) == 0
+
+
+def test_a_forecast_tells_them_beside_the_device_s_memory() -> None:
+    plan = Plan(dp_replicate=8, precision="bf16", device="cuda")
+    with_them, without = (forecast(problem(with_snapshots(one)), plan) for one in ("auto", "off"))
+    assert with_them.snapshots_bytes == 2 * STATE // 8
+    assert replace(with_them, snapshots_bytes=0) == without
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_only_a_job_that_insists_on_them_is_refused_where_they_do_not_fit(device: Any) -> None:
+    plan = Plan(dp_replicate=8, precision="bf16", device=device)
+    for wanted, fits in (("auto", True), (10, False)):
+        one = problem(with_snapshots(wanted))
+        needed = forecast(one, plan)
+        (node,) = one.cluster.nodes
+        memory = needed.memory_bytes * 8 * (device == "cpu") + 2 * STATE
+        small = replace(one.cluster, nodes=(replace(node, memory_bytes=int(memory)),))
+        why = host_overflow(replace(one, cluster=small), plan, needed)
+        assert (why is None) == fits
+        assert fits or "of it as checkpoint.snapshots)" in str(why)
+        enough = replace(one.cluster, nodes=(replace(node, memory_bytes=int(1.2 * memory)),))
+        assert host_overflow(replace(one, cluster=enough), plan, needed) is None
