@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_from_memory_ends_bitwise_as_one_that_never_failed(
     fail(tmp_path / "run", job(tmp_path), plan, held, patch)
     assert held.steps() == {2, 3}
     run, _ = recover(tmp_path / "run", job(tmp_path), plan, held, 3)
-    assert "carrying on from step 3 (its snapshot)" in messages(run)
+    assert '"source": "memory", "step": 3,' in messages(run)
     assert run.losses == whole.losses
     equal(whole, run)
 
@@ -100,7 +100,7 @@ def test_no_rank_overwrites_what_a_rank_that_dies_in_mid_copy_still_needs(tmp_pa
     assert {head.step for head in held.heads(0)} == {2}
     assert {head.step for head in held.heads(1)} == {2, 3}
     run, _ = recover(tmp_path / "run", job(tmp_path), plan, held, 2)
-    assert "carrying on from step 2 (its snapshot)" in messages(run)
+    assert '"source": "memory", "step": 2,' in messages(run)
     equal(whole, run)
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_snapshot_is_told_and_the_newest_checkpoint_is_taken(tmp_path:
     held.flip(1, 3, HEAD_BYTES + held.heads(1)[0].content_bytes - 1)
     run, _ = recover(tmp_path / "run", text, plan, held, 3)
     assert "the snapshot of step 3 is not used: rank 1's snapshot of step 3 is damaged" in messages(run)
-    assert "carrying on from step 2 (step-00000002)" in messages(run)
+    assert '"source": "checkpoint", "step": 2,' in messages(run)
     assert run.losses == whole.losses
     equal(whole, run)
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_newer_than_the_snapshot_is_taken(tmp_path: Path) -
     fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
     assert held.steps() == {2}
     run, _ = recover(tmp_path / "run", text, plan, held, 2)
-    assert "carrying on from step 3 (step-00000003)" in messages(run)
+    assert '"source": "checkpoint", "step": 3,' in messages(run)
     equal(whole, run)
 
 
@@ -139,7 +139,7 @@ def test_a_run_that_was_to_start_anew_carries_on_after_a_failure(tmp_path: Path)
     fail(tmp_path / "run", text, plan, held, "rank_0_fails_in_step_4")
     told = {0: {"generation": 2, "restart": RESTART}}
     run = run_job(tmp_path / "run", text, plan, workers=told)
-    assert "carrying on from step 2 (step-00000002)" in messages(run)
+    assert '"source": "checkpoint", "step": 2,' in messages(run)
     equal(whole, run)
 
 
@@ -153,7 +153,7 @@ def test_a_snapshot_is_taken_up_by_another_plan(tmp_path: Path) -> None:
     after = Held(1)
     told = {0: {"images": after.images(0, held, 3), "generation": 2, "restart": RESTART}}
     run = run_job(tmp_path / "run", text, Plan(micro_batch=6, precision="fp64"), workers=told)
-    assert "carrying on from step 3 (its snapshot)" in messages(run)
+    assert '"source": "memory", "step": 3,' in messages(run)
     assert run.losses == pytest.approx(whole.losses, rel=1e-12)
     for name, tensor in whole.tensors().items():
         assert torch.allclose(tensor.double(), run.tensors()[name].double(), rtol=1e-9, atol=1e-11), name
