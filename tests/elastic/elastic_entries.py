@@ -166,7 +166,7 @@ def steps_together(worker: Any, payload: bytes) -> None:
     if worker.restart is not None and worker.rank == 0:
         restored = sorted(worker.images.found)
         worker.control.event({"kind": "restart", "step": step, "ranks": restored, **vars(worker.restart)})
-    while step < 8 and not worker.control.stop_requested():
+    while step < 8 and not meet(worker, folder, f"stop {step}", str(worker.control.stop_requested())):
         step += 1
         worker.control.progress(step, "forward")
         meet(worker, folder, f"forward {step}")
@@ -178,11 +178,12 @@ def steps_together(worker: Any, payload: bytes) -> None:
     print(f"left after step {step}")
 
 
-def meet(worker: Any, folder: Path, where: str) -> None:
-    """Wait until all ranks are there."""
-    (folder / f"{worker.generation} {where} {worker.rank}").touch()
-    while len(list(folder.glob(f"{worker.generation} {where} *"))) < worker.world_size:
+def meet(worker: Any, folder: Path, where: str, says: str = "") -> bool:
+    """Wait until all ranks are there; returns whether one of them says 'True'."""
+    (folder / f"{worker.generation} {where} {worker.rank} {says}").touch()
+    while len(there := list(folder.glob(f"{worker.generation} {where} *"))) < worker.world_size:
         time.sleep(0.002)
+    return any(path.name.endswith(" True") for path in there)
 
 
 def leave_image(worker: Any, step: int) -> None:

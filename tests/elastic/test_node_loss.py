@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,14 @@ def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def first_of_two(start_node: Any, meet: Any) -> Any:
+def first_of_two(start_node: Any, meet: Any, tmp_path: Path) -> Any:
     """Node 0 of a run whose node 1 is lost in step 4: its supervisor, started with these changes."""
 
     def first_of_two(**changes: Any) -> Any:
         meet(Fault("stop", rank=3, step=4, phase="forward"))  # so that nobody gets further meanwhile
         first, second = start_node("a", node_rank=0, **changes), start_node("b", node_rank=1)
-        while first.until("step")["step"] < 3:
-            pass
+        while not list((tmp_path / "marks").iterdir()):
+            time.sleep(0.01)
         second.process.kill()
         while "is missing" not in first.until("message")["text"]:
             pass
