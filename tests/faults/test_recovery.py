@@ -60,14 +60,14 @@ def test_a_fault_costs_at_most_a_step_and_changes_no_bit(desk: Desk, whole: Trai
     tell(case, recovery)
 
 
-def test_a_hang_costs_its_deadline_and_no_step(desk: Desk, whole: Training) -> None:
+def test_a_hang_costs_its_deadline_and_at_most_a_step(desk: Desk, whole: Training) -> None:
     ran, training = meet(
         desk, "hang", Fault("stop", rank=1, **IN_STEP_8), overrides=("cluster.hang_seconds=3",)
     )
     check_whole(ran, training, whole)
     [recovery] = recoveries(training)
     assert "rank 1 is in forward and backward of step 7" in recovery["failure"]
-    assert recovery["repeated_steps"] == 0, "there was time for the copy"
+    assert recovery["repeated_steps"] <= 1, "the signal stops the copy of the step before as well"
     assert (training.path / "logs" / "hang-report.txt").read_text().startswith("no rank has moved for ")
     tell("hang", recovery)
 
