@@ -116,7 +116,7 @@ def _measure(run: Run, cache: str) -> dict[str, Any]:
             },
             "train": {"steps": STEPS, "global_batch": BATCH, "precision": run.precision},
             "parallel": run.parallel,
-            "checkpoint": {"every_steps": 0},
+            "checkpoint": {"every_steps": 0, "snapshots": "off"},
             "cluster": {"device": "cpu"},
         }
         lines = [

@@ -23,6 +23,22 @@ def test_the_kernel_s_numbers_are_read_in_bytes(tmp_path: Path) -> None:
     assert (memory.resident_bytes, memory.peak_bytes) == (1 << 20, 2 << 20)
 
 
+def test_files_in_memory_are_not_a_process_s_own() -> None:
+    code = """
+import mmap, os
+from wanma.observe.memory import host_memory
+before = host_memory()
+file = os.memfd_create("copies")
+os.ftruncate(file, 64 << 20)
+memory = mmap.mmap(file, 64 << 20)
+memory[:] = b"x" * (64 << 20)
+after = host_memory()
+print(after.resident_bytes - before.resident_bytes)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert abs(int(answer.stdout)) < 16 << 20
+
+
 def test_the_peak_remembers_what_was_let_go_until_it_is_reset() -> None:
     code = """
 from wanma.observe.memory import host_memory, peak_memory_bytes, reset_peak

@@ -15,7 +15,11 @@ RESET_PEAK = "5"
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Resident memory of this process; pages it shares with its siblings are counted in each."""
+    """Resident memory of this process; pages it shares with its siblings are counted in each.
+
+    Files in memory are left out: copies of the state for recovery, which the supervisor holds. Once made they
+    stay, so that what they take now they took at the peak.
+    """
 
     resident_bytes: int
     peak_bytes: int
@@ -29,8 +33,10 @@ def host_memory(status: Path = STATUS) -> HostMemory:
         resident = psutil.Process().memory_info().rss
         return HostMemory(resident, resident)
     fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    resident, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
-    return HostMemory(resident, peak)
+    resident, peak, in_memory = (
+        int(fields.get(key, "0").split()[0]) * 1024 for key in ("VmRSS", "VmHWM", "RssShmem")
+    )
+    return HostMemory(resident - in_memory, peak - in_memory)
 
 
 def reset_peak(device: str = "cpu") -> None:
