@@ -12,12 +12,14 @@ VOCABULARY, SEQUENCE, HIDDEN, HEADS, LAYERS = 320, 64, 64, 4, 2
 class TinyDecoder(nn.Module):
     """(rows, sequence) tokens to (rows, sequence, vocabulary) logits."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, sequence: int = SEQUENCE, hidden: int = HIDDEN, heads: int = HEADS, layers: int = LAYERS
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.positions = nn.Parameter(torch.zeros(SEQUENCE, HIDDEN))
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.positions = nn.Parameter(torch.zeros(sequence, hidden))
+        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.head = nn.Linear(hidden, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens) + self.positions
@@ -30,19 +32,20 @@ class TinyDecoder(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward with residuals."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.first_norm = nn.LayerNorm(HIDDEN)
-        self.projections = nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.output = nn.Linear(HIDDEN, HIDDEN)
-        self.second_norm = nn.LayerNorm(HIDDEN)
+        self.heads = heads
+        self.first_norm = nn.LayerNorm(hidden)
+        self.projections = nn.Linear(hidden, 3 * hidden)
+        self.output = nn.Linear(hidden, hidden)
+        self.second_norm = nn.LayerNorm(hidden)
         self.feed_forward = nn.Sequential(
-            nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN)
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        rows = hidden.shape[0]
-        projected = self.projections(self.first_norm(hidden)).view(rows, SEQUENCE, 3, HEADS, -1)
+        rows, sequence, _ = hidden.shape
+        projected = self.projections(self.first_norm(hidden)).view(rows, sequence, 3, self.heads, -1)
         query, key, value = projected.permute(2, 0, 3, 1, 4)  # (rows, heads, sequence, head width)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.output(attended.transpose(1, 2).flatten(2))

@@ -1,0 +1,300 @@
+"""The contenders as commands, and a sample of each: wanma, torchrun with checkpoints, torchft."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
+from benchmarks.recovery.watch import Watch, cost, read_lines
+from wanma.elastic.environment import worker_environment
+from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
+from wanma.job.sections import ClusterSection
+
+TIMEOUT_SECONDS = 300.0
+LEARNING_RATE, GRADIENT_CLIP = 1e-3, 1.0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the task and to carry on after a failure."""
+
+    title: str
+    kind: str
+    """wanma, torchrun or torchft; those of a kind end with the same weights when nothing happens."""
+    options: tuple[str, ...] = ()
+
+
+DISK = "checkpoint.every_steps=10"
+PARTS: Mapping[str, Mapping[str, Contender]] = {
+    "torchrun": {
+        "wanma-1": Contender("wanma, a copy every step", "wanma", ("checkpoint.snapshots=1", DISK)),
+        "torchrun-1": Contender("torchrun, a checkpoint every step", "torchrun", ("--every=1",)),
+        "wanma-auto": Contender("wanma, copies as it chooses", "wanma", ("checkpoint.snapshots=auto", DISK)),
+        "torchrun-10": Contender("torchrun, a checkpoint every 10", "torchrun", ("--every=10",)),
+        "wanma-off": Contender(
+            "wanma, no copies, a checkpoint every 10", "wanma", ("checkpoint.snapshots=off", DISK)
+        ),
+    },
+    "torchft": {
+        "wanma-1": Contender("wanma, a copy every step", "wanma", ("checkpoint.snapshots=1", DISK)),
+        "torchft": Contender("torchft", "torchft"),
+    },
+    "snapshots": {
+        every: Contender(every, "wanma", (f"checkpoint.snapshots={every}",))
+        for every in ("off", "1", "2", "5", "10", "auto")
+    },
+}
+"""What is measured together: a rank is killed beside one peer or the other, or nobody at each interval."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that fixes one comparison; equal settings are pooled."""
+
+    part: str
+    ranks: int
+    steps: int
+    kill_after: int
+    """The last rank is killed half a step after this one; 0: nobody is."""
+    warmup: int
+    """Without a kill: steps before those that are measured, which are all but these and the last."""
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    batch: int
+    """Samples per step, of all ranks."""
+
+    @property
+    def model(self) -> dict[str, int]:
+        """Arguments of the model in benchmarks/startup/model.py."""
+        return {
+            "sequence": self.sequence,
+            "hidden": self.hidden,
+            "heads": self.heads,
+            "layers": self.layers,
+        }
+
+    def job(self, corpus: str, cache: str) -> str:
+        arguments = ", ".join(f"{name} = {value}" for name, value in self.model.items())
+        return f"""\
+[model]
+factory = "benchmarks.startup.model:TinyDecoder"
+arguments = {{ {arguments} }}
+
+[data]
+text = ["{corpus}"]
+sequence_length = {self.sequence}
+validation_fraction = 0.0
+cache = "{cache}"
+
+[train]
+steps = {self.steps}
+global_batch = {self.batch}
+learning_rate = {LEARNING_RATE}
+schedule = "constant"
+gradient_clip = {GRADIENT_CLIP}
+
+[[train.parameter_groups]]
+match = "*"
+weight_decay = 0.1
+
+[parallel]
+dp_replicate = {self.ranks}
+micro_batch = {self.batch // self.ranks}
+
+[cluster]
+device = "cpu"
+
+[checkpoint]
+every_steps = 0
+keep = 1
+keep_best = false
+"""
+
+    def task(self) -> dict[str, Any]:
+        """The same for the peers' scripts."""
+        rates = {"learning_rate": LEARNING_RATE, "gradient_clip": GRADIENT_CLIP}
+        return {"steps": self.steps, "model": self.model, **rates}
+
+
+@dataclass(frozen=True)
+class Command:
+    """`job.toml` and `task.json` lie with the inputs; the other names in a folder of the sample's own."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        tuned = worker_environment(ClusterSection(), Plan())
+        stated = [f"{name}={value}" for name, value in self.environment.items() if name not in tuned]
+        return " ".join([*stated, *self.arguments])
+
+
+def command(setting: Setting, contender: Contender) -> Command:
+    if contender.kind == "wanma":
+        return Command(("wanma", "train", "job.toml", *contender.options, "--run-dir", "run"), {})
+    plan = Plan(dp_replicate=setting.ranks, threads_per_rank=max(cores() // setting.ranks, 1))
+    tuned = worker_environment(ClusterSection(), plan)
+    given = ("--task", "task.json", "--progress", "progress")
+    if contender.kind == "torchft":
+        cluster = ("python", "benchmarks/recovery/peers/torchft_cluster.py", str(setting.ranks))
+        return Command((*cluster, *given), tuned)
+    torchrun = ("torchrun", "--standalone", f"--nproc-per-node={setting.ranks}")
+    # With a shared rendezvous store a restart meets the keys of the start before: it fails, or stalls.
+    return Command(
+        (
+            *(*torchrun, "--max-restarts=3", "--monitor-interval=0.1"),
+            *("benchmarks/recovery/peers/train_ddp.py", *given, "--checkpoint", "newest.pt"),
+            *contender.options,
+        ),
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **tuned},
+    )
+
+
+def measure(
+    setting: Setting, contender: Contender, inputs: Path, venv: Path, *, kill: bool
+) -> dict[str, Any]:
+    """Train once, with the setting's kill or to the end undisturbed.
+
+    Returns:
+        a sample: `digest` of the final weights and optimizer state, `final_loss`, what `cost` says, and of
+        torchft also what it lost; without a kill `step_seconds`, and the interval of snapshots.
+
+    Raises:
+        BenchmarkError: the contender failed, or did not carry on.
+    """
+    what = command(setting, contender)
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as temporary:
+        folder = Path(temporary)
+        places = {name: str(inputs / name) for name in ("job.toml", "task.json")}
+        places |= {name: str(folder / name) for name in ("run", "progress", "newest.pt")}
+        reader = WanmaRun(folder) if contender.kind == "wanma" else PeerRun(folder)
+        watch = Watch(reader.progress, setting.kill_after, lambda: reader.process(setting.ranks - 1))
+        if kill:
+            watch.start()
+        finished = run_command(
+            [places.get(argument, argument) for argument in what.arguments],
+            {**clean_environment(venv), **what.environment},
+            folder / "output.log",
+            TIMEOUT_SECONDS,
+        )
+        sample = {
+            "digest": reader.digest(),
+            "final_loss": reader.final_loss(setting.ranks),
+            "foreign_cpu": round(finished.foreign_cpu, 3),
+            "command_seconds": round(finished.seconds, 2),
+        }
+        if not kill:
+            return {**sample, **reader.untroubled(setting)}
+        lines = watch.finish()
+        assert watch.killed is not None
+        resumed = reader.resumed(lines, watch.killed, setting.ranks)
+        return {**sample, **cost(lines, watch.killed, resumed), **reader.facts(lines, watch.killed, setting)}
+
+
+class WanmaRun:
+    """What a run of wanma left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._run = RunDirectory(folder / "run")
+        self.progress = self._run.metrics
+
+    def process(self, rank: int) -> int:
+        """Of the first generation: the rank's log begins with it."""
+        found = re.search(r"generation 1, process (\d+)", self._run.log(rank).read_text())
+        if found is None:
+            raise BenchmarkError(f"{self._run.log(rank)} does not say which process rank {rank} is")
+        return int(found[1])
+
+    def digest(self) -> str:
+        """Of the last checkpoint's files: weights and optimizer state."""
+        newest = max(self._run.checkpoints.glob("step-*/manifest.json"))
+        files = json.loads(newest.read_text())["manifest"]["files"]
+        return " ".join(f"{files[name]['sha256']}" for name in sorted(files))
+
+    def final_loss(self, _ranks: int) -> float:
+        return float(read_lines(self.progress)[-1]["loss"])
+
+    def resumed(self, _lines: Sequence[Mapping[str, Any]], killed: float, _ranks: int) -> float:
+        starts = [event for event in self._events("start") if event["time"] > killed]
+        if len(starts) != 1:
+            raise BenchmarkError(f"wanma's ranks started again {len(starts)} times after one was killed")
+        return float(starts[0]["time"])
+
+    def facts(self, _lines: Sequence[Mapping[str, Any]], _killed: float, _setting: Setting) -> dict[str, Any]:
+        """What the run itself says of its recovery."""
+        (told,) = self._events("recovery")
+        kept = ("source", "repeated_steps", "seconds", "attempt")
+        return {"told": {name: told[name] for name in kept}}
+
+    def untroubled(self, setting: Setting) -> dict[str, Any]:
+        """Seconds of the measured steps, all that happens in them included; and how often it copied."""
+        if not setting.warmup:
+            return {}
+        times = [line["time"] for line in read_lines(self.progress)]
+        count = setting.steps - setting.warmup - 1
+        seconds = (times[setting.warmup + count - 1] - times[setting.warmup - 1]) / count
+        return {"step_seconds": round(seconds, 5), "every": interval(self._events("message"))}
+
+    def _events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_lines(self._run.events) if event["kind"] == kind]
+
+
+def interval(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Steps between snapshots that a run chose last; None where it chose none."""
+    texts = (re.match(r"snapshots in memory: every (?:(\d+) )?step", line["text"]) for line in messages)
+    chosen = [int(found[1] or 1) for found in texts if found is not None]
+    return chosen[-1] if chosen else None
+
+
+class PeerRun:
+    """What a peer's script left in its folder of records."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "progress"
+        self.progress = self._folder / "rank-0.jsonl"
+
+    def process(self, rank: int) -> int:
+        return int((self._folder / f"rank-{rank}.pid").read_text())
+
+    def digest(self) -> str:
+        return (self._folder / "digest").read_text()
+
+    def final_loss(self, ranks: int) -> float:
+        """Mean over the ranks."""
+        last = [read_lines(self._folder / f"rank-{rank}.jsonl")[-1]["loss"] for rank in range(ranks)]
+        return float(sum(last) / ranks)
+
+    def resumed(self, lines: Sequence[Mapping[str, Any]], killed: float, ranks: int) -> float:
+        """The first line of a new start; in torchft, where rank 0 lives on, of a step without the dead."""
+        for line in lines:
+            is_other = line["generation"] > 0 or line.get("participants", ranks) < ranks
+            if line["time"] > killed and (is_other or not line.get("committed", True)):
+                return float(line["time"])
+        raise BenchmarkError("the ranks that were left did not carry on; train for longer")
+
+    def facts(self, lines: Sequence[Mapping[str, Any]], killed: float, setting: Setting) -> dict[str, Any]:
+        """What torchft lost: steps that were computed and thrown away, samples that no step has seen."""
+        if "participants" not in lines[-1]:
+            return {}
+        after = [line for line in lines if line["time"] > killed]
+        committed = [line for line in after if line["committed"]]
+        missing = [setting.ranks - line["participants"] for line in committed]
+        short = [line for line, absent in zip(committed, missing, strict=True) if absent]
+        whole = [line["time"] for line in committed if short and line["time"] > short[-1]["time"]]
+        return {
+            "discarded_steps": len(after) - len(committed),
+            "lost_samples": sum(missing) * (setting.batch // setting.ranks),
+            "whole_again_seconds": round(whole[0] - killed, 4) if whole else None,
+        }
+
+    def untroubled(self, _setting: Setting) -> dict[str, Any]:
+        return {}

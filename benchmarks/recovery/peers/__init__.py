@@ -1,0 +1,1 @@
+"""The peers' scripts: plain torch, nothing of wanma."""

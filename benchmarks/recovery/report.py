@@ -1,0 +1,168 @@
+"""The results as Markdown: what the death of a rank cost each contender, and what snapshots cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import describe_environments, estimate, table, undisturbed
+from benchmarks.recovery.contenders import PARTS
+
+GOAL_SECONDS, GOAL_RATIO, GOAL_OVERHEAD = 1.0, 0.5, 0.01
+OURS = "wanma-1"
+
+Piece = dict[str, Any]
+
+
+def report(pieces: Sequence[Piece]) -> str:
+    """All that was measured, without the pieces that have no undisturbed round yet."""
+    measured = [piece for piece in pieces if undisturbed(piece)]
+    if not measured:
+        return "Nothing has been measured yet.\n"
+    killed = [piece for piece in measured if piece["settings"]["kill_after"]]
+    copied = [piece for piece in measured if not piece["settings"]["kill_after"]]
+    parts = ["# What a failure costs\n"]
+    if killed:
+        parts.append(_PREFACE)
+    for piece in sorted(killed, key=lambda piece: (piece["settings"]["ranks"], piece["settings"]["part"])):
+        parts += [f"## One of {piece['settings']['ranks']} ranks is killed{_beside(piece)}\n", _costs(piece)]
+        if piece["settings"]["part"] == "torchft":
+            parts.append(_losses(piece))
+    if copied:
+        parts += ["## What snapshots cost\n", _OVERHEAD, *(_overhead(piece) for piece in copied)]
+    commands = dict.fromkeys(line for piece in measured for line in piece["commands"].values())
+    return "\n".join(
+        [
+            *parts,
+            "## Commands\n",
+            "".join(f"    {line}\n" for line in commands),
+            f"A `job.toml`:\n\n```toml\n{measured[0]['job']}```\n",
+            "## Where and when\n",
+            describe_environments(measured),
+        ]
+    )
+
+
+_PREFACE = f"""\
+SIGKILL to the process of the last rank, half a step after a fixed one. New step: seconds from the signal to the
+end of the first optimizer step that nobody had finished before; any step: to the end of the first one after the
+failure, a repeated one where steps are repeated. Medians of the rounds, new step with its 95 % bootstrap
+interval, repeated steps with their range. Ratio: seconds to a new step of wanma with a copy every step over the
+contender's, within a round. Same weights: whether weights and optimizer state at the end are, bit for bit, those
+of the same contender's run in which nobody is killed. Step: the median before the kill.
+
+Goals for wanma with a copy every step: {GOAL_SECONDS:g} s or less to a new step, no step repeated, and
+{GOAL_RATIO:g} or less of torchrun's seconds.
+"""
+_OVERHEAD = f"""\
+Nobody is killed. Seconds per step over the same steps of each run, all that happens in them included; overhead
+beside the run without copies of the same round. With "auto" the run chooses how many steps lie between copies,
+such that they take {GOAL_OVERHEAD:.0%} of the time or less by its own clocks.
+"""
+
+
+def _beside(piece: Piece) -> str:
+    return ", beside torchft" if piece["settings"]["part"] == "torchft" else ""
+
+
+def _values(piece: Piece, name: str, key: str) -> list[float]:
+    return [float(taken[name][key]) for taken in undisturbed(piece)]
+
+
+def _costs(piece: Piece) -> str:
+    part = piece["settings"]["part"]
+    ours = _values(piece, OURS, "new_step_seconds")
+    rows = []
+    for name, contender in PARTS[part].items():
+        seconds = _values(piece, name, "new_step_seconds")
+        ratio = [mine / theirs for mine, theirs in zip(ours, seconds, strict=True)]
+        rows.append(
+            [
+                contender.title,
+                str(estimate(seconds)),
+                f"{_middle(piece, name, 'first_step_seconds'):.2f}",
+                _count(_values(piece, name, "repeated_steps")),
+                "" if name == OURS else str(estimate(ratio)),
+                _same(piece, name),
+                f"{1000 * _middle(piece, name, 'step_seconds'):.0f}",
+            ]
+        )
+    header = [
+        *("contender", "new step, s (95 %)", "any step, s", "steps repeated", "ratio (95 %)"),
+        *("same weights", "step, ms"),
+    ]
+    return f"{_describe(piece)}\n\n{table(header, rows)}"
+
+
+def _losses(piece: Piece) -> str:
+    """What torchft gives up instead of repeating."""
+    whole = [taken["torchft"]["whole_again_seconds"] for taken in undisturbed(piece)]
+    back = [seconds for seconds in whole if seconds is not None]
+    rejoined = f"after {statistics.median(back):.2f} s" if back else "before the end in no run"
+    losses = [_values(piece, "torchft", key) for key in ("final_loss", "final_loss_untroubled")]
+    return (
+        f"torchft repeats nothing: it threw away {_count(_values(piece, 'torchft', 'discarded_steps'))} computed "
+        f"steps and trained on without {_count(_values(piece, 'torchft', 'lost_samples'))} samples of the data; "
+        f"all replicas took part again {rejoined}. Loss of the last step "
+        f"{statistics.median(losses[0]):.6f}, undisturbed {statistics.median(losses[1]):.6f}.\n"
+    )
+
+
+def _overhead(piece: Piece) -> str:
+    rows = []
+    without = _values(piece, "off", "step_seconds")
+    for name in PARTS["snapshots"]:
+        seconds = _values(piece, name, "step_seconds")
+        shares = [taken / base - 1 for taken, base in zip(seconds, without, strict=True)]
+        found = estimate(shares)
+        rows.append(
+            [
+                _interval(piece, name),
+                f"{1000 * statistics.median(seconds):.1f}",
+                "" if name == "off" else f"{found.median:+.1%} ({found.low:+.1%} to {found.high:+.1%})",
+                _same(piece, name),
+            ]
+        )
+    header = ["steps between copies", "step, ms", "overhead (95 %)", "same weights"]
+    return f"{_describe(piece)}\n\n{table(header, rows)}"
+
+
+def _interval(piece: Piece, name: str) -> str:
+    if name != "auto":
+        return "no copies" if name == "off" else name
+    chosen = [taken["auto"]["every"] for taken in undisturbed(piece)]
+    return f"auto: {_count([float(every) for every in chosen if every is not None])}"
+
+
+def _middle(piece: Piece, name: str, key: str) -> float:
+    return float(statistics.median(_values(piece, name, key)))
+
+
+def _count(values: Sequence[float]) -> str:
+    """A median and, where they differ, the range."""
+    if not values:
+        return "–"
+    least, most = min(values), max(values)
+    return f"{statistics.median(values):g}" + (f" ({least:g}–{most:g})" if least < most else "")
+
+
+def _same(piece: Piece, name: str) -> str:
+    same = [taken[name]["same_weights"] for taken in undisturbed(piece)]
+    if all(same):
+        return "yes"
+    return f"in {sum(same)} of {len(same)}" if any(same) else "no"
+
+
+def _describe(piece: Piece) -> str:
+    settings = piece["settings"]
+    rounds, dropped = len(undisturbed(piece)), len(piece["pairs"]) - len(undisturbed(piece))
+    hidden, layers = settings["hidden"], settings["layers"]
+    when = f"killed after step {settings['kill_after']} of {settings['steps']}"
+    if not settings["kill_after"]:
+        when = f"{settings['steps'] - settings['warmup'] - 1} steps after {settings['warmup']}"
+    disturbed = f" ({dropped} disturbed)" if dropped else ""
+    return (
+        f"{settings['ranks']} ranks, {layers} blocks of width {hidden} in fp32, {settings['batch']} samples of "
+        f"{settings['sequence']} tokens per step; {when}; {rounds} rounds{disturbed}."
+    )
