@@ -45,20 +45,20 @@ def report(pieces: Sequence[Piece]) -> str:
 
 
 _PREFACE = f"""\
-SIGKILL to the process of the last rank, half a step after a fixed one. New step: seconds from the signal to the
-end of the first optimizer step that nobody had finished before; any step: to the end of the first one after the
-failure, a repeated one where steps are repeated. Medians of the rounds, new step with its 95 % bootstrap
-interval, repeated steps with their range. Ratio: seconds to a new step of wanma with a copy every step over the
-contender's, within a round. Same weights: whether weights and optimizer state at the end are, bit for bit, those
-of the same contender's run in which nobody is killed. Step: the median before the kill.
+SIGKILL to the process of the last rank, half a step after a fixed one. New step: seconds from the signal to
+the end of the first optimizer step that had not been finished before; any step: to the end of the first one
+after the failure, a repeated one where steps are repeated. Medians of the rounds, new step with its 95 %
+bootstrap interval, repeated steps with their range. Ratio: seconds to a new step of wanma with a copy every
+step over the contender's, within a round. Same weights: whether weights and optimizer state at the end are,
+bit for bit, those of the same contender's run in which nobody is killed. Step: the median before the kill.
 
 Goals for wanma with a copy every step: {GOAL_SECONDS:g} s or less to a new step, no step repeated, and
 {GOAL_RATIO:g} or less of torchrun's seconds.
 """
 _OVERHEAD = f"""\
-Nobody is killed. Seconds per step over the same steps of each run, all that happens in them included; overhead
-beside the run without copies of the same round. With "auto" the run chooses how many steps lie between copies,
-such that they take {GOAL_OVERHEAD:.0%} of the time or less by its own clocks.
+Nobody is killed. Seconds per step over the same steps of each run, all that happens in them included;
+overhead beside the run without copies of the same round. With "auto" the run chooses how many steps lie
+between copies, such that they take {GOAL_OVERHEAD:.0%} of the time or less by its own clocks.
 """
 
 
@@ -100,12 +100,13 @@ def _losses(piece: Piece) -> str:
     whole = [taken["torchft"]["whole_again_seconds"] for taken in undisturbed(piece)]
     back = [seconds for seconds in whole if seconds is not None]
     rejoined = f"after {statistics.median(back):.2f} s" if back else "before the end in no run"
-    losses = [_values(piece, "torchft", key) for key in ("final_loss", "final_loss_untroubled")]
+    lost = ("discarded_steps", "lost_samples")
+    discarded, samples = (_count(_values(piece, "torchft", key)) for key in lost)
+    with_kill, without = (_middle(piece, "torchft", key) for key in ("final_loss", "final_loss_untroubled"))
     return (
-        f"torchft repeats nothing: it threw away {_count(_values(piece, 'torchft', 'discarded_steps'))} computed "
-        f"steps and trained on without {_count(_values(piece, 'torchft', 'lost_samples'))} samples of the data; "
-        f"all replicas took part again {rejoined}. Loss of the last step "
-        f"{statistics.median(losses[0]):.6f}, undisturbed {statistics.median(losses[1]):.6f}.\n"
+        f"torchft repeats nothing: it threw away {discarded} computed steps and trained on without {samples} "
+        f"samples of the data; all replicas took part again {rejoined}. Loss of the last step "
+        f"{with_kill:.6f}, with nobody killed {without:.6f}.\n"
     )
 
 
@@ -163,6 +164,6 @@ def _describe(piece: Piece) -> str:
         when = f"{settings['steps'] - settings['warmup'] - 1} steps after {settings['warmup']}"
     disturbed = f" ({dropped} disturbed)" if dropped else ""
     return (
-        f"{settings['ranks']} ranks, {layers} blocks of width {hidden} in fp32, {settings['batch']} samples of "
-        f"{settings['sequence']} tokens per step; {when}; {rounds} rounds{disturbed}."
+        f"{settings['ranks']} ranks, {layers} blocks of width {hidden} in fp32, {settings['batch']} samples "
+        f"of {settings['sequence']} tokens per step; {when}; {rounds} rounds{disturbed}."
     )

@@ -1,4 +1,4 @@
-"""What the death of a rank costs, wanma beside torchrun with checkpoints and torchft; and what snapshots cost.
+"""What a rank's death costs, wanma beside torchrun with checkpoints and torchft; and what snapshots cost.
 
     python benchmarks/recovery/run.py --part torchrun --ranks 2 --pairs 7 --minutes 4
     python benchmarks/recovery/run.py --part torchft --ranks 2
@@ -102,10 +102,9 @@ def sample(
     taken["final_loss_untroubled"] = untroubled["final_loss"]
     what = f"{taken['step_seconds'] * 1000:.0f} ms a step"
     if setting.kill_after:
-        what = (
-            f"{taken['new_step_seconds']:.2f} s to a new step, {taken['first_step_seconds']:.2f} s to the first, "
-            f"{taken['repeated_steps']} repeated, {what}"
-        )
+        new, first = taken["new_step_seconds"], taken["first_step_seconds"]
+        repeated = taken["repeated_steps"]
+        what = f"{new:.2f} s to a new step, {first:.2f} s to the first, {repeated} repeated, {what}"
     same = "the same weights" if taken["same_weights"] else "OTHER WEIGHTS"
     print(f"  {name}: {what}, {same}, {taken['command_seconds']:.0f} s in all", flush=True)
     return taken

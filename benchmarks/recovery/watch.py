@@ -1,7 +1,8 @@
-"""Watches a contender's record of its steps from outside, kills one rank in mid-run, and says what it cost."""
+"""Watches a contender's record of its steps from outside, kills one rank, and says what that cost."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -47,7 +48,7 @@ def step_seconds(steps: Sequence[Step]) -> float:
     times = [step.time for step in steps][UNUSUAL:]
     if len(times) < 2:
         raise BenchmarkError(f"{len(steps)} steps are too few to know how long one takes; kill later")
-    return statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
 class Watch(threading.Thread):

@@ -23,7 +23,7 @@ def quiet(value):
     return {"value": value, "foreign_cpu": 0.0}
 
 
-@pytest.mark.parametrize("benchmark", ["parallel", "startup", "train"])
+@pytest.mark.parametrize("benchmark", ["parallel", "recovery", "startup", "train"])
 def test_the_options_of_a_comparison_lead_to_its_report_or_to_an_error_in_words(
     common, benchmark, tmp_path, monkeypatch, capsys
 ):

@@ -1,7 +1,7 @@
 """torchft's lighthouse and its replicas on this machine; a replica that dies is started again at once.
 
-Faster than by torchrun, which would have to notice first. The lighthouse's times are short: a replica is taken
-for dead after five missed heartbeats of 100 ms (the default is 5 s).
+Faster than by torchrun, which would have to notice first. The lighthouse's times are short: a replica is
+taken for dead after five missed heartbeats of 100 ms (the default is 5 s).
 """
 
 from __future__ import annotations

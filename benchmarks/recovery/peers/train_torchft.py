@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _meet(folder: Path, replica: int, replicas: int) -> None:
-    """Wait until all replicas are ready: else the first ones would train for some steps without the others."""
+    """Wait until all replicas are ready: else the first would train some steps without the others."""
     (folder / f"ready-{replica}").touch()
     while len(list(folder.glob("ready-*"))) < replicas:
         time.sleep(0.01)
