@@ -277,14 +277,17 @@ def test_the_report_says_what_each_contender_lost(monkeypatch):
         "final_loss": 1.5,
         "final_loss_untroubled": 1.25,
     }
-    steps = {name: 0.1 for name in ("off", "1", "2", "5", "10", "auto")} | {"1": 0.11}
+    steps = dict.fromkeys(("off", "1", "2", "5", "10", "auto"), 0.1) | {"1": 0.11}
+    copied = {
+        name: {"step_seconds": seconds, "every": 12, "same_weights": True} for name, seconds in steps.items()
+    }
     text = module("report").report(
         [
-            piece(snapshots, {n: {"step_seconds": s, "every": 12, "same_weights": True} for n, s in steps.items()}),
+            piece(snapshots, copied),
             piece(torchft, {"wanma-1": killed(0.5, 0), "torchft": killed(1.0, 0, same=False, **lost)}),
             piece(torchrun, costs),
         ]
-    )  # fmt: skip
+    )
     assert "| wanma, a copy every step | 0.50 (0.50–0.50) | 0.50 | 0 |  | yes | 100 |" in text
     assert "checkpoint every step | 2.00 (2.00–2.00) | 1.90 | 1 | 0.25 (0.25–0.25) | yes | 100 |" in text
     assert "| torchft | 1.00 (1.00–1.00) | 1.00 | 0 | 0.50 (0.50–0.50) | no | 100 |" in text
