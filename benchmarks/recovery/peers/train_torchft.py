@@ -13,7 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft import (  # type: ignore[import-not-found]  # only in the peers' environment
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 
 from benchmarks.recovery.peers.common import Progress, Task, arguments, leave
 
