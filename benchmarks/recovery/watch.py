@@ -139,6 +139,8 @@ def cost(lines: Sequence[Mapping[str, Any]], killed: float, resumed: float) -> d
     new = next((step for step in after if step.step > reached), None)
     if not before or new is None:
         raise BenchmarkError(f"no step after step {reached}, in which a rank was killed; train for longer")
+    if (first := after[0].step) > reached + 1:
+        raise BenchmarkError(f"after the failure the record goes on with step {first}, not {reached + 1}")
     return {
         "new_step_seconds": round(new.time - killed, 4),
         "first_step_seconds": round(after[0].time - killed, 4),

@@ -76,6 +76,12 @@ def test_a_run_that_only_repeats_says_nothing():
         module("watch").cost(lines(*STEADY, (19, 12.0), (20, 12.5)), killed=10.25, resumed=11.0)
 
 
+def test_a_run_that_leaves_steps_out_says_nothing():
+    common = importlib.import_module("benchmarks.common")
+    with pytest.raises(common.BenchmarkError, match="goes on with step 24, not 21"):
+        module("watch").cost(lines(*STEADY, (24, 12.0), (25, 12.5)), killed=10.25, resumed=11.0)
+
+
 # ---------------------------------------------------------------- whom it kills, and what it sees
 
 

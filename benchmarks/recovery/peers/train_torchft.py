@@ -3,6 +3,9 @@
 As in https://github.com/meta-pytorch/torchft/blob/main/train_ddp.py. A replica that is lost leaves the others
 with fewer samples a step; when it is back, it takes the state of a living one. What a step trains on is
 decided by the number of committed steps, as in the other contenders.
+
+Gradients are averaged by the manager itself, in one piece after the backward pass: the DDP of torchft 0.2.0
+ends the survivors too (`assert fut._fut`) when a peer dies within the backward pass.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torchft import (  # type: ignore[import-not-found]  # only in the peers' environment
-    DistributedDataParallel,
     Manager,
     Optimizer,
     ProcessGroupGloo,
@@ -50,22 +54,32 @@ def main() -> None:
         timeout=timedelta(seconds=20),
         init_sync=False,  # all begin with the same weights
     )
-    model = DistributedDataParallel(manager, module)
     optimizer = Optimizer(manager, inner)
+    gradients = _in_one_piece(module)
     over = options.progress / "over"
     if generation == 0:
         _meet(options.progress, replica, replicas)
     while (done := manager.current_step()) < task.steps and not over.exists():
-        optimizer.zero_grad()
-        loss = task.loss(model, min(done, task.steps - 1), replica)
+        optimizer.zero_grad(set_to_none=False)
+        loss = task.loss(module, min(done, task.steps - 1), replica)
         loss.backward()
-        task.clip(model)
+        manager.allreduce(gradients).wait()
+        task.clip(module)
         optimizer.step()
         step = manager.current_step()
         progress.step(step, loss, committed=step > done, participants=manager.num_participants())
     over.touch()  # a replica that comes back when the others are through must not train by itself
     manager.shutdown(wait=False)
     leave(options.progress, replica, module, inner)
+
+
+def _in_one_piece(module: nn.Module) -> Tensor:
+    """A buffer of which every parameter's gradient is a part."""
+    parameters = list(module.parameters())
+    whole = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return whole
 
 
 def _meet(folder: Path, replica: int, replicas: int) -> None:
