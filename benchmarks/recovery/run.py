@@ -162,7 +162,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, help="of a run; default: enough to carry on after the kill")
     add("--hidden", type=int, default=256)
     add("--layers", type=int, default=4)
-    add("--sequence", type=int, default=128)
+    add("--sequence", type=int, default=256)
     add("--batch", type=int, default=8, help="samples per step, of all ranks (default 8)")
     options = parser.parse_args()
     if any(options.batch % ranks for ranks in options.ranks):
