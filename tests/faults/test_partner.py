@@ -73,9 +73,6 @@ def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Trainin
     both.start(0)
     both.start(1)
     assert both.running[0].until(lambda: bool(struck(marks)))
-    time.sleep(
-        0.3
-    )  # what was under way is finished: it is not the rank's main thread alone that stands still
     both.lose(1)
     both.start(1)
     first, second = both.end()
