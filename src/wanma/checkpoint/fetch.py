@@ -22,8 +22,8 @@ def fetch(images: Images, step: int, worker: Worker) -> tuple[Images, list[str],
         images: of this rank.
 
     Returns:
-        `images`, with all that is on this node now; what went wrong, a sentence each; and the number of
-        images that were fetched on all nodes.
+        `images`, of which those of this node's ranks are `found`, wherever they were; what went wrong, a
+        sentence each; and the number of images that were fetched on all nodes.
 
     Raises:
         WanmaError: another rank is gone, or this rank's file cannot be opened.
@@ -39,8 +39,9 @@ def fetch(images: Images, step: int, worker: Worker) -> tuple[Images, list[str],
     held = {node: set(told[span.start][0]) for node, span in enumerate(node_spans(by_node))}
     fetches, lost = plan_fetches(held, by_node)
     problems = [_lost_text(owner, step, by_node) for owner in lost]
+    own = {owner: paths for owner, paths in images.found.items() if owner in worker.node_ranks}
     if not fetches or lost:
-        return images, problems, 0
+        return replace(images, found=own), problems, 0
 
     file = None
     talks = []
@@ -64,7 +65,7 @@ def fetch(images: Images, step: int, worker: Worker) -> tuple[Images, list[str],
             file.close()
     dist.barrier()  # what fellow ranks of this node have fetched is whole from here on
     fetched = {one.owner: (told[one.owner][1],) for one in fetches if one.owner in worker.node_ranks}
-    return replace(images, found={**images.found, **fetched}), problems, len(fetches)
+    return replace(images, found={**own, **fetched}), problems, len(fetches)
 
 
 def _is_of(path: str, owner: int, step: int) -> bool:

@@ -427,7 +427,6 @@ def look(
         heads[0].layout,
     ):
         expected = node_ranks  # what other nodes' ranks held, other nodes' ranks hold now
-        found = {owner: image for owner, image in found.items() if owner in node_ranks}  # without guests
     missing = sorted(set(expected) - found.keys())
     problems = [f"rank {owner} left no whole snapshot of step {step}" for owner in missing]
     mine = sorted(found)[list(node_ranks).index(rank) :: len(node_ranks)]

@@ -274,10 +274,8 @@ class StepSnapshots:
         sent = 0.0
         if self._plan.device == "cpu":
             self._hidden_seconds = max(taken.processor_seconds - taken.settle_seconds, 0.0)
-            partner = self._snapshots.partner if self._snapshots is not None else None
-            sent = (
-                partner.processor_seconds if partner is not None else 0.0
-            )  # the one before: this one goes on
+            if self._snapshots is not None and self._snapshots.partner is not None:
+                sent = self._snapshots.partner.processor_seconds  # for the one before: this one's goes on
         if self._taken > _UNUSUAL:
             self._costs.append(taken.begin_seconds + taken.settle_seconds + self._hidden_seconds + sent)
 
