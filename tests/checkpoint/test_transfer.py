@@ -20,7 +20,7 @@ from wanma.checkpoint.fetch import fetch
 from wanma.checkpoint.image import HEAD_BYTES, FoundImage, Head, ImageFile, unpack_head
 from wanma.checkpoint.partner import Partner
 from wanma.checkpoint.ring import guests_of, node_of, node_spans
-from wanma.checkpoint.snapshot import look
+from wanma.checkpoint.snapshot import layout_number, look
 from wanma.checkpoint.transfer import CHUNK_BYTES
 from wanma.job.worker import Images, Worker
 
@@ -31,7 +31,7 @@ def leave(held: Held, rank: int, step: int, ranks: int) -> None:
     """An image as rank `rank` would, of several chunks and told apart from any other."""
     image = ImageFile(held.images(rank).mine[step % 2])
     content = image.content(BYTES)
-    image.begin(Head(step, 1, rank, ranks))
+    image.begin(Head(step, 1, rank, ranks, layout_number("")))
     content[:] = bytes([(7 * rank + step) % 256]) * BYTES
     image.finish(BYTES, xxhash.xxh3_128(content), b'{"rank": %d}' % rank)
     content.release()
