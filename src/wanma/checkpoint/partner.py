@@ -58,9 +58,7 @@ class Partner:
         talks += [receive_image(files[0], guest, guest, self._group) for guest, files in self._guests.items()]
         try:
             problems = converse(talks)
-        except (
-            Exception
-        ) as error:  # a thread has nobody to raise to; a peer's death is told by the supervisor
+        except Exception as error:  # a thread has nobody to raise to: whoever waits for it reads `problem`
             problems = [f"the exchange with other nodes broke off: {error}"]
         if problems:
             self.problem = self.problem or "; ".join(problems)
