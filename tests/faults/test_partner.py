@@ -10,6 +10,7 @@ import pytest
 
 from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
 from support.injection import Fault, injected, struck
+from support.supervisors import wait_for_listener
 
 SHARDED = (
     "text.toml",
@@ -55,6 +56,7 @@ class Machines:
             self._name,
             **self._environment,
         )
+        wait_for_listener(self._place)  # the first to come holds the meeting place, whose loss ends the run
 
     def lose(self, node: int) -> None:
         """All its processes and all its memory are gone at once."""
