@@ -30,8 +30,8 @@ def test_nothing_starts_before_all_have_come_and_then_all_start_at_once() -> Non
     table = Table(2)
     assert table.hear(7, join(ranks=3)) == []
     assert table.hear(8, join(ranks=2)) == [
-        (7, Start(1, 0, 0, 5, "10.0.0.3", 4003)),
-        (8, Start(1, 1, 3, 5, "10.0.0.3", 4003)),
+        (7, Start(1, 0, 0, 5, "10.0.0.3", 4003, None, (3, 2))),
+        (8, Start(1, 1, 3, 5, "10.0.0.3", 4003, None, (3, 2))),
     ]
 
 

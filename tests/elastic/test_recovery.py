@@ -50,8 +50,8 @@ def test_a_failure_ends_all_ranks_and_starts_them_again_when_none_lives() -> Non
     assert table.hear(0, halted(7, 5000, held(0, 5, 6) + held(1, 5, 6))) == []
     recovery = Recovery("rank 1 failed: ValueError", 8, 1, Image(1, 6))
     assert table.hear(1, halted(8, 6000, held(2, 6, 7) + held(3, 5, 6))) == [
-        (0, Start(2, 0, 0, 4, "10.0.0.2", 5000, recovery)),
-        (1, Start(2, 1, 2, 4, "10.0.0.2", 5000, recovery)),
+        (0, Start(2, 0, 0, 4, "10.0.0.2", 5000, recovery, (2, 2))),
+        (1, Start(2, 1, 2, 4, "10.0.0.2", 5000, recovery, (2, 2))),
     ]
     assert table.coordinator.deadline is None
 
@@ -141,6 +141,17 @@ def test_a_lost_node_is_waited_for_and_another_takes_its_number() -> None:
     assert starts[10].recovery == Recovery(lost, 7, 1, Image(1, 6))
     [(_, late)] = table.hear(11, join(), now=9)
     assert isinstance(late, Refused)
+
+
+def test_of_a_lost_node_its_partner_s_copies_count() -> None:
+    """Node 0's ranks have step 8 as well, of which nobody has what node 1 held."""
+    table = seated(retries=3)
+    table.lose(1)
+    table.hear(0, halted(images=held(0, 6, 8) + held(1, 6, 8) + held(2, 4, 6) + held(3, 6)))
+    [(_, start), _] = table.hear(5, join(), now=9)
+    assert isinstance(start, Start)
+    assert start.recovery is not None
+    assert start.recovery.image == Image(1, 6)
 
 
 def test_a_machine_that_comes_back_at_once_waits_for_the_ranks_of_the_others_to_end() -> None:

@@ -20,11 +20,11 @@ STATE = 3 * 4 * WORKLOAD.parameters
 """Weights and AdamW's two moments, in fp32."""
 
 
-def with_snapshots(wanted: Any, nodes: int = 1) -> Job:
+def with_snapshots(wanted: Any, nodes: int = 1, partner: Any = "auto") -> Job:
     plain = job()
     return plain.model_copy(
         update={
-            "checkpoint": plain.checkpoint.model_copy(update={"snapshots": wanted}),
+            "checkpoint": plain.checkpoint.model_copy(update={"snapshots": wanted, "partner": partner}),
             "cluster": plain.cluster.model_copy(update={"nodes": nodes}),
         }
     )
@@ -45,7 +45,11 @@ def with_snapshots(wanted: Any, nodes: int = 1) -> Job:
     ids=str,
 )
 def test_ranks_of_a_machine_share_two_copies_of_what_they_hold(plan: Plan, nodes: int, share: int) -> None:
-    assert snapshot_bytes(with_snapshots("auto", nodes), WORKLOAD, plan) == 2 * STATE // share
+    assert snapshot_bytes(with_snapshots("auto", nodes, False), WORKLOAD, plan) == 2 * STATE // share
+    guests = 2 if nodes > 1 else 1
+    for partner in ("auto", True):
+        with_partner = with_snapshots("auto", nodes, partner)
+        assert snapshot_bytes(with_partner, WORKLOAD, plan) == guests * 2 * STATE // share
 
 
 def test_averaged_weights_and_wider_ones_count() -> None:

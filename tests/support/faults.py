@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wanma.checkpoint.image import read_head
+from wanma.checkpoint.partner import Partner
 from wanma.checkpoint.snapshot import _Image
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.trainer import Trainer
@@ -59,3 +60,28 @@ def rank_0_dies_while_it_copies_step_3() -> None:
         reserve(self, table_bytes, is_cuda)
 
     _Image.reserve = dying  # type: ignore[method-assign]
+
+
+def rank_0_is_slow_to_exchange_and_rank_1_fails_in_step_4() -> None:
+    exchange = Partner.exchange
+
+    def slow(self: Partner, path: str | None) -> None:
+        if self._rank == 0:
+            time.sleep(3)
+        exchange(self, path)
+
+    Partner.exchange = slow  # type: ignore[method-assign]
+    rank_1_fails_in_step_4()
+
+
+def rank_1_breaks_off_the_exchange() -> None:
+    """Without a word to rank 0, which is left waiting for it."""
+    exchange = Partner.exchange
+
+    def broken(self: Partner, path: str | None) -> None:
+        if self._rank == 1:
+            self.problem = "injected"
+        else:
+            exchange(self, path)
+
+    Partner.exchange = broken  # type: ignore[method-assign]

@@ -31,6 +31,8 @@ _MAGIC = b"wanma\0im"
 _VERSION = 1
 _HEAD = struct.Struct("<8sIIQQIIQQQ16s")
 _SUM = struct.Struct("<Q")
+PACKED_BYTES = _HEAD.size + _SUM.size
+"""Of a head that is packed."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,13 @@ def read_head(image: str | int) -> Head | None:
             return read_head(descriptor)
         finally:
             os.close(descriptor)
-    packed = os.pread(image, _HEAD.size + _SUM.size, 0)
+    return unpack_head(os.pread(image, PACKED_BYTES, 0))
+
+
+def unpack_head(packed: bytes) -> Head | None:
+    """The other way round than `Head.pack`; None for anything else."""
     fields, checksum = packed[: _HEAD.size], packed[_HEAD.size :]
-    if len(checksum) < _SUM.size or _SUM.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields):
+    if len(checksum) != _SUM.size or _SUM.unpack(checksum)[0] != xxhash.xxh3_64_intdigest(fields):
         return None
     magic, version, complete, step, generation, rank, world_size, layout, *rest = _HEAD.unpack(fields)
     if (magic, version) != (_MAGIC, _VERSION):
@@ -160,6 +166,11 @@ class ImageFile:
         self._head = None
         return head
 
+    def finish_copy(self, head: Head) -> None:
+        """Content and table of another image are here as `head` says: from now on this one counts, too."""
+        os.pwrite(self._descriptor, head.pack(), 0)
+        self._head = None
+
     def close(self) -> None:
         """Let go of the descriptor; the mapping goes with the last view of it."""
         self._memory = None
@@ -186,15 +197,16 @@ class FoundImage:
         finally:
             os.close(descriptor)
         self.head = head
-        self._body = memory[HEAD_BYTES:]
+        self.body = memory[HEAD_BYTES:]
+        """Content and table."""
 
     @property
     def content(self) -> memoryview:
-        return self._body[: self.head.content_bytes]
+        return self.body[: self.head.content_bytes]
 
     def is_whole(self) -> bool:
         """Content and table are what they were; reads all of it."""
-        return bool(xxhash.xxh3_128_digest(self._body) == self.head.digest)
+        return bool(xxhash.xxh3_128_digest(self.body) == self.head.digest)
 
     def table(self) -> dict[str, Any]:
         """What the rank said of its content; trust it after `is_whole`.
@@ -202,7 +214,7 @@ class FoundImage:
         Raises:
             ValueError: it is no table.
         """
-        table = json.loads(bytes(self._body[self.head.content_bytes :]))
+        table = json.loads(bytes(self.body[self.head.content_bytes :]))
         if not isinstance(table, dict):
             raise ValueError("its table is none")
         return table

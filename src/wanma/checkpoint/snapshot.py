@@ -18,9 +18,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from wanma.checkpoint.buffer import FileBuffer
 from wanma.checkpoint.commit import merge
 from wanma.checkpoint.format import data_file, to_json
 from wanma.checkpoint.image import CHUNK_BYTES, FoundImage, Head, ImageFile
+from wanma.checkpoint.partner import Partner
 from wanma.checkpoint.reader import Source
 from wanma.job.errors import WanmaError
 from wanma.job.worker import Images
@@ -61,6 +63,8 @@ class Snapshots:
         replicas: ranks that hold the same plain tensors (not DTensors) under the same names.
         node_ranks: ranks of this node: what several of them hold, one of them copies.
         layout: what decides which rank holds what, as text.
+        partner: sends each image on to another node, after `settle` and beside the next steps; until
+            that has ended no other snapshot may begin (`is_sending`). None: nobody takes them.
 
     Raises:
         WanmaError: an image cannot be opened.
@@ -76,7 +80,9 @@ class Snapshots:
         replicas: Sequence[int] | None = None,
         node_ranks: Collection[int] | None = None,
         layout: str = "",
+        partner: Partner | None = None,
     ) -> None:
+        self.partner = partner
         self._head = Head(0, generation, rank, world_size, layout_number(layout))
         replicas = range(world_size) if replicas is None else replicas
         try:
@@ -85,6 +91,9 @@ class Snapshots:
             raise WanmaError(f"rank {rank} cannot open the memory for snapshots: {error}") from error
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        """By the thread; it may go on for the partner."""
+        self._is_settled = True
         self._begin_seconds = 0.0
         self._result: Taken | Exception | None = None
 
@@ -108,7 +117,8 @@ class Snapshots:
         Raises:
             WanmaError: this state cannot be kept.
         """
-        assert self._thread is None, "settle the snapshot before"
+        assert self._is_settled, "settle the snapshot before"
+        assert not self.is_sending(), "wait until the snapshot before is sent"
         began = time.perf_counter()
         image = self._images[0]
         self._images.reverse()
@@ -128,12 +138,14 @@ class Snapshots:
                 places[name] = view, local.clone()
         devices = {local.device for _, local in places.values() if local.is_cuda}
         events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-        self._result = None
-        self._thread = threading.Thread(
-            target=self._run, args=(image, step, places, table, events), name=f"snapshot-{step}", daemon=True
-        )
+        self._start(partial(self._take, image, step, places, table, events), f"snapshot-{step}")
         self._begin_seconds = time.perf_counter() - began
-        self._thread.start()
+
+    def leave_out(self) -> None:
+        """Instead of `begin`, on a rank that cannot: other nodes learn that they need not wait for it."""
+        if self.partner is not None:
+            self._start(lambda: None, "no-snapshot")
+            self._is_settled = True
 
     def settle(self) -> Taken | None:
         """Wait for the snapshot under way; None if there is none.
@@ -141,11 +153,11 @@ class Snapshots:
         Raises:
             WanmaError: it failed. The one before it is as it was.
         """
-        if self._thread is None:
+        if self._is_settled:
             return None
         began = time.perf_counter()
-        self._thread.join()
-        self._thread = None
+        self._copied.wait()
+        self._is_settled = True
         result = self._result
         if isinstance(result, OSError):
             raise self._no_memory(result) from result
@@ -154,10 +166,26 @@ class Snapshots:
         assert result is not None
         return replace(result, begin_seconds=self._begin_seconds, settle_seconds=time.perf_counter() - began)
 
+    def is_sending(self, seconds: float = 0.0) -> bool:
+        """Whether the exchange with other nodes is under way, after waiting for it so long at most."""
+        if self._thread is not None and self._is_settled:
+            self._thread.join(None if self.partner is None else seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+        return self._thread is not None
+
+    def drop_partner(self) -> None:
+        """From now on nothing is sent. An exchange that does not end is left to itself: what it sends may
+        change under it, which the other side finds by the hash."""
+        self.partner = self._thread = None
+
     def bytes_to_take(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Memory that the two images of these tensors need beyond what they have, about."""
+        """Memory that the two images of these tensors need beyond what they have, about; guests' too."""
         size = self._images[0].buffer.bytes_of(tensors)
-        return sum(max(size - image.file.taken_bytes, 0) for image in self._images)
+        own = sum(max(size - image.file.taken_bytes, 0) for image in self._images)
+        # A node takes as much as it sends where nodes are alike; guests say no themselves where they are not.
+        guests = max(2 * size - self.partner.taken_bytes, 0) if self.partner is not None else 0
+        return own + guests
 
     def close(self, seconds: float | None = None) -> None:
         """Let go of the images, which stay as they are; one under way is finished first.
@@ -166,37 +194,57 @@ class Snapshots:
             seconds: to wait for that at most; a copy off a GPU that hangs goes on for ever.
         """
         if self._thread is not None:
-            self._thread.join(seconds)
+            if seconds is not None:
+                self._copied.wait(seconds)  # others may be gone: what they are sent is not waited for
+            self._thread.join(0 if seconds is not None and self.partner is not None else seconds)
             if self._thread.is_alive():
-                return  # it still writes, until the process ends
+                return  # it goes on until the process ends
             self._thread = None
         for image in self._images:
             image.close()
         self._images = []
+        if self.partner is not None:
+            self.partner.close()
 
     # ------------------------------------------------------------ in the background
 
-    def _run(
+    def _start(self, copy: Callable[[], str | None], name: str) -> None:
+        self._result, self._is_settled = None, False
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._run, args=(copy,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, copy: Callable[[], str | None]) -> None:
+        partner = self.partner
+        path = None
+        try:
+            path = copy()
+        except Exception as error:  # a thread has nobody to raise to: `settle` raises it
+            self._result = error
+        self._copied.set()
+        if partner is not None:
+            partner.exchange(path)
+
+    def _take(
         self,
         image: _Image,
         step: int,
         places: Places,
         table: dict[str, Any],
         events: dict[torch.device, torch.cuda.Event],
-    ) -> None:
+    ) -> str:
+        """Returns the image's path."""
         began, began_processor = time.perf_counter(), time.thread_time()
-        try:
-            head = self._write(image, places, table, events)
-            self._result = Taken(
-                step,
-                head.content_bytes + head.table_bytes,
-                0.0,
-                0.0,
-                time.perf_counter() - began,
-                time.thread_time() - began_processor,
-            )
-        except Exception as error:  # a thread has nobody to raise to: `settle` raises it
-            self._result = error
+        head = self._write(image, places, table, events)
+        self._result = Taken(
+            step,
+            head.content_bytes + head.table_bytes,
+            0.0,
+            0.0,
+            time.perf_counter() - began,
+            time.thread_time() - began_processor,
+        )
+        return image.path
 
     def _write(
         self,
@@ -253,6 +301,7 @@ class _Image:
     def __init__(
         self, path: str, rank: int, replicas: Sequence[int], node_ranks: Collection[int] | None
     ) -> None:
+        self.path = path
         self.file = ImageFile(path)
         self.buffer = FileBuffer(rank, replicas, room=self, among=node_ranks)
         self._memory: torch.Tensor | None = None

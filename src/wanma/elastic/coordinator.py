@@ -102,6 +102,8 @@ class Coordinator:
         self._lost: Failure | None = None
         """The newest loss of a node whose place is empty."""
         self._recovery: Recovery | None = None
+        self._ranks_by_node: tuple[int, ...] = ()
+        """Of the newest generation."""
 
     @property
     def over(self) -> bool:
@@ -220,7 +222,8 @@ class Coordinator:
             if peer.node < 0:
                 peer.node = next(free)
         by_node = sorted(self._peers.items(), key=lambda item: item[1].node)
-        world_size = sum(peer.join.ranks for _, peer in by_node)
+        self._ranks_by_node = tuple(peer.join.ranks for _, peer in by_node)
+        world_size = sum(self._ranks_by_node)
         store = by_node[0][1]
         first = 0
         for identity, peer in by_node:
@@ -235,6 +238,7 @@ class Coordinator:
                 store.join.address,
                 store.store_port,
                 self._recovery,
+                self._ranks_by_node,
             )
             first += peer.join.ranks
             self._send(identity, start)
@@ -333,7 +337,9 @@ class Coordinator:
             self._end(Abort(ending.exit_code, ending))
             return
         held = [image for word in said for image in word.images]
-        restore = newest_common((rank for peer in here for rank in peer.ranks), held)
+        # A lost node's partner has images of its ranks. If not, the new ranks say so, and all take the disk.
+        restore = newest_common(range(sum(self._ranks_by_node)), held)
+        restore = restore or newest_common((rank for peer in here for rank in peer.ranks), held)
         assert self._retries.reached_step is not None
         self._recovery = Recovery(
             clip(self._cause.headline, FAILURE_LIMIT),

@@ -1,13 +1,16 @@
 """Files in memory where the ranks of a node leave copies of their state; they outlive the ranks.
 
-What is in them is the checkpoint room's affair (`checkpoint.image`): here only their heads are read.
+On several nodes also those of another node's ranks, which send them here (`checkpoint.ring`). What is in
+them is the checkpoint room's affair (`checkpoint.image`): here only their heads are read.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 
 from wanma.checkpoint.image import Head, read_head
+from wanma.checkpoint.ring import guests_of
 from wanma.elastic.messages import HeldImage, Image
 
 
@@ -15,32 +18,52 @@ class ImageFiles:
     """Two files for each rank of this node, held by its supervisor: one of them is always whole."""
 
     def __init__(self, ranks: int) -> None:
-        self._pairs = [
-            tuple(os.memfd_create("wanma-image", os.MFD_CLOEXEC) for _ in range(2)) for _ in range(ranks)
-        ]
+        self._pairs = [_new_pair() for _ in range(ranks)]
+        self._guests: dict[int, tuple[int, ...]] = {}
+        """By rank."""
 
     def held(self) -> tuple[HeldImage, ...]:
-        """The whole images."""
-        heads = (_whole(descriptor) for pair in self._pairs for descriptor in pair)
+        """The whole images, of this node's ranks and of guests."""
+        heads = map(_whole, self._all())
         return tuple(HeldImage(head.rank, _moment(head)) for head in heads if head is not None)
 
     def to_write(self, local_rank: int, restore: Image | None) -> tuple[str, ...]:
         """Paths in the order in which a rank is to write them: last the one that is still restored from."""
-        pair = self._pairs[local_rank]
-        return tuple(map(_path, sorted(pair, key=lambda descriptor: _is_of(descriptor, restore))))
+        return _in_turn(self._pairs[local_rank], restore)
+
+    def for_guests(
+        self, rank: int, ranks_by_node: Sequence[int], restore: Image | None
+    ) -> dict[str, tuple[str, ...]]:
+        """Ranks of another node whose images `rank` takes → paths as in `to_write`; made when asked for."""
+        guests = guests_of(rank, ranks_by_node)
+        for guest in guests:
+            if guest not in self._guests:
+                self._guests[guest] = _new_pair()
+        return {str(guest): _in_turn(self._guests[guest], restore) for guest in guests}
 
     def found(self, restore: Image | None) -> dict[str, tuple[str, ...]]:
         """Rank → paths of its images of that moment."""
         found: dict[str, tuple[str, ...]] = {}
-        for descriptor in (one for pair in self._pairs for one in pair):
+        for descriptor in self._all():
             head = _whole(descriptor)
             if head is not None and _moment(head) == restore:
                 found[str(head.rank)] = (*found.get(str(head.rank), ()), _path(descriptor))
         return found
 
     def close(self) -> None:
-        for descriptor in (one for pair in self._pairs for one in pair):
+        for descriptor in self._all():
             os.close(descriptor)
+
+    def _all(self) -> Iterator[int]:
+        return (one for pair in (*self._pairs, *self._guests.values()) for one in pair)
+
+
+def _new_pair() -> tuple[int, ...]:
+    return tuple(os.memfd_create("wanma-image", os.MFD_CLOEXEC) for _ in range(2))
+
+
+def _in_turn(pair: tuple[int, ...], restore: Image | None) -> tuple[str, ...]:
+    return tuple(map(_path, sorted(pair, key=lambda descriptor: _is_of(descriptor, restore))))
 
 
 def _whole(descriptor: int) -> Head | None:

@@ -123,6 +123,8 @@ class Start(Message):
     store_port: int
     recovery: Recovery | None = None
     """None: the first generation."""
+    ranks_by_node: tuple[int, ...] = ()
+    """How many ranks each node has."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,9 @@ class WorkerSpec:
     found: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Rank of an earlier generation → its images on this node that are to be restored from."""
     restore_step: int | None = None
+    guests: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Rank of another node whose images this one takes -> two files for them, to be written in turn."""
+    ranks_by_node: tuple[int, ...] = ()
     restart: Restart | None = None
 
 

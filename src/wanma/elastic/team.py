@@ -61,8 +61,9 @@ class Team:
         if recovery is not None:
             restart = Restart(recovery.failure, failed_at, recovery.reached_step, recovery.attempt)
         for local_rank in range(launch.ranks_per_node):
+            number = start.first_rank + local_rank
             spec = WorkerSpec(
-                rank=start.first_rank + local_rank,
+                rank=number,
                 local_rank=local_rank,
                 world_size=start.world_size,
                 local_world_size=launch.ranks_per_node,
@@ -77,6 +78,8 @@ class Team:
                 images=images.to_write(local_rank, restore) if images is not None else (),
                 found=found,
                 restore_step=restore.step if restore is not None else None,
+                guests=images.for_guests(number, start.ranks_by_node, restore) if images is not None else {},
+                ranks_by_node=start.ranks_by_node,
                 restart=restart,
             )
             rank = LocalRank(spec, loop, on_message)

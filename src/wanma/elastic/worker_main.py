@@ -127,6 +127,7 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
             control=control,
             images=_images(spec),
             restart=spec.restart,
+            ranks_by_node=spec.ranks_by_node,
         )
         entry(worker, os.pread(payload, os.fstat(payload).st_size, 0))
     except SystemExit as leave:
@@ -152,7 +153,8 @@ def _images(spec: WorkerSpec) -> Images | None:
         return None
     one, other = spec.images
     found = {int(rank): paths for rank, paths in spec.found.items()}
-    return Images((one, other), found, spec.restore_step)
+    guests = {int(rank): paths for rank, paths in spec.guests.items()}
+    return Images((one, other), found, spec.restore_step, guests)
 
 
 def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:

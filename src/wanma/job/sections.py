@@ -307,6 +307,9 @@ class CheckpointSection(Section):
     snapshots: Literal["auto", "off"] | PositiveInt = Field(
         "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
     )
+    partner: Literal["auto"] | bool = Field(
+        "auto", description="also copy those to another node, against its loss; auto: with several nodes"
+    )
     keep_every_steps: int = Field(
         0, ge=0, description="also keep those of every multiple of so many steps; 0: none"
     )

@@ -61,11 +61,13 @@ class Images:
         mine: two paths, written in turn; the files are empty at first.
         found: of each rank of the generation before, the images of it that are on this node.
         restore_step: step of the images that all ranks are to take up; None: start from disk.
+        guests: of ranks of another node whose images this rank takes: two paths each, written in turn.
     """
 
     mine: tuple[str, str]
     found: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     restore_step: int | None = None
+    guests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Worker:
     """None: nobody would keep them, or the job wants none."""
     restart: Restart | None = None
     """None: these are the first ranks of the command."""
+    ranks_by_node: tuple[int, ...] = ()
+    """How many ranks each node has; empty where nobody has said so, on one node."""
 
     @property
     def node_ranks(self) -> range:

@@ -133,7 +133,11 @@ def validation_text(event: Event) -> str:
     return f"validation {', '.join(named)} (step {event['step']:,})"
 
 
-SOURCES = {"memory": "the copy in memory", "checkpoint": "the checkpoint"}
+SOURCES = {
+    "memory": "the copy in memory",
+    "partner": "the copy in memory, a lost node's from its partner,",
+    "checkpoint": "the checkpoint",
+}
 
 
 def recovery_text(event: Event) -> str:

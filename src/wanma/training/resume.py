@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.checkpoint.fetch import fetch
 from wanma.checkpoint.folder import committed, read_manifest, set_aside
 from wanma.checkpoint.published import INDEX, SINGLE, is_published
 from wanma.checkpoint.reader import Source, load, on_disk, verify
@@ -33,8 +34,9 @@ _NAMED = 5
 class Resumed:
     """Where a run has begun."""
 
-    source: Literal["memory", "checkpoint", "beginning"]
-    """A snapshot that the ranks before have left, a checkpoint of this run, or neither."""
+    source: Literal["memory", "partner", "checkpoint", "beginning"]
+    """A snapshot that the ranks before have left, one that partner nodes had to help with, a checkpoint of
+    this run, or none of these."""
     messages: list[str]
     """What to tell the user, on rank 0."""
 
@@ -55,7 +57,7 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     carries_on = choice.resume or worker.restart is not None
-    snapshot = _snapshot(plan, worker, messages) if carries_on else None
+    snapshot, helped = _snapshot(plan, worker, messages) if carries_on else (None, False)
     after = snapshot.manifest.step if snapshot is not None else -1
     path = _newest(folder, worker, messages, after) if carries_on else None
     if path is None and snapshot is None and choice.upload is not None:
@@ -70,7 +72,8 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
         if worker.restart is None:  # else the record of the recovery tells it
             messages.append(f"carrying on from step {state.step} ({label})")
         messages += notes
-        return Resumed("checkpoint" if path is not None else "memory", messages)
+        memory: Literal["memory", "partner"] = "partner" if helped else "memory"
+        return Resumed("checkpoint" if path is not None else memory, messages)
 
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())
@@ -82,19 +85,20 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     return Resumed("beginning", messages)
 
 
-def _snapshot(plan: Plan, worker: Worker, messages: list[str]) -> Source | None:
-    """The snapshot that the ranks are to take up, if each finds its share of it whole."""
+def _snapshot(plan: Plan, worker: Worker, messages: list[str]) -> tuple[Source | None, bool]:
+    """The snapshot that the ranks are to take up, if each finds its share of it whole; and whether some
+    of it came from a partner node."""
     if worker.images is None or (step := worker.images.restore_step) is None:
-        return None
+        return None, False
+    worker.control.progress(0, "fetching a snapshot")
+    images, missing, fetched = fetch(worker.images, step, worker)
     worker.control.progress(0, "verifying a snapshot")
-    found, problems = look(
-        worker.images, step, worker.rank, worker.world_size, worker.node_ranks, layout_of(plan)
-    )
-    everyones = _everyones(problems, worker)
+    found, problems = look(images, step, worker.rank, worker.world_size, worker.node_ranks, layout_of(plan))
+    everyones = _everyones(missing or problems, worker)
     if everyones:
         messages.append(f"the snapshot of step {step} is not used: {'; '.join(everyones)}")
-        return None
-    return found.source()
+        return None, False
+    return found.source(), fetched > 0
 
 
 def _newest(folder: Path, worker: Worker, messages: list[str], after: int = -1) -> Path | None:

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from statistics import median
 
 import psutil
 import torch.distributed as dist
 
+from wanma.checkpoint.partner import Partner
 from wanma.checkpoint.snapshot import Snapshots, Taken
 from wanma.hardware.limits import usable_memory_bytes
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.job.worker import Worker
+from wanma.job.worker import Images, Worker
 from wanma.observe.units import bytes_text
 from wanma.training.state import TrainingState, random_state
 
@@ -30,6 +32,8 @@ _MARGIN = 1.2
 """By which an interval is longer than it had to be as it is chosen, so that it stays."""
 _UNUSUAL = 2
 """First snapshots, one into each image: memory that nobody has touched before is slow."""
+LONGEST_WAIT_SECONDS = 1.0
+"""For partner nodes, where the job says how often snapshots are taken; and not longer than a step."""
 _COSTS, _STEPS = 5, 20
 """How many of the last ones count."""
 
@@ -89,11 +93,19 @@ class StepSnapshots:
         self._is_news = False
         """A snapshot was settled in this step."""
         self._failure: WanmaError | None = None
+        self._is_sending = False
+        """Some rank has not ended its exchange with a partner node."""
+        self._insists_on_partner = job.checkpoint.partner is True
         self._snapshots = self._open(job)
 
     def _open(self, job: Job) -> Snapshots | None:
         images, wanted = self._worker.images, job.checkpoint.snapshots
         if wanted == "off":
+            if self._insists_on_partner:
+                raise JobError(
+                    "checkpoint.partner = true, but checkpoint.snapshots = 'off'",
+                    "set checkpoint.snapshots = 'auto', or checkpoint.partner = 'auto'",
+                )
             return None
         if images is None:
             if self._fixed is not None:
@@ -113,14 +125,31 @@ class StepSnapshots:
             return None
         worker = self._worker
         return Snapshots(
-            images,
-            worker.rank,
-            worker.world_size,
-            worker.generation,
+            partner=self._open_partner(job, images),
+            images=images,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            generation=worker.generation,
             replicas=self._replicas,
             node_ranks=worker.node_ranks,
             layout=layout_of(self._plan),
         )
+
+    def _open_partner(self, job: Job, images: Images) -> Partner | None:
+        """All ranks call it, or none does."""
+        worker = self._worker
+        if len(worker.ranks_by_node) < 2:
+            if self._insists_on_partner:
+                raise JobError(
+                    "checkpoint.partner = true, but the run is on one node, which has no partner",
+                    "set cluster.nodes, or checkpoint.partner = 'auto'",
+                )
+            return None
+        if job.checkpoint.partner is False:
+            return None
+        silence = timedelta(seconds=job.cluster.hang_seconds)
+        group = dist.new_group(backend="gloo", timeout=silence, group_desc="partner")
+        return Partner(images, worker.rank, worker.ranks_by_node, group)
 
     def settle(self) -> None:
         """Wait for the snapshot under way, before the ranks agree on a step and then change their state.
@@ -138,6 +167,7 @@ class StepSnapshots:
             return
         if taken is not None:
             self._note(taken)
+        self._is_sending = self._snapshots.is_sending(self._patience())
 
     def shared(self) -> tuple[float, ...]:
         """What this rank tells the others; each gets the sums. Nothing, on all of them, without snapshots."""
@@ -145,19 +175,29 @@ class StepSnapshots:
             return ()
         cost = median(self._costs) if self._costs else 0.0
         step = median(self._step_seconds) if self._step_seconds else 0.0
-        return cost, step, float(self._failure is not None)
+        partner = self._snapshots.partner
+        broken = partner is not None and bool(partner.problem)
+        return cost, step, float(self._failure is not None), float(self._is_sending), float(broken)
 
     def agreed(self, sums: Sequence[float]) -> list[str]:
         """Act on what all ranks told, all of them alike; returns what to tell the user.
 
         Args:
             sums: over the ranks, of `shared`.
+
+        Raises:
+            WanmaError: the exchange with partner nodes broke off, and the job insists on it.
         """
         if self._snapshots is None:
             return []
-        cost, step, failures = (total / self._worker.world_size for total in sums)
+        cost, step, failures, sending, broken = (total / self._worker.world_size for total in sums)
+        self._is_sending = sending > 0
         if failures:
             return [self._turn_off()]
+        dropped = [self._drop_partner()] if broken else []
+        return dropped + self._set_interval(cost, step)
+
+    def _set_interval(self, cost: float, step: float) -> list[str]:
         if self._fixed is not None or not self._is_news or not self._costs or step <= 0:
             return []
         if not self._interval.consider(cost, step):
@@ -184,6 +224,8 @@ class StepSnapshots:
         step = self._state.step
         if is_last or self._failure is not None or step < self._last_step + self._every:
             return
+        if self._is_sending:
+            return  # until all nodes' copies of one step are whole, those of the step before are needed
         self._last_step = step
         tensors = self._state.tensors()
         try:
@@ -198,6 +240,7 @@ class StepSnapshots:
             )
         except WanmaError as error:
             self._fail(error)
+            self._snapshots.leave_out()
 
     def close(self, seconds: float | None = None) -> None:
         """Leave the images as they are; one under way is finished first, or `seconds` waited for."""
@@ -207,6 +250,19 @@ class StepSnapshots:
 
     # ---------------------------------------------------------------- inside
 
+    def _patience(self) -> float:
+        """Seconds that a snapshot due after this step may wait for partner nodes to have the one before.
+
+        Where the job leaves the interval open, the next step will do as well.
+        """
+        if (
+            self._fixed is None
+            or not self._step_seconds
+            or self._state.step + 1 < self._last_step + self._fixed
+        ):
+            return 0.0
+        return min(median(self._step_seconds), LONGEST_WAIT_SECONDS)
+
     @property
     def _every(self) -> int:
         return self._fixed or self._interval.steps or 1
@@ -215,10 +271,13 @@ class StepSnapshots:
         """What it cost. On CPUs the background computes on cores that training would have."""
         self._taken += 1
         self._is_news = True
+        sent = 0.0
         if self._plan.device == "cpu":
             self._hidden_seconds = max(taken.processor_seconds - taken.settle_seconds, 0.0)
+            if self._snapshots is not None and self._snapshots.partner is not None:
+                sent = self._snapshots.partner.processor_seconds  # for the one before: this one's goes on
         if self._taken > _UNUSUAL:
-            self._costs.append(taken.begin_seconds + taken.settle_seconds + self._hidden_seconds)
+            self._costs.append(taken.begin_seconds + taken.settle_seconds + self._hidden_seconds + sent)
 
     def _require_memory(self, needed: int) -> None:
         needed *= self._worker.local_world_size
@@ -235,13 +294,26 @@ class StepSnapshots:
             raise error
         self._failure = error
 
+    def _drop_partner(self) -> str:
+        """All ranks call it together, because the exchange of some broke off."""
+        assert self._snapshots is not None
+        mine = self._snapshots.partner.problem if self._snapshots.partner is not None else ""
+        self._snapshots.drop_partner()
+        reason = next(filter(None, self._everyones(mine or None)))
+        text = f"no more copies of snapshots on partner nodes: {reason}"
+        if self._insists_on_partner:
+            raise WanmaError(text, "without checkpoint.partner = true the run would go on without them")
+        return f"{text}; after the loss of a node the run goes back to its newest checkpoint"
+
+    def _everyones(self, mine: str | None) -> list[str | None]:
+        reasons: list[str | None] = [mine] * self._worker.world_size
+        if self._worker.world_size > 1:
+            dist.all_gather_object(reasons, mine)
+        return reasons
+
     def _turn_off(self) -> str:
         """All ranks call it together, because some could not."""
-        reasons: list[str | None] = [self._failure.message if self._failure is not None else None]
-        if self._worker.world_size > 1:
-            mine = reasons[0]
-            reasons = [None] * self._worker.world_size
-            dist.all_gather_object(reasons, mine)
+        reasons = self._everyones(self._failure.message if self._failure is not None else None)
         self.close()
         reason = next(reason for reason in reasons if reason is not None)
         return _without(f"no more snapshots in memory: {reason}")

@@ -1,0 +1,268 @@
+"""Images on their way from rank to rank, and back after a loss."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+
+from support.images import Held
+from support.ranks import run_ranks
+from wanma.checkpoint.fetch import fetch
+from wanma.checkpoint.image import HEAD_BYTES, FoundImage, Head, ImageFile, unpack_head
+from wanma.checkpoint.partner import Partner
+from wanma.checkpoint.ring import guests_of, node_of, node_spans
+from wanma.checkpoint.snapshot import layout_number, look
+from wanma.checkpoint.transfer import CHUNK_BYTES
+from wanma.job.worker import Images, Worker
+
+BYTES = 2 * CHUNK_BYTES + 777
+
+
+def leave(held: Held, rank: int, step: int, ranks: int) -> None:
+    """An image as rank `rank` would, of several chunks and told apart from any other."""
+    image = ImageFile(held.images(rank).mine[step % 2])
+    content = image.content(BYTES)
+    image.begin(Head(step, 1, rank, ranks, layout_number("")))
+    content[:] = bytes([(7 * rank + step) % 256]) * BYTES
+    image.finish(BYTES, xxhash.xxh3_128(content), b'{"rank": %d}' % rank)
+    content.release()
+    image.close()
+
+
+def body(path: str) -> bytes:
+    return bytes(FoundImage(path).body)
+
+
+def guests(kept: Held, rank: int, ranks_by_node: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
+    """Files for what `rank` takes: those of `kept` by the guest's rank."""
+    return {guest: kept.images(guest).mine for guest in guests_of(rank, ranks_by_node)}
+
+
+def on_nodes(worker: Worker, ranks_by_node: tuple[int, ...]) -> Worker:
+    node = node_of(worker.rank, ranks_by_node)
+    span = node_spans(ranks_by_node)[node]
+    return replace(
+        worker,
+        node_rank=node,
+        local_rank=worker.rank - span.start,
+        local_world_size=len(span),
+        ranks_by_node=ranks_by_node,
+    )
+
+
+def join(worker: Worker, seconds: float = 60) -> None:
+    store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
+    silence = timedelta(seconds=seconds)
+    dist.init_process_group(
+        "gloo", store=store, rank=worker.rank, world_size=worker.world_size, timeout=silence
+    )
+
+
+def test_a_head_is_read_from_its_bytes_and_from_no_others() -> None:
+    head = Head(3, 1, 2, 4, 5, True, 10, 20, bytes(range(16)))
+    packed = head.pack()
+    assert unpack_head(packed) == head
+    assert unpack_head(packed[:-1]) is None
+    assert unpack_head(packed + b"\0") is None
+    assert unpack_head(bytes([packed[0] ^ 1]) + packed[1:]) is None
+
+
+@pytest.mark.parametrize("ranks_by_node", [(1, 1), (1, 1, 1), (2, 1), (1, 2)], ids=str)
+def test_partners_have_the_last_two_images_bit_for_bit(ranks_by_node: tuple[int, ...]) -> None:
+    ranks = sum(ranks_by_node)
+    held, kept = Held(ranks), Held(ranks)
+    files = [replace(held.images(rank), guests=guests(kept, rank, ranks_by_node)) for rank in range(ranks)]
+    for step in (1, 2, 3):
+        for rank in range(ranks):
+            leave(held, rank, step, ranks)
+        problems = run_ranks(_exchange, ranks, (files, ranks_by_node, step))
+        assert problems == [""] * ranks
+        files = [replace(one, guests={g: paths[::-1] for g, paths in one.guests.items()}) for one in files]
+    for rank in range(ranks):
+        assert kept.heads(rank) == held.heads(rank)
+        assert [head.step for head in kept.heads(rank)] == [3, 2]
+        copies = {FoundImage(path).head.step: body(path) for path in kept.images(rank).mine}
+        assert copies == {FoundImage(path).head.step: body(path) for path in held.images(rank).mine}
+
+
+def _exchange(worker: Worker, files: list[Images], ranks_by_node: tuple[int, ...], step: int) -> str:
+    join(worker)
+    try:
+        mine = files[worker.rank]
+        partner = Partner(mine, worker.rank, ranks_by_node, dist.new_group(backend="gloo"))
+        partner.exchange(mine.mine[step % 2])
+        partner.close()
+        return partner.problem
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def pair() -> tuple[Held, Held, list[Images]]:
+    """Two nodes of a rank each, whose step 4 is on both, and step 5 on their own."""
+    held, kept = Held(2), Held(2)
+    for rank in range(2):
+        leave(held, rank, 4, 2)
+        leave(kept, rank, 4, 2)
+        leave(held, rank, 5, 2)
+    # Step 4 lies in the first file; the second is to be written.
+    return (
+        held,
+        kept,
+        [
+            replace(held.images(rank), guests={1 - rank: kept.images(1 - rank).mine[::-1]})
+            for rank in range(2)
+        ],
+    )
+
+
+def test_an_image_that_is_damaged_counts_for_nothing_at_the_partner(pair: Any) -> None:
+    held, kept, files = pair
+    held.flip(1, 5, HEAD_BYTES + BYTES - 1)
+    assert run_ranks(_exchange, 2, (files, (1, 1), 5)) == [
+        "rank 1's snapshot of step 5 was damaged on its way, or before",
+        "",
+    ]
+    assert [head.step for head in kept.heads(0)] == [5, 4]
+    assert [head.step for head in kept.heads(1)] == [4]
+
+
+def test_a_rank_without_an_image_is_not_waited_for(pair: Any) -> None:
+    _, kept, files = pair
+    assert run_ranks(_exchange_nothing_on_rank_0, 2, (files,)) == [
+        "",
+        "rank 0 has no whole snapshot to be copied",
+    ]
+    assert [head.step for head in kept.heads(0)] == [4]
+    assert [head.step for head in kept.heads(1)] == [5, 4]
+
+
+def _exchange_nothing_on_rank_0(worker: Worker, files: list[Images]) -> str:
+    join(worker)
+    partner = Partner(files[worker.rank], worker.rank, (1, 1), dist.new_group(backend="gloo"))
+    partner.exchange(None if worker.rank == 0 else files[1].mine[1])
+    dist.destroy_process_group()
+    return partner.problem
+
+
+def test_a_partner_without_memory_says_so_and_takes_nothing(pair: Any) -> None:
+    _, kept, files = pair
+    assert run_ranks(_exchange_without_memory_on_rank_0, 2, (files,)) == [
+        "no memory for a copy of rank 1's snapshot: Cannot allocate memory",
+        "",
+    ]
+    assert [head.step for head in kept.heads(1)] == [4]
+
+
+def _exchange_without_memory_on_rank_0(worker: Worker, files: list[Images]) -> str:
+    def none_left(self: ImageFile, table_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    if worker.rank == 0:
+        ImageFile.reserve = none_left  # type: ignore[method-assign]  # in this process
+    return _exchange(worker, files, (1, 1), 5)
+
+
+def test_a_partner_that_is_gone_ends_the_exchange_and_leaves_the_copy_before(pair: Any) -> None:
+    _, kept, files = pair
+    began = time.monotonic()
+    problem, _ = run_ranks(_exchange_that_rank_1_leaves, 2, (files,))
+    assert problem.startswith("the exchange with other nodes broke off: ")
+    assert time.monotonic() - began < 30, "sooner than the group's time-out"
+    assert [head.step for head in kept.heads(1)] == [4]
+
+
+def _exchange_that_rank_1_leaves(worker: Worker, files: list[Images]) -> str:
+    join(worker)
+    group = dist.new_group(backend="gloo")
+    partner = Partner(files[worker.rank], worker.rank, (1, 1), group)
+    if worker.rank == 1:  # after two messages
+        for _ in range(2):
+            dist.recv(torch.empty(len(Head(0, 0, 0, 0).pack()), dtype=torch.uint8), 0, group, 0)
+            break
+        dist.destroy_process_group()
+        return ""
+    partner.exchange(files[0].mine[1])
+    return partner.problem
+
+
+def test_a_lost_node_fetches_its_images_from_its_partner() -> None:
+    """Two nodes of two ranks; the second is another machine now."""
+    held, kept, new = Held(4), Held(2), Held(2)
+    for rank in range(4):
+        leave(held, rank, 6, 4)
+    for guest in range(2):
+        leave_as(kept, guest, 2 + guest, 6)
+    first = {rank: held.images(rank).mine for rank in (0, 1)}
+    first |= {2 + guest: kept.images(guest).mine for guest in range(2)}
+    images = [replace(held.images(rank), found=first, restore_step=6) for rank in range(2)]
+    images += [replace(new.images(rank), restore_step=6) for rank in range(2)]
+    got = run_ranks(_fetch, 4, (images, (2, 2), 6))
+    assert [(problems, fetched) for _, problems, fetched, _ in got] == [([], 2)] * 4
+    assert [found for found, *_ in got] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [looked for *_, looked in got] == [[], [], [], []]
+    for local_rank in range(2):
+        assert new.heads(local_rank) == held.heads(2 + local_rank)
+        assert body(new.images(local_rank).mine[1]) == body(held.images(2 + local_rank).mine[0])
+
+
+def leave_as(kept: Held, place: int, rank: int, step: int) -> None:
+    whole = Held(rank + 1)
+    leave(whole, rank, step, 4)
+    found = FoundImage(whole.images(rank).mine[step % 2])
+    image = ImageFile(kept.images(place).mine[0])
+    image.content(len(found.body))[:] = found.body
+    image.finish_copy(found.head)
+    image.close()
+
+
+def _fetch(
+    worker: Worker, images: list[Images], ranks_by_node: tuple[int, ...], step: int
+) -> tuple[list[int], list[str], int, list[str]]:
+    join(worker)
+    try:
+        placed = on_nodes(worker, ranks_by_node)
+        mine, problems, fetched = fetch(images[worker.rank], step, placed)
+        _, looked = look(mine, step, worker.rank, worker.world_size, placed.node_ranks)
+        dist.barrier()
+        return sorted(mine.found), problems, fetched, looked
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_nobody_has_is_named_and_nothing_is_fetched() -> None:
+    held, new = Held(2), Held(1)
+    for rank in range(2):
+        leave(held, rank, 6, 2)
+    images = [
+        replace(held.images(0), found={0: held.images(0).mine}, restore_step=6),
+        replace(new.images(0), restore_step=6),
+    ]
+    lost = "nobody has rank 1's snapshot of step 6: node 1 has lost it, and its partner, node 0, has no copy"
+    got = run_ranks(_fetch, 2, (images, (1, 1), 6))
+    assert [(problems, fetched) for _, problems, fetched, _ in got] == [([lost], 0)] * 2
+    assert new.heads(0) == []
+
+
+def test_a_copy_that_was_damaged_is_not_taken_up() -> None:
+    held, new = Held(2), Held(1)
+    for rank in range(2):
+        leave(held, rank, 6, 2)
+    held.flip(1, 6, HEAD_BYTES + 5)
+    found = {rank: held.images(rank).mine for rank in range(2)}
+    images = [
+        replace(held.images(0), found=found, restore_step=6),
+        replace(new.images(0), restore_step=6),
+    ]
+    got = run_ranks(_fetch, 2, (images, (1, 1), 6))
+    assert got[1][1] == ["rank 1's snapshot of step 6 was damaged on its way, or before"]
+    assert got[1][3] == ["there is no snapshot of step 6"]

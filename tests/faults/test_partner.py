@@ -1,0 +1,139 @@
+"""A machine is lost with all that its memory held: the run goes on from what its partner kept of it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from typing import Any
+
+import pytest
+
+from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
+from support.injection import Fault, injected, struck
+from support.supervisors import wait_for_listener
+
+SHARDED = (
+    "text.toml",
+    "train.steps=12",
+    "checkpoint.snapshots=1",
+    "parallel.dp_replicate=1",
+    "parallel.dp_shard=2",
+    "parallel.shard=parameters",
+    "cluster.nodes=2",
+)
+
+
+@pytest.fixture(scope="module")
+def untroubled(desk: Desk) -> Training:
+    """The run on two machines that nothing happens to."""
+    both = Machines(desk, "untroubled")
+    both.start(0)
+    both.start(1)
+    assert [one.code for one in both.end()] == [0, 0]
+    return desk.training("untroubled")
+
+
+class Machines:
+    """The commands of one run on several machines, which are this one."""
+
+    def __init__(self, desk: Desk, name: str, *overrides: str, **environment: str) -> None:
+        self._desk, self._name, self._overrides = desk, name, overrides
+        self._environment = environment
+        self.training = desk.training(name)
+        self.running: dict[int, Running] = {}
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self._place = f"127.0.0.1:{sock.getsockname()[1]}"
+
+    def start(self, node: int) -> None:
+        self.running[node] = self._desk.start(
+            "train",
+            *SHARDED,
+            *self._overrides,
+            f"cluster.rendezvous={self._place}",
+            f"cluster.node_rank={node}",
+            "--run-dir",
+            self._name,
+            **self._environment,
+        )
+        wait_for_listener(self._place)  # the first to come holds the meeting place, whose loss ends the run
+
+    def lose(self, node: int) -> None:
+        """All its processes and all its memory are gone at once."""
+        self.running[node].kill_all()
+        self.running.pop(node).end()
+
+    def end(self) -> list[Ran]:
+        return [self.running[node].end() for node in sorted(self.running)]
+
+
+def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Training]:
+    """Node 1 is lost while step 8 is made; another machine takes its place."""
+    marks = desk.folder / f"marks-{name}"
+    fault = Fault("stop", rank=1, step=8, phase="forward and backward")  # so that nobody gets further
+    both = Machines(desk, name, *overrides, **injected(marks, fault))
+    both.start(0)
+    both.start(1)
+    assert both.running[0].until(lambda: bool(struck(marks)))
+    both.lose(1)
+    both.start(1)
+    first, second = both.end()
+    assert second.code == first.code, second.text
+    return first, both.training
+
+
+def recovery_of(training: Training) -> dict[str, Any]:
+    [recovery] = [event for event in training.events if event["kind"] == "recovery"]
+    return recovery
+
+
+def check_whole(ran: Ran, training: Training, untroubled: Training) -> None:
+    assert ran.code == 0, ran.text
+    assert [step["step"] for step in training.metrics] == list(range(1, 13)), "each once, in order"
+    assert training.losses == untroubled.losses
+    assert_bitwise_equal(training.state(), untroubled.state())
+
+
+def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(desk: Desk, untroubled: Training) -> None:
+    ran, training = lose_in_step_8(desk, "lost")
+    check_whole(ran, training, untroubled)
+    recovery = recovery_of(training)
+    assert recovery["source"] == "partner"
+    assert recovery["repeated_steps"] <= 2, "the copy of the step before was under way"
+    assert "was lost" in recovery["failure"]
+    assert "carried on with the copy in memory, a lost node's from its partner, of step" in ran.text
+    print(f"\n{recovery['seconds']:.2f} s, {recovery['repeated_steps']} steps repeated")
+
+
+def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkpoint(
+    desk: Desk, untroubled: Training
+) -> None:
+    ran, training = lose_in_step_8(desk, "alone", "checkpoint.partner=false")
+    check_whole(ran, training, untroubled)
+    recovery = recovery_of(training)
+    assert (recovery["source"], recovery["step"]) == ("checkpoint", 5)
+    assert "nobody has rank 1's snapshot of step" in training.messages
+    assert "its partner, node 0, has no copy" in training.messages
+
+
+def test_a_rank_that_dies_is_started_again_from_its_own_node(desk: Desk, untroubled: Training) -> None:
+    marks = desk.folder / "marks-rank"
+    fault = Fault("kill", rank=1, step=8, phase="forward and backward")
+    both = Machines(desk, "rank", **injected(marks, fault))
+    both.start(0)
+    both.start(1)
+    first, _ = both.end()
+    check_whole(first, both.training, untroubled)
+    recovery = recovery_of(both.training)
+    assert recovery["source"] == "memory"
+    assert recovery["repeated_steps"] <= 2
+
+
+def test_an_interrupt_ends_both_machines_in_order(desk: Desk) -> None:
+    both = Machines(desk, "interrupted", "train.steps=2000")
+    both.start(0)
+    both.start(1)
+    assert both.running[0].until(lambda: both.training.steps_begun() >= 3)
+    both.running[0].signal(signal.SIGINT)
+    assert [one.code for one in both.end()] == [130, 130]
+    assert both.training.events[-1]["outcome"] == "interrupted"

@@ -1,0 +1,145 @@
+"""Two nodes of one rank each keep each other's snapshots, and one of them is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.images import Held
+from support.ranks import Outcome, run_job
+from wanma.job.plan import Plan
+from wanma.job.worker import Restart
+
+PLAN = Plan(dp_shard=2, shard="parameters", micro_batch=3)
+RESTART = Restart("node 1 (host) was lost", 0.0, 3, 1)
+
+
+def job(folder: Path, partner: Any = "auto", snapshots: Any = 1, every_steps: int = 0) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
+        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
+        "train": {
+            "steps": 6,
+            "global_batch": 6,
+            "learning_rate": 1e-2,
+            "deterministic": True,
+            "schedule": "constant",
+        },
+        "checkpoint": {"every_steps": every_steps, "snapshots": snapshots, "partner": partner},
+    }
+
+
+class Nodes:
+    """What the supervisors of two nodes hold: each its own rank's images, and the other's."""
+
+    def __init__(self) -> None:
+        self.own, self.kept = Held(2), Held(2)
+        """Both by the rank that left the image; rank 1's in `kept` are on node 0."""
+
+    def workers(self, found: dict[int, Any] | None = None, step: int | None = None) -> dict[int, Any]:
+        common = {"local_rank": 0, "local_world_size": 1, "ranks_by_node": (1, 1)}
+        again = {"generation": 2, "restart": RESTART} if found is not None else {}
+        return {
+            rank: {
+                "node_rank": rank,
+                "images": replace(
+                    self.own.images(rank),
+                    guests={1 - rank: self.kept.images(1 - rank).mine},
+                    found=found[rank] if found is not None else {},
+                    restore_step=step,
+                ),
+                **common,
+                **again,
+            }
+            for rank in range(2)
+        }
+
+    def without_node_1(self) -> dict[int, Any]:
+        """What each node finds when another machine has taken the place of node 1."""
+        return {0: {0: self.own.images(0).mine, 1: self.kept.images(1).mine}, 1: {}}
+
+    def steps_without_node_1(self) -> set[int]:
+        return {head.step for head in self.own.heads(0)} & {head.step for head in self.kept.heads(1)}
+
+
+def fail(folder: Path, text: dict[str, Any], patch: str) -> Nodes:
+    nodes = Nodes()
+    with pytest.raises(AssertionError, match="failed"):
+        run_job(folder, text, PLAN, patch=f"support.faults:{patch}", workers=nodes.workers())
+    return nodes
+
+
+def told(outcome: Outcome) -> str:
+    return (outcome.directory / "events.jsonl").read_text()
+
+
+def test_a_lost_node_goes_on_from_its_partner_s_copy_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole = run_job(tmp_path / "whole", job(tmp_path, snapshots="off"), PLAN)
+    before = fail(tmp_path / "run", job(tmp_path), "rank_1_fails_in_step_4")
+    step = max(before.steps_without_node_1())
+    assert 1 <= step <= 3
+    after = Nodes()
+    workers = after.workers(before.without_node_1(), step)
+    run = run_job(tmp_path / "run", job(tmp_path), PLAN, workers=workers)
+    assert f'"source": "partner", "step": {step},' in told(run)
+    assert run.losses == whole.losses
+    expected, got = whole.tensors(), run.tensors()
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_a_node_lost_with_its_copies_falls_back_to_disk_and_says_so(tmp_path: Path) -> None:
+    text = job(tmp_path, every_steps=2)
+    whole = run_job(tmp_path / "whole", text, PLAN)
+    before = fail(tmp_path / "run", text, "rank_1_fails_in_step_4")
+    step = before.own.heads(0)[0].step
+    after = Nodes()
+    workers = after.workers({0: {0: before.own.images(0).mine}, 1: {}}, step)
+    run = run_job(tmp_path / "run", text, PLAN, workers=workers)
+    assert f"nobody has rank 1's snapshot of step {step}" in told(run)
+    assert '"source": "checkpoint", "step": 2,' in told(run)
+    assert run.losses == whole.losses
+
+
+def test_no_snapshot_begins_before_partners_have_the_one_before(tmp_path: Path) -> None:
+    nodes = fail(tmp_path, job(tmp_path), "rank_0_is_slow_to_exchange_and_rank_1_fails_in_step_4")
+    assert nodes.own.steps() == {1}
+
+
+def test_without_partners_every_step_has_its_snapshot(tmp_path: Path) -> None:
+    nodes = fail(
+        tmp_path, job(tmp_path, partner=False), "rank_0_is_slow_to_exchange_and_rank_1_fails_in_step_4"
+    )
+    assert nodes.own.steps() == {2, 3}
+    assert [nodes.kept.heads(rank) for rank in range(2)] == [[], []]
+
+
+def test_an_exchange_that_breaks_off_ends_the_copies_and_not_the_run(tmp_path: Path) -> None:
+    nodes = Nodes()
+    broken = "support.faults:rank_1_breaks_off_the_exchange"
+    run = run_job(tmp_path, job(tmp_path), PLAN, patch=broken, workers=nodes.workers())
+    assert "no more copies of snapshots on partner nodes: injected" in told(run)
+    assert run.steps[-1]["step"] == 6
+    assert nodes.own.steps() == {4, 5}, "this node's go on"
+
+
+def test_a_job_that_insists_on_partners_fails_without_them(tmp_path: Path) -> None:
+    nodes = Nodes()
+    broken = "support.faults:rank_1_breaks_off_the_exchange"
+    with pytest.raises(AssertionError, match="no more copies of snapshots on partner nodes: injected"):
+        run_job(tmp_path, job(tmp_path, partner=True), PLAN, patch=broken, workers=nodes.workers())
+
+
+def test_one_node_cannot_have_a_partner(tmp_path: Path) -> None:
+    held = Held(1)
+    with pytest.raises(AssertionError, match="the run is on one node, which has no partner"):
+        run_job(
+            tmp_path,
+            job(tmp_path, partner=True),
+            Plan(micro_batch=6),
+            workers={0: {"images": held.images(0)}},
+        )
