@@ -76,6 +76,18 @@ def a_moment_of_rank_0_flips_a_bit_in_step_4() -> None:
     _flip_after(4, 0, moment)
 
 
+def the_gradient_of_step_20_is_huge() -> None:
+    finish_step = Trainer.finish_step
+
+    def exploding(self: Trainer, *arguments: Any, **keywords: Any) -> Any:
+        if self.state.step + 1 == 20:
+            for gradient in self.state.updater.gradients():
+                local_part(gradient).mul_(1e6)
+        return finish_step(self, *arguments, **keywords)
+
+    Trainer.finish_step = exploding  # type: ignore[method-assign]
+
+
 def each_rank_notes_its_number_in_a_buffer() -> None:
     right = Trainer.__init__
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.ranks import run_job
+from support.recovering import RESTART, equal, job, messages
 from wanma.job.errors import AgreedError
+from wanma.job.plan import Plan
 from wanma.training.anomaly import FEWEST, MOST_SKIPPED, WINDOW, Anomalies, check_policy, is_spike
 
 QUIET = [2.0 + 0.01 * (step % 5) for step in range(FEWEST)]
@@ -104,3 +110,50 @@ def test_an_agreed_error_travels_whole() -> None:
     error = AgreedError("what", "way out", retry_step=3, odd=("rank 1 (host)",))
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.retry_step, again.odd) == ("what\n  way out", 3, ("rank 1 (host)",))
+
+
+PLAN = Plan(dp_replicate=2, micro_batch=3)
+PATCH = "support.faults:the_gradient_of_step_20_is_huge"
+
+
+def test_a_spike_that_is_left_out_leaves_the_weights_alone_and_carrying_on_repeats_it(tmp_path: Path) -> None:
+    text = job(tmp_path, "off", every_steps=1, steps=22, spike="skip")
+    text["checkpoint"]["keep"] = 22
+    whole = run_job(tmp_path / "whole", text, PLAN, patch=PATCH)
+    assert "step 20: skipped, the gradient norm of " in messages(whole)
+    before, after, next_one = (whole.tensors(step) for step in (19, 20, 21))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(not torch.equal(after[name], next_one[name]) for name in after)
+    assert [step["samples"] for step in whole.steps[18:21]] == [114, 120, 126]
+
+    text["train"]["steps"] = 18
+    run_job(tmp_path / "parts", text, PLAN, patch=PATCH)
+    text["train"]["steps"] = 22
+    parts = run_job(tmp_path / "parts", text, PLAN, patch=PATCH)
+    assert "step 20: skipped, the gradient norm of " in messages(parts)
+    assert parts.losses == whole.losses
+    equal(whole, parts)
+
+
+def test_a_spike_is_made_again_from_the_newest_copy_and_left_out_only_if_it_comes_back(
+    tmp_path: Path,
+) -> None:
+    text = job(tmp_path, "off", every_steps=19, steps=22, spike="retry")
+    untroubled = run_job(tmp_path / "untroubled", text, PLAN)
+    for name in ("accident", "always"):
+        with pytest.raises(AssertionError, match=r"step 20: the gradient norm of .* is a spike"):
+            run_job(tmp_path / name, text, PLAN, patch=PATCH)
+    restart = replace(RESTART, reached_step=19, retried_steps=(20,))
+    again: dict[int, dict[str, Any]] = {rank: {"generation": 2, "restart": restart} for rank in range(2)}
+    accident = run_job(tmp_path / "accident", text, PLAN, workers=again)
+    assert accident.losses == untroubled.losses
+    equal(untroubled, accident)
+    always = run_job(tmp_path / "always", text, PLAN, patch=PATCH, workers=again)
+    assert "step 20: skipped, the gradient norm of " in messages(always)
+    assert len(always.losses) == 22
+
+
+def test_a_spike_is_ignored_unless_the_job_says_so(tmp_path: Path) -> None:
+    run = run_job(tmp_path / "run", job(tmp_path, "off", steps=21), PLAN, patch=PATCH)
+    assert "skipped" not in messages(run)
+    assert run.norms[19] > 1e5 * run.norms[18]
