@@ -69,7 +69,7 @@ def test_of_three_replicas_the_odd_one_is_named_and_no_copy_holds_its_bit(tmp_pa
 
 
 def test_of_two_replicas_none_can_be_told_and_both_go_back(tmp_path: Path) -> None:
-    plan = Plan(dp_shard=2, shard="optimizer", micro_batch=3)
+    plan = Plan(dp_replicate=2, micro_batch=3)
     whole = run_job(tmp_path / "whole", job(tmp_path, snapshots="off"), plan)
     held = Held(2)
     text = flip(tmp_path, plan, held, "a_weight_of_rank_1_flips_a_bit_in_step_4")

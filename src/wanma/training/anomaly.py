@@ -57,9 +57,8 @@ class Anomalies:
             ("gradient norm", gradient_norm, self.gradient_norms),
         ):
             if is_spike(value, before, deviations):
-                return (
-                    f"the {name} of {value:.4g} is a spike: the last {len(before)} had {median(before):.4g}"
-                )
+                usual = f"the last {len(before)} steps' median is {median(before):.4g}"
+                return f"the {name} of {value:.4g} is a spike: {usual}"
         return ""
 
     def applied(self, loss: float, gradient_norm: float) -> None:

@@ -66,9 +66,9 @@ class ReplicaCheck:
         assert len(groups) <= _GROUPS, "a set of ranks for each set of axes that is not split"
         row = [number for group in groups for number in (group.number, group.digest)]
         mine = torch.tensor(row + [0] * (2 * _GROUPS - len(row)), dtype=torch.int64, device=self._device)
-        everyones = mine.new_empty(self._worker.world_size * len(mine))
-        dist.all_gather_into_tensor(everyones, mine)
-        rows: list[list[int]] = everyones.view(-1, len(mine)).tolist()
+        everyones = mine.new_empty(self._worker.world_size, len(mine))
+        dist.all_gather(list(everyones.unbind()), mine)
+        rows: list[list[int]] = everyones.tolist()
         return rows
 
     def _told(
