@@ -125,7 +125,7 @@ def test_what_is_said_names_step_ranks_hosts_and_tensors() -> None:
     assert "step 8: ranks 0 (a), 1 (a), 2 (b), 3 (b) should hold the same" in undecided.message
 
 
-def test_a_module_s_buffers_are_left_out(tmp_path: Path) -> None:
+def test_buffers_of_modules_are_left_out(tmp_path: Path) -> None:
     """They may be of one rank alone: a count of what it has seen."""
     held = Held(2)
     run_job(
