@@ -13,7 +13,7 @@ from wanma.elastic.failure import (
     is_consequence,
     sigkill_text,
 )
-from wanma.job.errors import WanmaError
+from wanma.job.errors import AgreedError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
 
@@ -122,3 +122,11 @@ def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
     }
     assert worker_environment(ClusterSection(allocator="system"), plan) == {"OMP_NUM_THREADS": "3"}
     assert worker_environment(ClusterSection(), Plan(device="cuda")) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_what_all_ranks_found_together_blames_nobody_and_says_what_to_make_again() -> None:
+    error = AgreedError("step 8: the loss is nan", "check the data", retry_step=8, odd=("rank 1 (host)",))
+    failure = failure_of_exception(raised(error), 0, 0, "host", "run/logs/rank-0.log")
+    assert failure.text() == "step 8: the loss is nan\n  check the data"
+    assert (failure.rank, failure.retry_step, failure.odd) == (None, 8, ("rank 1 (host)",))
+    assert not failure.consequence

@@ -100,6 +100,34 @@ def test_a_failure_at_the_same_step_is_given_up_and_told_how_often_it_was_tried(
     )
 
 
+def test_a_step_that_is_to_be_made_again_is_told_to_every_start_that_follows() -> None:
+    table = seated(1, retries=3)
+    told = []
+    for reached, step in ((7, 8), (8, 9), (8, 9), (9, None)):
+        table.hear(0, Failed(Failure("the loss is nan", retry_step=step)))
+        [(_, start)] = table.hear(0, halted(reached))
+        assert isinstance(start, Start)
+        assert start.recovery is not None
+        told.append(start.recovery.retried_steps)
+    assert told == [(8,), (8, 9), (8, 9), (8, 9)]
+
+
+def test_a_rank_that_is_the_odd_one_out_again_is_suspect_hardware() -> None:
+    table = seated(1, retries=3)
+    texts = []
+    for reached, odd in ((7, ("rank 1 (a)",)), (9, ("rank 0 (a)", "rank 1 (a)")), (11, ("rank 1 (a)",))):
+        table.hear(0, Failed(Failure("they differ", odd=odd)))
+        [(_, start)] = table.hear(0, halted(reached))
+        assert isinstance(start, Start)
+        assert start.recovery is not None
+        texts.append(start.recovery.failure)
+    assert texts == [
+        "they differ",
+        "they differ; rank 1 (a) for the second time: suspect the hardware there",
+        "they differ; rank 1 (a) for the third time: suspect the hardware there",
+    ]
+
+
 def test_only_a_new_step_makes_good_for_a_failure_and_repeated_ones_do_not() -> None:
     table = seated(1, retries=1)
     attempts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ CASES = {
     "exit": Fault("exit", rank=1, **IN_STEP_8),
     "exception": Fault("raise", rank=1, **IN_STEP_8),
     "fork server killed": Fault("kill fork server", rank=1, **IN_STEP_8),
+    "bit flipped in a weight": Fault("flip", rank=1, step=8, phase="step done"),
+    "gradient not finite": Fault("nan", rank=1, step=8, phase="update"),
 }
 
 
@@ -70,6 +73,28 @@ def test_a_hang_costs_its_deadline_and_at_most_a_step(desk: Desk, whole: Trainin
     assert recovery["repeated_steps"] <= 1, "the signal stops the copy of the step before as well"
     assert (training.path / "logs" / "hang-report.txt").read_text().startswith("no rank has moved for ")
     tell("hang", recovery)
+
+
+def test_of_two_replicas_that_differ_both_are_named_and_left_behind(desk: Desk, whole: Training) -> None:
+    ran, training = meet(desk, "flip", Fault("flip", rank=1, step=8, phase="step done"))
+    check_whole(ran, training, whole)
+    [recovery] = recoveries(training)
+    assert (recovery["source"], recovery["step"], recovery["repeated_steps"]) == ("memory", 7, 1)
+    host = socket.gethostname()
+    assert f"step 8: ranks 0 ({host}), 1 ({host}) should hold the same, but " in recovery["failure"]
+
+
+def test_a_step_that_is_wrong_again_when_it_is_made_again_is_left_out(desk: Desk) -> None:
+    faults = [Fault("nan", rank=1, step=8, phase="update", generation=generation) for generation in (1, 2)]
+    keys = ("train.non_finite=retry", "checkpoint.every_steps=1", "checkpoint.keep=12")
+    ran, training = meet(desk, "again-nan", *faults, overrides=keys)
+    assert ran.code == 0, ran.text
+    [recovery] = recoveries(training)
+    assert recovery["failure"].startswith("step 8: the loss is ")
+    assert (recovery["step"], recovery["repeated_steps"], recovery["attempt"]) == (7, 0, 1)
+    assert "warning: step 8: skipped, the loss is " in ran.out
+    assert_bitwise_equal(training.state(7), training.state(8))
+    assert [step["step"] for step in training.metrics] == list(range(1, 13))
 
 
 def test_both_ranks_killed_at_once_are_one_recovery(desk: Desk, whole: Training) -> None:

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from wanma.checkpoint.image import read_head
 from wanma.checkpoint.partner import Partner
+from wanma.checkpoint.shards import local_part
 from wanma.checkpoint.snapshot import _Image
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.trainer import Trainer
@@ -85,3 +88,57 @@ def rank_1_breaks_off_the_exchange() -> None:
             exchange(self, path)
 
     Partner.exchange = broken  # type: ignore[method-assign]
+
+
+def a_weight_of_rank_1_flips_a_bit_in_step_4() -> None:
+    _flip_after(4, 1, lambda trainer: next(iter(trainer.state.weights().values())))
+
+
+def a_moment_of_rank_0_flips_a_bit_in_step_4() -> None:
+    def moment(trainer: Trainer) -> torch.Tensor:
+        tensors = trainer.state.tensors()
+        return next(tensor for name, tensor in tensors.items() if name.startswith("optimizer."))
+
+    _flip_after(4, 0, moment)
+
+
+def the_gradient_of_step_20_is_huge() -> None:
+    finish_step = Trainer.finish_step
+
+    def exploding(self: Trainer, *arguments: Any, **keywords: Any) -> Any:
+        if self.state.step + 1 == 20:
+            for gradient in self.state.updater.gradients():
+                local_part(gradient).mul_(1e6)
+        return finish_step(self, *arguments, **keywords)
+
+    Trainer.finish_step = exploding  # type: ignore[method-assign]
+
+
+def each_rank_notes_its_number_in_a_buffer() -> None:
+    right = Trainer.__init__
+
+    def start(self: Trainer, *arguments: Any, **keywords: Any) -> None:
+        module = arguments[4].parts[0]
+        module.register_buffer("seen", torch.zeros(3))
+        right(self, *arguments, **keywords)
+        module.get_buffer("seen").fill_(self.worker.rank)
+
+    Trainer.__init__ = start  # type: ignore[method-assign]
+
+
+def _flip_after(step: int, rank: int, choose: Callable[[Trainer], torch.Tensor]) -> None:
+    """After the update of `step`, before anything else sees the weights."""
+    finish_step = Trainer.finish_step
+
+    def flipping(self: Trainer, *arguments: Any, **keywords: Any) -> Any:
+        agreement = finish_step(self, *arguments, **keywords)
+        if (self.state.step, self.worker.rank) == (step, rank):
+            flip_bit(choose(self))
+        return agreement
+
+    Trainer.finish_step = flipping  # type: ignore[method-assign]
+
+
+def flip_bit(tensor: torch.Tensor, bit: int = 3) -> None:
+    """Of the part of it that this rank holds."""
+    local_part(tensor).view(-1).view(torch.uint8)[0] ^= 1 << bit

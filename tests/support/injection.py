@@ -8,6 +8,7 @@ probe between a rank and the board on which it notes where it stands, as a debug
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -30,7 +31,8 @@ class Fault:
     """
 
     what: str
-    """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server."""
+    """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; flip (a bit of a weight, at the phase
+    step done), nan and spike (the rank's gradients, at the phase update)."""
     rank: int = 1
     step: int = 3
     phase: str = "forward and backward"
@@ -162,5 +164,21 @@ def _strike(what: str) -> None:
             os._exit(7)
         case "raise":
             raise ValueError("injected")
+        case "flip":
+            from support.faults import flip_bit
+
+            flip_bit(next(iter(_trainer().state.weights().values())))
+        case "nan" | "spike":
+            from wanma.checkpoint.shards import local_part
+
+            for gradient in _trainer().state.updater.gradients():
+                local_part(gradient).mul_(float("nan") if what == "nan" else 1e6)
         case _:
             raise AssertionError(f"unknown fault {what}")
+
+
+def _trainer() -> Any:
+    from wanma.training.trainer import Trainer
+
+    (trainer,) = (one for one in gc.get_objects() if isinstance(one, Trainer))
+    return trainer

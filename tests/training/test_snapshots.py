@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,62 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.images import Held, workers
-from support.ranks import Outcome, run_job
+from support.ranks import run_job
+from support.recovering import RESTART, equal, fail, job, messages, recover
 from wanma.checkpoint.image import HEAD_BYTES
 from wanma.job.plan import Plan
-from wanma.job.worker import Restart
 from wanma.training.snapshots import COST_SHARE, Interval
-
-RESTART = Restart("rank 0 failed", 0.0, 3, 1)
-
-
-def job(folder: Path, snapshots: Any = 1, every_steps: int = 0, **train: Any) -> dict[str, Any]:
-    return {
-        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1},
-        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
-        "train": {
-            "steps": 6,
-            "global_batch": 6,
-            "learning_rate": 1e-2,
-            "deterministic": True,
-            "validation_samples": 4,
-            "weight_average": 0.5,
-            "schedule": "constant",
-            **train,
-        },
-        "checkpoint": {"every_steps": every_steps, "snapshots": snapshots},
-    }
-
-
-def fail(folder: Path, text: dict[str, Any], plan: Plan, held: Held, patch: str) -> None:
-    with pytest.raises(AssertionError, match="failed"):
-        run_job(
-            folder,
-            text,
-            plan,
-            patch=f"support.faults:{patch}",
-            workers=workers(held, range(plan.world_size)),
-        )
-
-
-def recover(folder: Path, text: dict[str, Any], plan: Plan, held: Held, step: int) -> tuple[Outcome, Held]:
-    after = Held(plan.world_size)
-    told = {
-        rank: {"images": after.images(rank, held, step), "generation": 2, "restart": RESTART}
-        for rank in range(plan.world_size)
-    }
-    return run_job(folder, text, plan, workers=told), after
-
-
-def messages(outcome: Outcome) -> str:
-    return (outcome.directory / "events.jsonl").read_text()
-
-
-def equal(one: Outcome, other: Outcome) -> None:
-    expected, got = one.tensors(), other.tensors()
-    assert expected.keys() == got.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, got[name]), name
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from wanma.checkpoint.format import build_header
-from wanma.checkpoint.shards import DTYPES, Piece, assign, local_part, pieces_of
+from wanma.checkpoint.shards import DTYPES, Piece, arrangement, assign, local_part, pieces_of
 from wanma.job.errors import WanmaError
 
 _REST_BYTES = 64 << 20
@@ -84,7 +83,7 @@ class FileBuffer:
         Raises:
             WanmaError: a tensor cannot be saved, or there is no memory for the copy.
         """
-        layout = _layout(tensors)
+        layout = arrangement(tensors)
         if layout != self._layout:
             self._layout = None  # until the new one is complete
             self._arrange(tensors)
@@ -130,12 +129,3 @@ class FileBuffer:
         for name, region in regions.items():
             data = self._memory[region.start : region.stop]
             self._views[name] = data.view(DTYPES[region.dtype]).view(region.shape)
-
-
-def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
-    """Equal exactly if the same pieces lie at the same places; cheap, because it is made on every save."""
-    return tuple(
-        (name, tensor.dtype, tensor.shape, tensor.is_cuda)
-        + ((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ())
-        for name, tensor in tensors.items()
-    )

@@ -72,6 +72,15 @@ def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> l
     return pieces
 
 
+def arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    """Equal exactly if the same pieces lie at the same places; cheap, unlike the pieces themselves."""
+    return tuple(
+        (name, tensor.dtype, tensor.shape, tensor.is_cuda)
+        + ((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ())
+        for name, tensor in tensors.items()
+    )
+
+
 def assign(pieces: Iterable[Piece], rank: int) -> list[Piece]:
     """The pieces that `rank` writes: each piece has exactly one writer among its replicas.
 

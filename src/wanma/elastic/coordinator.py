@@ -333,6 +333,7 @@ class Coordinator:
         said = [peer.halted for peer in here if peer.halted is not None]
         for word in said:
             self._retries.reached(word.reached_step)
+        self._cause = self._retries.noted(self._cause)
         if (ending := self._retries.objection(self._cause)) is not None:
             self._end(Abort(ending.exit_code, ending))
             return
@@ -346,6 +347,7 @@ class Coordinator:
             self._retries.reached_step,
             self._retries.attempt,
             restore if self._retries.trusts_memory else None,
+            self._retries.retried_steps,
         )
         for peer in here:
             assert peer.halted is not None

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass
 
 from wanma.hardware.limits import memory_kills, usable_memory_bytes
-from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, WanmaError
 from wanma.observe.units import bytes_text
 
 TEXT_LIMIT = 64 * 1024
@@ -45,6 +45,10 @@ class Failure:
     exit_code: int = EXIT_FAILED
     consequence: bool = False
     """It looks like the echo of another rank's death, so any other failure explains more."""
+    retry_step: int | None = None
+    """A recovery is to make this optimizer step again."""
+    odd: tuple[str, ...] = ()
+    """Ranks whose state differed from all others', in words; counted, for hardware may be the cause."""
 
     @property
     def headline(self) -> str:
@@ -71,6 +75,10 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
 
     A `WanmaError` already says what to do, so it travels without its traceback (the log keeps it).
     """
+    if isinstance(error, AgreedError):
+        return Failure(
+            cause=clip(error.message), hint=clip(error.hint), retry_step=error.retry_step, odd=error.odd
+        )
     if isinstance(error, WanmaError):
         return Failure(
             cause=clip(error.message),

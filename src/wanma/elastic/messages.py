@@ -92,6 +92,8 @@ class Recovery:
     """Counts from 1 the recoveries since the last new step."""
     image: Image | None
     """Which images to restore from; None: none, start from disk."""
+    retried_steps: tuple[int, ...] = ()
+    """As `Restart` has it."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -25,7 +26,10 @@ class Retries:
         """Newest step that was finished."""
         self.attempt = 0
         """Recoveries since then."""
+        self.retried_steps: tuple[int, ...] = ()
+        """Steps that failures have asked to be made again, in that order."""
         self._limit = limit
+        self._odd: Counter[str] = Counter()
 
     def may_help(self, failure: Failure) -> bool:
         """Whether a recovery is worth considering at all."""
@@ -35,6 +39,21 @@ class Retries:
         """Take note of the newest step of the generation that has failed."""
         if step is not None and (self.reached_step is None or step > self.reached_step):
             self.reached_step, self.attempt = step, 0
+
+    def noted(self, failure: Failure) -> Failure:
+        """Remember what the failure of a generation says of steps and ranks.
+
+        Returns:
+            the failure; if one of its ranks has been the odd one out before, it says so.
+        """
+        if failure.retry_step is not None and failure.retry_step not in self.retried_steps:
+            self.retried_steps += (failure.retry_step,)
+        self._odd.update(failure.odd)
+        times = {who: self._odd[who] for who in failure.odd if self._odd[who] > 1}
+        if not times:
+            return failure
+        again = [f"{who} for the {_ordinal(count)} time" for who, count in times.items()]
+        return replace(failure, cause=f"{failure.cause}; {', '.join(again)}: suspect the hardware there")
 
     def objection(self, failure: Failure) -> Failure | None:
         """`failure` as it ends the run; None when another attempt is due, which then counts."""
@@ -63,6 +82,10 @@ def newest_common(ranks: Iterable[int], held: Iterable[HeldImage]) -> Image | No
             moments[one.rank].add(one.image)
     common = set.intersection(*moments.values()) if moments else set()
     return max(common, key=lambda image: (image.generation, image.step), default=None)
+
+
+def _ordinal(count: int) -> str:
+    return {2: "second", 3: "third"}.get(count, f"{count}th")
 
 
 def _times(count: int) -> str:

@@ -59,7 +59,13 @@ class Team:
         found = images.found(restore) if images is not None and restore is not None else {}
         restart = None
         if recovery is not None:
-            restart = Restart(recovery.failure, failed_at, recovery.reached_step, recovery.attempt)
+            restart = Restart(
+                recovery.failure,
+                failed_at,
+                recovery.reached_step,
+                recovery.attempt,
+                recovery.retried_steps,
+            )
         for local_rank in range(launch.ranks_per_node):
             number = start.first_rank + local_rank
             spec = WorkerSpec(

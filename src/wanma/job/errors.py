@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 EXIT_FAILED = 1
 """A rank, a save or the training itself failed."""
@@ -35,8 +37,27 @@ class WanmaError(Exception):
     def __str__(self) -> str:
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, int]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.hint, self.exit_code)
+
+
+class AgreedError(WanmaError):
+    """What all ranks have found together: each raises the same, so who is heard first is not to blame.
+
+    Args:
+        retry_step: the optimizer step, counted from 1, that is to be made again; None: none in particular.
+        odd: those that differ from all others, in words such as 'rank 1 (HOST)'.
+    """
+
+    def __init__(
+        self, message: str, hint: str = "", *, retry_step: int | None = None, odd: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message, hint)
+        self.retry_step = retry_step
+        self.odd = odd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), retry_step=self.retry_step, odd=self.odd), (self.message, self.hint)
 
 
 class JobError(WanmaError):

@@ -197,7 +197,17 @@ class TrainSection(Section):
         0.0, ge=0, lt=1, description="decay of an averaged copy of the weights; 0: off"
     )
     gradient_clip: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: off")
-    non_finite: Literal["stop", "skip"] = Field("stop", description="what a NaN or infinite gradient does")
+    non_finite: Literal["stop", "skip", "retry"] = Field(
+        "stop",
+        description="what a NaN or infinite gradient does; skip: leave that step's update out; retry: go "
+        "back, make the step again, and leave it out if it comes back",
+    )
+    spike: Literal["ignore", "stop", "skip", "retry"] = Field(
+        "ignore", description="what a loss or gradient norm far above the last 64 steps' does, likewise"
+    )
+    spike_deviations: float = Field(
+        10.0, gt=0, description="how far: robust standard deviations (from the median absolute deviation)"
+    )
     loss_scale: float = Field(65536.0, gt=0, description="fp16: initial loss scale")
     validate_every_steps: int = Field(0, ge=0, description="0: only at the end")
     validation_samples: int = Field(256, gt=0, description="samples per validation, fixed by the seed")
@@ -309,6 +319,9 @@ class CheckpointSection(Section):
     )
     partner: Literal["auto"] | bool = Field(
         "auto", description="also copy those to another node, against its loss; auto: with several nodes"
+    )
+    compare_replicas: bool = Field(
+        True, description="before each copy in memory or on disk, ranks compare what they should hold alike"
     )
     keep_every_steps: int = Field(
         0, ge=0, description="also keep those of every multiple of so many steps; 0: none"

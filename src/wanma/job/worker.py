@@ -79,12 +79,14 @@ class Restart:
         failed_at: when this node's supervisor heard of it, on the machine's monotonic clock.
         reached_step: newest step that was finished before it.
         attempt: counts from 1 the recoveries since the last new step.
+        retried_steps: optimizer steps, counted from 1, that went wrong before and are to be made again.
     """
 
     failure: str
     failed_at: float
     reached_step: int
     attempt: int
+    retried_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

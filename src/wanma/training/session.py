@@ -172,7 +172,8 @@ class Session:
 
         Raises:
             WanmaError: a second call for one batch, losses that were averaged already or have no
-                gradient, or the step's numbers are not finite and train.non_finite is "stop".
+                gradient, or the step's numbers are wrong, and train.non_finite or
+                train.spike do not leave such steps out.
         """
         current, trainer = self._current, self._trainer
         if trainer is None or current is None or current.done:

@@ -8,8 +8,9 @@ step_ended      begins the next snapshot where it is due
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from statistics import median
 
@@ -61,6 +62,7 @@ class StepSnapshots:
 
     Args:
         replicas: ranks of this pipeline stage.
+        compare: raises if ranks differ that should not. All ranks call it together, before each snapshot.
 
     Raises:
         JobError: the job asks for snapshots that this plan cannot have.
@@ -76,11 +78,12 @@ class StepSnapshots:
         *,
         replicas: Sequence[int],
         data_fingerprint: str,
+        compare: Callable[[], None],
     ) -> None:
         self.notes: list[str] = []
         """What to tell the user at the start."""
         self._plan, self._worker, self._state = plan, worker, state
-        self._replicas, self._fingerprint = replicas, data_fingerprint
+        self._replicas, self._fingerprint, self._compare = replicas, data_fingerprint, compare
         self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
         self._interval = Interval()
         self._last_step = state.step
@@ -88,6 +91,8 @@ class StepSnapshots:
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
         self._taken = 0
+        self._compare_seconds = 0.0
+        """Of the newest snapshot."""
         self._hidden_seconds = 0.0
         """Of the step under way, what the background took of the cores that compute."""
         self._is_news = False
@@ -216,17 +221,22 @@ class StepSnapshots:
             is_last: it leaves a checkpoint, and the ranks end.
 
         Raises:
-            WanmaError: there can be none, and the job insists.
+            WanmaError: there can be none, and the job insists; or ranks differ.
         """
         if self._snapshots is None:
             return
         self._step_seconds.append(max(seconds - self._hidden_seconds, 0.0))
         step = self._state.step
-        if is_last or self._failure is not None or step < self._last_step + self._every:
+        if is_last or step < self._last_step + self._every:
             return
         if self._is_sending:
             return  # until all nodes' copies of one step are whole, those of the step before are needed
         self._last_step = step
+        began = time.perf_counter()
+        self._compare()
+        self._compare_seconds = time.perf_counter() - began
+        if self._failure is not None:
+            return
         tensors = self._state.tensors()
         try:
             if not self._taken:
@@ -277,7 +287,8 @@ class StepSnapshots:
             if self._snapshots is not None and self._snapshots.partner is not None:
                 sent = self._snapshots.partner.processor_seconds  # for the one before: this one's goes on
         if self._taken > _UNUSUAL:
-            self._costs.append(taken.begin_seconds + taken.settle_seconds + self._hidden_seconds + sent)
+            seconds = self._compare_seconds + taken.begin_seconds + taken.settle_seconds
+            self._costs.append(seconds + self._hidden_seconds + sent)
 
     def _require_memory(self, needed: int) -> None:
         needed *= self._worker.local_world_size

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wanma.parallel.parallelize import Parallel
+from wanma.training.anomaly import Anomalies
 from wanma.training.average import WeightAverage
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
@@ -30,6 +31,7 @@ class TrainingState:
     """Samples consumed."""
     best_loss: float | None = None
     """Lowest validation loss so far."""
+    anomalies: Anomalies = field(default_factory=Anomalies)
 
     def begin(self, but: Container[str] = ()) -> None:
         """Initial weights: of a run that takes up no checkpoint.
@@ -86,6 +88,7 @@ class TrainingState:
             "loss_scale": self.scale.value,
             "loss_scale_good_steps": self.scale.good_steps,
             "best_loss": self.best_loss,
+            "anomalies": self.anomalies.values(),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -95,6 +98,8 @@ class TrainingState:
         self.scale.value = values["loss_scale"]
         self.scale.good_steps = values["loss_scale_good_steps"]
         self.best_loss = values["best_loss"]
+        if "anomalies" in values:  # older checkpoints have none
+            self.anomalies.restore(values["anomalies"])
 
 
 def random_state() -> dict[str, str]:

@@ -26,17 +26,19 @@ from wanma.observe.recorder import Recorder
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.parallel.scratch import Scratch
+from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
 from wanma.training.optimizer import build_updater, check_patterns
-from wanma.training.precision import LossScale
+from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
+from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
-from wanma.training.update import Agreement, agree, apply_update
+from wanma.training.update import Agreement, agree, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
 
 WAIT_SECONDS = 5.0
@@ -109,8 +111,21 @@ class Trainer:
             room=self._room_for_saves(),
         )
         resumed = resume(self.state, job, plan, worker, data_fingerprint)
+        self._replicas = ReplicaCheck(
+            self.state,
+            worker,
+            replicas=self._stage_ranks(),
+            device=grid.device,
+            is_on=job.checkpoint.compare_replicas,
+        )
         self._snapshots = StepSnapshots(
-            job, plan, worker, self.state, replicas=self._stage_ranks(), data_fingerprint=data_fingerprint
+            job,
+            plan,
+            worker,
+            self.state,
+            replicas=self._stage_ranks(),
+            data_fingerprint=data_fingerprint,
+            compare=self._replicas.compare,
         )
         self._log = StepLog(job, worker)
         self._recorder: Recorder | None = None
@@ -129,6 +144,7 @@ class Trainer:
         self._uploads.wake(self.state.step)
         self._restart = worker.restart
         """Until the first step after it is finished."""
+        self._retried_steps = worker.restart.retried_steps if worker.restart is not None else ()
         self._resumed, self._resumed_step = resumed, self.state.step
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
@@ -182,24 +198,25 @@ class Trainer:
                 self.worker.control.stop_requested(),
                 state.updater,
                 self.grid,
-                train,
                 step=step + 1,
                 factor=self.factor(global_batch) / state.parallel.divisor,
-                scale=state.scale,
                 shared=self._snapshots.shared(),
             )
             for text in self._snapshots.agreed(agreement.shared):
                 self.message(text)
-            self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite)
+            wrong = self._what_is_left_out(agreement, loss_sum)
+            self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite and not wrong)
         with self.phases.phase("optimizer"):
-            applied = apply_update(agreement, state.updater, train, rate, state.scale)
+            applied = apply_update(agreement, state.updater, train, rate, state.scale, left_out=bool(wrong))
             if applied and state.average is not None:
                 state.average.update()
         state.step += 1
         state.samples += global_batch
+        if applied and train.spike != "ignore":
+            state.anomalies.applied(agreement.loss, agreement.gradient_norm)
         if not applied:
             self.message(
-                f"step {state.step}: skipped, gradient norm {agreement.gradient_norm}"
+                f"step {state.step}: skipped, {wrong or f'gradient norm {agreement.gradient_norm}'}"
                 + (f"; loss scale now {state.scale.value:g}" if state.scale.enabled else ""),
                 "warning",
             )
@@ -260,9 +277,14 @@ class Trainer:
             self._recorder.event("validation", step=self.state.step, loss=loss, targets=targets, **metrics)
 
     def save(self, metric: float | None = None) -> None:
-        """Start saving the state after the current step; waits only for the copy."""
+        """Start saving the state after the current step; waits only for the copy.
+
+        Raises:
+            AgreedError: ranks differ in what they should hold alike; nothing is saved.
+        """
         self.worker.control.progress(self.state.step, "checkpoint")
         with self.phases.phase("checkpoint"):
+            self._replicas.compare()
             # One save at a time; what became of the one before is told here, so that it cannot stop this one.
             began = time.perf_counter()
             self._report_saves(self._wait_for_saves())
@@ -303,6 +325,31 @@ class Trainer:
             )
 
     # ---------------------------------------------------------------- inside
+
+    def _what_is_left_out(self, agreement: Agreement, loss_sum: Tensor) -> str:
+        """Why the step's update is left out by policy; empty where it is made, or fp16's loss scale decides.
+
+        Raises:
+            AgreedError: the policy is another; the same on all ranks.
+        """
+        state, train, step = self.state, self.job.train, self.state.step + 1
+        policy: Policy = train.non_finite
+        if agreement.is_finite:
+            policy, key = train.spike, "train.spike"
+            if policy == "ignore":
+                return ""
+            wrong = state.anomalies.what_is_wrong(
+                agreement.loss, agreement.gradient_norm, train.spike_deviations
+            )
+        elif state.scale.value > SMALLEST and math.isfinite(agreement.loss):
+            return ""
+        else:
+            key = "train.non_finite"
+            wrong = what_is_not_finite(agreement, loss_sum, state.updater, self.grid)
+        if wrong:
+            check_policy(step, wrong, policy, key, self._retried_steps)
+            state.anomalies.skip(step)
+        return wrong
 
     def _tell_recovery(self) -> None:
         """Once, when the first step after a failure is finished: what happened and what it cost."""

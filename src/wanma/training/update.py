@@ -19,7 +19,7 @@ from wanma.job.sections import TrainSection
 from wanma.parallel.mesh import Grid
 from wanma.parallel.norm import squared_norm_share
 from wanma.training.optimizer import Updater
-from wanma.training.precision import SMALLEST, LossScale
+from wanma.training.precision import LossScale
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,9 @@ def agree(
     stop: bool,
     updater: Updater,
     grid: Grid,
-    train: TrainSection,
     *,
     step: int,
     factor: float,
-    scale: LossScale,
     shared: Sequence[float] = (),
 ) -> Agreement:
     """Add up the ranks' sums.
@@ -65,8 +63,7 @@ def agree(
         shared: more numbers to add up; as many on every rank.
 
     Raises:
-        WanmaError: nothing in the batch has a target, or a number is not finite and
-            train.non_finite is "stop"; every rank raises the same message.
+        WanmaError: nothing in the batch has a target; every rank raises the same message.
     """
     share = squared_norm_share(updater.counted_gradients(), grid.plan).to(grid.device)
     numbers = torch.stack(
@@ -86,7 +83,7 @@ def agree(
             "every target is masked: check the data's targets",
         )
     correction = 1.0 / (total_targets * factor)
-    agreement = Agreement(
+    return Agreement(
         loss=total_loss / total_targets,
         targets=int(total_targets),
         gradient_norm=math.sqrt(squared) * correction,
@@ -94,22 +91,27 @@ def agree(
         stop=stops > 0,
         shared=tuple(others),
     )
-    can_be_scaled = scale.value > SMALLEST and math.isfinite(agreement.loss)
-    if not agreement.is_finite and not can_be_scaled and train.non_finite == "stop":
-        raise _non_finite(loss_sum, share, grid, step, agreement)
-    return agreement
 
 
 def apply_update(
-    agreement: Agreement, updater: Updater, train: TrainSection, rate: float, scale: LossScale
+    agreement: Agreement,
+    updater: Updater,
+    train: TrainSection,
+    rate: float,
+    scale: LossScale,
+    left_out: bool = False,
 ) -> bool:
     """Clip and update the weights.
 
+    Args:
+        left_out: the weights are to stay as they are.
+
     Returns:
-        False when the gradient is not finite, and so the step was skipped.
+        False when they do, or the gradient is not finite: the step was skipped.
     """
     if not agreement.is_finite:
         scale.overflowed()
+    if left_out or not agreement.is_finite:
         updater.zero_gradients()
         return False
     factor = agreement.correction
@@ -124,12 +126,16 @@ def apply_update(
     return True
 
 
-def _non_finite(loss_sum: Tensor, share: Tensor, grid: Grid, step: int, agreement: Agreement) -> WanmaError:
-    """Name the ranks at fault: those whose own loss broke, else those whose own gradient did.
+def what_is_not_finite(agreement: Agreement, loss_sum: Tensor, updater: Updater, grid: Grid) -> str:
+    """Says it, and names the ranks at fault: those whose own loss broke, else those whose own gradient did.
 
     The reduction has already spread a broken gradient to every rank that shares the parameter, so
-    the loss, which is still local, is the better witness.
+    the loss, which is still local, is the better witness. Every rank calls it.
+
+    Args:
+        loss_sum: of this rank, as `agree` had it.
     """
+    share = squared_norm_share(updater.counted_gradients(), grid.plan)
     mine = (not bool(torch.isfinite(loss_sum)), not bool(torch.isfinite(share)))
     verdicts = [mine] * grid.plan.world_size
     if grid.plan.world_size > 1:
@@ -137,9 +143,7 @@ def _non_finite(loss_sum: Tensor, share: Tensor, grid: Grid, step: int, agreemen
     by_loss = [rank for rank, (loss_broke, _) in enumerate(verdicts) if loss_broke]
     by_gradient = [rank for rank, (_, gradient_broke) in enumerate(verdicts) if gradient_broke]
     ranks = by_loss or by_gradient
-    return WanmaError(
-        f"step {step}: the loss is {agreement.loss} and the gradient norm {agreement.gradient_norm}; "
-        f"seen on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
-        "lower train.learning_rate, add train.warmup_steps, check the data, "
-        "or set train.non_finite = 'skip' to leave such steps out",
+    return (
+        f"the loss is {agreement.loss} and the gradient norm {agreement.gradient_norm}; "
+        f"seen on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     )
