@@ -28,7 +28,8 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import parallelize
-from wanma.training.main import choose_spec, set_numerics
+from wanma.training.main import choose_spec
+from wanma.training.numerics import set_numerics
 from wanma.training.request import Request
 from wanma.training.trainer import Trainer
 

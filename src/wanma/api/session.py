@@ -99,7 +99,8 @@ def session(
 def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
     """The session of one rank, in the run's process group."""
     from wanma.parallel.mesh import process_grid
-    from wanma.training.main import longest_silence, set_numerics
+    from wanma.training.main import longest_silence
+    from wanma.training.numerics import set_numerics
     from wanma.training.session import Session
 
     run, plan = RunDirectory(worker.run_directory), prepared.plan

@@ -5,16 +5,12 @@ The supervisor calls `train_worker` in every rank; `train` is the same with the 
 
 from __future__ import annotations
 
-import os
 import pickle
 from typing import Any
-
-import torch
 
 from wanma.data.open import open_data
 from wanma.job.errors import JobError
 from wanma.job.imports import import_object
-from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.build import ModelSpec, custom_spec, model_spec
@@ -25,6 +21,7 @@ from wanma.parallel.scratch import open_scratch
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, classification_loss, user_loss
+from wanma.training.numerics import set_numerics
 from wanma.training.request import Request
 from wanma.training.trainer import Trainer
 
@@ -72,18 +69,6 @@ def train(worker: Worker, request: Request) -> str:
 def longest_silence(job: Job) -> float:
     """Seconds that the supervisor may wait for a sign of life."""
     return max(job.cluster.hang_seconds, job.cluster.start_seconds)
-
-
-def set_numerics(job: Job, plan: Plan) -> None:
-    """Process-wide switches that the job decides."""
-    torch.set_num_threads(plan.threads_per_rank)
-    if job.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-        if plan.device == "cuda":
-            # Without it cuBLAS refuses to be deterministic; read when its first handle is made.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if plan.device == "cuda":
-        torch.backends.cudnn.benchmark = not job.train.deterministic
 
 
 def choose_spec(request: Request, data: Any) -> ModelSpec:
