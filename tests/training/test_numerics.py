@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanma.job.load import job_from
-from wanma.job.load import job_from
 from wanma.job.plan import Plan
 from wanma.training.numerics import VECTOR_MATH, set_numerics
 
