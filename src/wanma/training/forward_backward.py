@@ -13,7 +13,7 @@ from wanma.data.batch import IGNORED, Batch, stack_rows
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dropout import keyed_samples
-from wanma.models.routing import set_loss_factor
+from wanma.models.routing import Routing, set_loss_factor
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.parallel.pipeline import Loss
@@ -34,6 +34,7 @@ class ForwardBackward:
         self._grid = grid
         self._loss = loss
         self._seed = job.train.seed
+        self._routers = [module for module in parallel.modules() if isinstance(module, Routing)]
 
     def __call__(self, batches: list[Batch], factor: float) -> tuple[Tensor, Tensor]:
         """Add this rank's gradients of (sum of losses × `factor`).
@@ -41,7 +42,7 @@ class ForwardBackward:
         Returns:
             (sum of losses, number of targets), both zero where another rank counts the same loss.
         """
-        set_loss_factor(self._parallel.modules(), factor)
+        set_loss_factor(self._routers, factor)
         if self._parallel.pipeline is not None:
             return self._pipelined(
                 batches, factor, lambda out, to: cross_entropy_sum(out, to) * factor, backward=True

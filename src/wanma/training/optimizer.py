@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from wanma.checkpoint.shards import local_part
@@ -57,12 +58,17 @@ class Updater:
         self._home = home
         self._updates = 0
         self._reserved: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        self._plain: dict[str, nn.Parameter] = {}
-        """Stand-ins without placements, sharing storage, for rules that torch cannot run on DTensors."""
-        if train.optimizer == "adafactor":
-            self._plain = {name: nn.Parameter(local_part(p)) for name, p in self.parameters.items()}
-        updated = self._plain or self.parameters
-        matrices, others = _split_for(train.optimizer, updated, copies)
+        matrices, others = _split_for(train.optimizer, self.parameters, copies)
+        self._local = {
+            name: nn.Parameter(local_part(self.parameters[name]))
+            for name in others
+            if isinstance(self.parameters[name], DTensor)
+        }
+        """Stand-ins without placements, in the same memory: all rules but Muon's compute element by element,
+        and torch takes longer to take a hundred DTensors apart than to update small ones (Adafactor, which
+        does not, is never split)."""
+        updated = {**self.parameters, **self._local}
+        self._names = {id(parameter): name for name, parameter in updated.items()}
         self._optimizers: list[Optimizer] = []
         for names in self._together(matrices):
             groups = _groups(names, updated, rules)
@@ -155,14 +161,15 @@ class Updater:
                     state["step"] = count
 
     def _run(self) -> None:
-        for name, plain in self._plain.items():
-            parameter = self.parameters[name]
-            plain.data = local_part(parameter)
-            plain.grad = None if parameter.grad is None else local_part(parameter.grad)
+        for name, local in self._local.items():
+            local.data = local_part(self.parameters[name])
+            local.grad = _local_gradient(self.parameters[name])
         self._hand_out()
         for optimizer in self._optimizers:
             with self._home.visit(optimizer) if self._home is not None else nullcontext():
                 optimizer.step()
+        for local in self._local.values():
+            local.grad = None
 
     def _hand_out(self) -> None:
         """Give parameters that have their first gradient the moments that are reserved for them."""
@@ -196,12 +203,15 @@ class Updater:
             yield together
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
-        updated = self._plain or self.parameters
-        names = {id(parameter): name for name, parameter in updated.items()}
+        """What has the shape of a stand-in is placed as its parameter."""
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
+                name = self._names[id(parameter)]
                 for key, value in state.items():
-                    yield names[id(parameter)], key, value
+                    if name in self._local and isinstance(value, Tensor) and value.shape == parameter.shape:
+                        yield name, key, _placed(value, self.parameters[name])
+                    else:
+                        yield name, key, value
 
 
 def build_updater(
@@ -269,6 +279,22 @@ def group_rules(dimensions: dict[str, int], train: TrainSection) -> dict[str, Gr
     return rules
 
 
+def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part, placed as the parameter's."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        return gradient.to_local()
+    return gradient
+
+
+def _placed(local: Tensor, like: nn.Parameter) -> Tensor:
+    """The DTensor of which `local` is this rank's part, in whatever memory that is."""
+    assert isinstance(like, DTensor)
+    return DTensor(local, like._spec, requires_grad=False)
+
+
 def _is_frozen(name: str, train: TrainSection) -> bool:
     group = next((g for g in train.parameter_groups if fnmatchcase(name, g.match)), None)
     return group is not None and group.frozen
@@ -308,7 +334,6 @@ def _groups(
 def _optimizer(groups: list[dict[str, Any]], train: TrainSection) -> Optimizer:
     rate = train.learning_rate
     if train.optimizer == "sgd":
-        # torch has no fused SGD for DTensors.
         return SGD(groups, lr=rate, momentum=train.momentum)
     if train.optimizer == "adafactor":
         return Adafactor(groups, lr=rate)
