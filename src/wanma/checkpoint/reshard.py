@@ -227,7 +227,7 @@ def _manifest(
 def _needed(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> list[int]:
     """Ranks in whose images there is a part of these tensors."""
     owners = {data_file(owner): owner for owner in range(manifest.world_size)}
-    files = set()
+    files: set[str] = set()
     for name, tensor in tensors.items():
         box, entry = local_box(name, tensor), manifest.tensors.get(name)
         if box is not None and entry is not None:

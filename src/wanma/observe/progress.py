@@ -156,8 +156,9 @@ def recovery_text(event: Event) -> str:
 
 def growth_text(event: Event) -> str:
     """'the run goes on with 4 of at most 8 machines: ...', and what that took."""
-    seconds = f"{event['seconds']:.2f} s from the last step before to the first after it"
-    return f"{change_text(event['change'])}\n  carried on after step {event['step']:,}; {seconds}"
+    took = f"{event['seconds']:.2f} s from the last step before to the first after it"
+    what = change_text(event["change"]) if event.get("change") else "the run goes on as it was"
+    return f"{what}\n  carried on after step {event['step']:,}; {took}"
 
 
 def change_text(change: dict[str, Any]) -> str:

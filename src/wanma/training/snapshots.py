@@ -359,4 +359,5 @@ def _without(text: str) -> str:
 
 def layout_of(plan: Plan, worker: Worker) -> str:
     """What decides which rank holds what, and which of those that hold the same keeps it."""
-    return f"{plan!r} on nodes of {worker.ranks_by_node} ranks"
+    everywhere = plan.but(threads_per_rank=0, compile=False)  # these are each machine's own affair
+    return f"{everywhere!r} on nodes of {worker.ranks_by_node} ranks"
