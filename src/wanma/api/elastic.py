@@ -147,7 +147,7 @@ def elastic_plans(
     if prepared.workload is None:
         raise JobError(
             f"cluster.nodes = '{job.cluster.min_nodes}..{job.cluster.nodes}' needs a plan for each number of "
-            f"machines, and so a model that the planner can read: {prepared.unknown or 'it cannot read this'}",
+            f"machines, and so a model that the planner can read: {prepared.unknown or 'not this one'}",
             f"set cluster.nodes = {job.cluster.nodes} without cluster.min_nodes",
             exit_code=EXIT_USAGE,
         )

@@ -306,7 +306,7 @@ class Coordinator:
         why = self._lost or self._cause
         assert why is not None
         self._deadline = now + self._start_seconds
-        missing = self._needed - len(self._peers)
+        missing = max(self._needed - len(self._peers), 1)
         machines = "one machine is" if missing == 1 else f"{missing} machines are"
         self._broadcast(
             Waiting(

@@ -163,7 +163,8 @@ class ResizingCoordinator(Coordinator):
         if self._state == "meeting" and self.generation > 0:
             self._gather_again(now)
         elif self._state == "meeting":
-            self._is_deciding = False
+            if self._is_deciding:  # about one machine too many: there is another last call
+                self._is_deciding = self._is_last_call = False
             self._gather(now)
 
     def _meeting_is_late(self) -> None:
@@ -250,7 +251,7 @@ class ResizingCoordinator(Coordinator):
         if here == self._nodes:
             self._end(Abort(1, self._lost))
         else:
-            self._is_deciding = False
+            self._is_deciding = self._is_last_call = False
             self._wait_for_machines(now)
 
     # Growing -------------------------------------------------------------------------------------
