@@ -84,6 +84,19 @@ def test_guests_have_files_of_their_own_that_stay_theirs(files: ImageFiles) -> N
     assert files.for_guests(0, (2,), None) == {}
 
 
+def test_pairs_are_shared_out_anew_and_only_what_is_restored_from_outlives_its_use(
+    files: ImageFiles,
+) -> None:
+    files.arrange(2, (2, 3, 4), None)
+    write(files.to_write(1, None)[0], step=7, rank=1)
+    write(files.for_guests(0, (2, 3), None)["4"][0], step=7, rank=4)
+    files.arrange(1, (), Image(1, 7))
+    assert set(files.found(Image(1, 7))) == {"1", "4"}, "both are needed, wherever they lie"
+    files.arrange(1, (), Image(2, 9))
+    assert files.found(Image(1, 7)) == {}
+    assert len(files.to_write(0, None)) == 2
+
+
 def test_the_board_tells_the_newest_finished_step() -> None:
     board = Board.create(1)
     writer = board.writer(0)

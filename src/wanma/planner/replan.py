@@ -205,7 +205,7 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
     data = ranks // together
     replicas = data if running.dp_shard == 1 else math.gcd(running.dp_replicate, data)
     sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas, "batch_shares": []}
-    if running.shard != "nothing" and data // replicas * running.cp == 1:
+    if data // replicas * running.cp == 1:
         sizes["shard"] = "nothing"
     where = job.cluster.model_copy(
         update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
