@@ -134,7 +134,7 @@ def test_who_fixes_the_plan_itself_refuses_such_a_job() -> None:
     of = job("2..3", {"dp_replicate": 3}, SMALL)
     assert is_elastic(of)
     assert not is_elastic(job("3..3", {"dp_replicate": 3}, SMALL))
-    with pytest.raises(JobError, match=r"cluster.nodes = '2..3': wanma.session runs on a fixed number"):
-        refuse_elastic(of, "wanma.session")
+    with pytest.raises(JobError, match=r"cluster.nodes = '2..3': a loop runs on a fixed number"):
+        refuse_elastic(of, "a loop")
     with pytest.raises(JobError, match=r"wanma launch runs on a fixed number"):
         cluster_section(["cluster.nodes=2..3", "cluster.rendezvous=a:1"])

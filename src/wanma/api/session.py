@@ -77,7 +77,7 @@ def session(
         )
     job = job_from(job, _with_model(job, overrides))
     model_kind(job.model)  # refuses a preset that does not exist
-    refuse_elastic(job, "wanma.session")
+    refuse_elastic(job, "a training loop of one's own")
     worker, launched = current_worker.get(), launched_cluster.get()
     late: list[str] = []
     if worker is not None:
