@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.coordinator import CAUSE, Table, join
@@ -333,3 +333,119 @@ def test_a_moment_is_whole_when_every_rank_that_then_was_has_left_its_image(
         if all((rank, gen, step) in found for rank in range(world))
     ]
     assert chosen == (Image(*max(whole)) if whole else None)
+
+
+class World:
+    """Machines that do what they are told, and a planner that answers, when hypothesis says so."""
+
+    def __init__(self, least: int, most: int, retries: int) -> None:
+        self.table = Elastic(least, most, retries)
+        self.inbox: dict[int, list[Message]] = {}
+        self.living: dict[int, int] = {}
+        """By machine: the generation of its ranks."""
+        self.arrivals, self.step, self.now = 0, 0, 1.0
+
+    def do(self, act: Any) -> None:
+        self.now += 1
+        for peer, word in self.table.after(act):
+            if peer in self.inbox:
+                self.inbox[peer].append(word)
+        assert len(set(self.living.values())) <= 1, "two generations compute at once"
+        assert all(one == self.table.coordinator.generation for one in self.living.values())
+
+    def hear(self, peer: int, word: Message) -> None:
+        self.do(lambda: self.table.coordinator.receive(peer, word, self.now))
+
+    def arrive(self) -> None:
+        self.arrivals += 1
+        self.inbox[self.arrivals] = []
+        self.hear(self.arrivals, join())
+
+    def vanish(self, peer: int) -> None:
+        self.living.pop(peer, None)
+        del self.inbox[peer]
+        self.do(lambda: self.table.coordinator.lost(peer, "gone", self.now))
+
+    def plan(self, number: int) -> None:
+        if self.table.asked:
+            question, situation = self.table.asked[-1]
+            nodes = max(situation.machines - number % 3, 0)
+            decision = Decision(Plan(dp_replicate=nodes) if nodes else None, nodes, "")
+            self.do(lambda: self.table.coordinator.decided(question, decision, self.now))
+
+    def read(self, peer: int) -> None:
+        """The machine takes in one word."""
+        if not self.inbox[peer]:
+            return
+        match self.inbox[peer].pop(0):
+            case Start(generation):
+                self.living[peer] = generation
+            case Halt():
+                self.living.pop(peer, None)
+                self.hear(peer, Halted(5000, self.step or None, ()))
+            case Pause() if peer in self.living:
+                del self.living[peer]
+                self.hear(peer, Paused())
+            case Locate() if peer in self.living:
+                self.hear(peer, Reached(self.step or None, 0.5 if self.step else None, 1.0))
+            case Abort() | Over():
+                self.living.pop(peer, None)
+            case Refused():
+                del self.inbox[peer]
+
+    def settle(self) -> None:
+        while any(self.inbox.values()):
+            for peer in list(self.inbox):
+                if peer in self.inbox:
+                    self.read(peer)
+
+
+ACTS = st.tuples(
+    st.sampled_from(["fail", "vanish", "arrive", "step", "read", "plan", "settle", "tick", "stop"]),
+    st.integers(0, 9),
+)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 2), st.integers(2, 4), st.integers(1, 3), st.lists(ACTS, max_size=60))
+def test_no_order_of_events_lets_two_generations_live_or_a_run_wait_for_ever(
+    least: int, most: int, retries: int, acts: list[tuple[str, int]]
+) -> None:
+    world = World(least, most, retries)
+    for act, number in acts:
+        peer = sorted(world.inbox)[number % len(world.inbox)] if world.inbox else 0
+        match act:
+            case "arrive":
+                world.arrive()
+            case "step":
+                world.step += bool(world.living)
+            case "plan":
+                world.plan(number)
+            case "settle":
+                world.settle()
+            case "tick":
+                world.now += 40
+                world.do(lambda: world.table.coordinator.tick(world.now))
+            case "fail" if peer in world.living:
+                world.hear(peer, Failed(CAUSE))
+            case "vanish" if peer in world.inbox:
+                world.vanish(peer)
+            case "read" if peer in world.inbox:
+                world.read(peer)
+            case "stop" if number == 0 and peer in world.inbox:
+                world.hear(peer, StopRequest(130))
+    # Now the planner answers, every generation fails at once, and time passes: the run must end.
+    for _ in range(6 * (retries + 3)):
+        world.settle()
+        world.plan(0)
+        world.settle()
+        if world.table.coordinator.over:
+            break
+        for peer in list(world.living):
+            world.hear(peer, Failed(CAUSE))
+        world.settle()
+        world.now += 1000
+        world.do(lambda: world.table.coordinator.tick(world.now))
+    assert world.table.coordinator.over
+    world.settle()
+    assert not world.living

@@ -69,7 +69,8 @@ class ResizingCoordinator(Coordinator):
         self._is_last_call = False
         """Enough machines for the first start are here, and it waits a little for more."""
         self._is_deciding = False
-        self._question = 0
+        self._questions = 0
+        self._open_question: int | None = None
         self._decision: Decision | None = None
         """Of the newest generation."""
         self._told: tuple[Plan, int] | None = None
@@ -102,8 +103,9 @@ class ResizingCoordinator(Coordinator):
 
     def decided(self, question: int, decision: Decision, now: float) -> None:
         """What `ask` asked for; an answer that events have overtaken counts for nothing."""
-        if question != self._question or self.over:
+        if question != self._open_question or self.over:
             return
+        self._open_question = None
         if self._is_deciding and decision.plan is not None:
             self._start_with(decision)
         elif self._is_deciding:
@@ -150,8 +152,6 @@ class ResizingCoordinator(Coordinator):
         elif is_enough and not self._is_last_call:
             self._is_last_call, self._is_deciding = True, False
             self._deadline = now + self._join_seconds
-        elif not is_enough and self._is_last_call:
-            self._is_last_call, self._deadline = False, self._patience
 
     def _gather_again(self, now: float) -> None:
         self._state, self._is_deciding = "meeting", False
@@ -163,8 +163,9 @@ class ResizingCoordinator(Coordinator):
         if self._state == "meeting" and self.generation > 0:
             self._gather_again(now)
         elif self._state == "meeting":
-            if self._is_deciding:  # about one machine too many: there is another last call
+            if self._is_deciding or len(self._peers) < self._min_nodes:  # there is another last call
                 self._is_deciding = self._is_last_call = False
+                self._deadline = self._patience
             self._gather(now)
 
     def _meeting_is_late(self) -> None:
@@ -177,7 +178,8 @@ class ResizingCoordinator(Coordinator):
     # Which machines, under which plan ------------------------------------------------------------
 
     def _ask_planner(self, word: Reached | None = None) -> None:
-        self._question += 1
+        self._questions += 1
+        self._open_question = self._questions
         running = self._decision.plan if self._decision is not None else None
         situation = Situation(
             len(self._peers),
@@ -187,7 +189,7 @@ class ResizingCoordinator(Coordinator):
             word.step_seconds if word is not None else None,
             word.start_seconds if word is not None else None,
         )
-        self._ask(self._question, situation)
+        self._ask(self._questions, situation)
 
     def _start_with(self, decision: Decision) -> None:
         assert decision.plan is not None
