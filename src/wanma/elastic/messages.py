@@ -68,6 +68,15 @@ class Join(Message):
     address: str
     store_port: int
     node_rank: int | None = None
+    is_warm: bool = False
+    """As `Warm` says it."""
+
+
+@dataclass(frozen=True)
+class Warm(Message):
+    """This node's fork server has imported what ranks need: here they start at once."""
+
+    scoped: ClassVar[bool] = False
 
 
 # Coordinator and supervisor: the run ---------------------------------------------------------------

@@ -29,6 +29,7 @@ from wanma.elastic.messages import (
     Reached,
     StopRequest,
     Waiting,
+    Warm,
 )
 from wanma.elastic.recovery import newest_whole
 from wanma.elastic.size import Decision, Situation, choose_nodes, spare_text
@@ -69,6 +70,8 @@ class ResizingCoordinator(Coordinator):
         self._is_last_call = False
         """Enough machines for the first start are here, and it waits a little for more."""
         self._is_deciding = False
+        self._warm: set[int] = set()
+        """Machines whose ranks need not wait for imports any more; those that have gone may be among them."""
         self._questions = 0
         self._open_question: int | None = None
         self._decision: Decision | None = None
@@ -93,13 +96,16 @@ class ResizingCoordinator(Coordinator):
         super().tick(now)
 
     def receive(self, peer: int, message: Message, now: float) -> None:
-        if self._stands_by(peer) and not isinstance(message, Join):
+        if isinstance(message, Warm):
+            self._warm.add(peer)
+            self._consider_growth()
+        elif self._stands_by(peer) and not isinstance(message, Join):
             if isinstance(message, StopRequest | Leave | Failed):  # its own affair
                 self._send(peer, Abort(message.exit_code if not isinstance(message, Failed) else 1))
                 del self._peers[peer]
                 self._left(now)
-            return
-        super().receive(peer, message, now)
+        else:
+            super().receive(peer, message, now)
 
     def decided(self, question: int, decision: Decision, now: float) -> None:
         """What `ask` asked for; an answer that events have overtaken counts for nothing."""
@@ -138,6 +144,8 @@ class ResizingCoordinator(Coordinator):
 
     def _join(self, peer: int, join: Join, now: float) -> None:
         super()._join(peer, join, now)
+        if join.is_warm:
+            self._warm.add(peer)
         if self._state != "meeting" and peer in self._peers:
             self._send(peer, Waiting("the run goes on without this machine, which stands by"))
             self._consider_growth()
@@ -268,8 +276,13 @@ class ResizingCoordinator(Coordinator):
                 super()._hear_running(peer, message, now)
 
     def _consider_growth(self) -> None:
-        """Whether it pays to take the machines that stand by depends on how far the run is, and how fast."""
-        if self._state == "running" and not self._exit_code and self._growth != "pausing":
+        """Whether it pays to take the machines that stand by depends on how far the run is, and how fast.
+
+        Not before their ranks would start at once: all others would wait for them.
+        """
+        spare = {identity for identity, peer in self._peers.items() if peer.node < 0 and not peer.started}
+        is_time = self._state == "running" and not self._exit_code and self._growth != "pausing"
+        if is_time and spare <= self._warm and len(self._running()) < len(self._peers):
             self._growth = "asking"
             self._locate()
 

@@ -46,6 +46,7 @@ from wanma.elastic.messages import (
     Stop,
     StopRequest,
     Waiting,
+    Warm,
     Whereabouts,
 )
 from wanma.elastic.network import address_of, interface_of, listen_anywhere
@@ -149,7 +150,8 @@ class Supervisor:
         launch = self._launch
         self._address = address_of(launch.interface) if launch.interface is not None else address
         port = self._listen()
-        return Join(launch.job_hash, launch.ranks_per_node, self._host, self._address, port, launch.node_rank)
+        offer = (launch.job_hash, launch.ranks_per_node, self._host, self._address, port, launch.node_rank)
+        return Join(*offer, is_warm=self._ready)
 
     def _listen(self) -> int:
         """Bind the port of the next generation's store; 0: it needs none.
@@ -295,6 +297,8 @@ class Supervisor:
                 match message:
                     case Ready(notes):
                         self._ready = True
+                        if self._launch.replanner is not None:
+                            self._link.send(Warm())
                         for note in notes:
                             self._message(note, level="warning")
                         self._fork_when_ready()
