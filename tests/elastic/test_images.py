@@ -42,7 +42,7 @@ def test_only_whole_images_are_held(files: ImageFiles) -> None:
     one, other = files.to_write(1, None)
     write(one, step=4, rank=5, generation=2)
     write(other, step=5, rank=5, generation=2, whole=False)
-    assert files.held() == (HeldImage(5, Image(2, 4)),)
+    assert files.held() == (HeldImage(5, Image(2, 4), 2),)
 
 
 def test_what_is_restored_from_is_overwritten_last(files: ImageFiles) -> None:
@@ -68,16 +68,33 @@ def test_images_of_that_moment_are_found_and_no_others(files: ImageFiles) -> Non
 
 def test_guests_have_files_of_their_own_that_stay_theirs(files: ImageFiles) -> None:
     """Node 0 of [2, 3] takes the images of ranks 2, 3 and 4."""
+    files.arrange(2, (2, 3, 4), None)
     by_rank = [files.for_guests(rank, (2, 3), None) for rank in (0, 1)]
     assert [sorted(guests) for guests in by_rank] == [["2", "4"], ["3"]]
     one, other = by_rank[0]["4"]
     write(one, step=7, rank=4)
     write(other, step=8, rank=4)
     write(files.to_write(0, None)[0], step=7, rank=0)
-    assert set(files.held()) == {HeldImage(0, Image(1, 7)), *(HeldImage(4, Image(1, n)) for n in (7, 8))}
+    assert set(files.held()) == {
+        HeldImage(0, Image(1, 7), 2),
+        *(HeldImage(4, Image(1, n), 2) for n in (7, 8)),
+    }
     assert files.found(Image(1, 8)) == {"4": (other,)}
     assert files.for_guests(0, (2, 3), Image(1, 7))["4"] == (other, one)
     assert files.for_guests(0, (2,), None) == {}
+
+
+def test_pairs_are_shared_out_anew_and_only_what_is_restored_from_outlives_its_use(
+    files: ImageFiles,
+) -> None:
+    files.arrange(2, (2, 3, 4), None)
+    write(files.to_write(1, None)[0], step=7, rank=1)
+    write(files.for_guests(0, (2, 3), None)["4"][0], step=7, rank=4)
+    files.arrange(1, (), Image(1, 7))
+    assert set(files.found(Image(1, 7))) == {"1", "4"}, "both are needed, wherever they lie"
+    files.arrange(1, (), Image(2, 9))
+    assert files.found(Image(1, 7)) == {}
+    assert len(files.to_write(0, None)) == 2
 
 
 def test_the_board_tells_the_newest_finished_step() -> None:

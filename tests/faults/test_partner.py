@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import socket
 from typing import Any
 
 import pytest
 
-from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
+from support.command import Desk, Ran, Training, assert_bitwise_equal
 from support.injection import Fault, injected, struck
-from support.supervisors import wait_for_listener
+from support.nodes import Machines
 
 SHARDED = (
     "text.toml",
@@ -26,52 +25,18 @@ SHARDED = (
 @pytest.fixture(scope="module")
 def untroubled(desk: Desk) -> Training:
     """The run on two machines that nothing happens to."""
-    both = Machines(desk, "untroubled")
+    both = Machines(desk, "untroubled", *SHARDED)
     both.start(0)
     both.start(1)
     assert [one.code for one in both.end()] == [0, 0]
     return desk.training("untroubled")
 
 
-class Machines:
-    """The commands of one run on several machines, which are this one."""
-
-    def __init__(self, desk: Desk, name: str, *overrides: str, **environment: str) -> None:
-        self._desk, self._name, self._overrides = desk, name, overrides
-        self._environment = environment
-        self.training = desk.training(name)
-        self.running: dict[int, Running] = {}
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self._place = f"127.0.0.1:{sock.getsockname()[1]}"
-
-    def start(self, node: int) -> None:
-        self.running[node] = self._desk.start(
-            "train",
-            *SHARDED,
-            *self._overrides,
-            f"cluster.rendezvous={self._place}",
-            f"cluster.node_rank={node}",
-            "--run-dir",
-            self._name,
-            **self._environment,
-        )
-        wait_for_listener(self._place)  # the first to come holds the meeting place, whose loss ends the run
-
-    def lose(self, node: int) -> None:
-        """All its processes and all its memory are gone at once."""
-        self.running[node].kill_all()
-        self.running.pop(node).end()
-
-    def end(self) -> list[Ran]:
-        return [self.running[node].end() for node in sorted(self.running)]
-
-
 def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Training]:
     """Node 1 is lost while step 8 is made; another machine takes its place."""
     marks = desk.folder / f"marks-{name}"
     fault = Fault("stop", rank=1, step=8, phase="forward and backward")  # so that nobody gets further
-    both = Machines(desk, name, *overrides, **injected(marks, fault))
+    both = Machines(desk, name, *SHARDED, *overrides, **injected(marks, fault))
     both.start(0)
     both.start(1)
     assert both.running[0].until(lambda: bool(struck(marks)))
@@ -119,7 +84,7 @@ def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkp
 def test_a_rank_that_dies_is_started_again_from_its_own_node(desk: Desk, untroubled: Training) -> None:
     marks = desk.folder / "marks-rank"
     fault = Fault("kill", rank=1, step=8, phase="forward and backward")
-    both = Machines(desk, "rank", **injected(marks, fault))
+    both = Machines(desk, "rank", *SHARDED, **injected(marks, fault))
     both.start(0)
     both.start(1)
     first, _ = both.end()
@@ -130,7 +95,7 @@ def test_a_rank_that_dies_is_started_again_from_its_own_node(desk: Desk, untroub
 
 
 def test_an_interrupt_ends_both_machines_in_order(desk: Desk) -> None:
-    both = Machines(desk, "interrupted", "train.steps=2000")
+    both = Machines(desk, "interrupted", *SHARDED, "train.steps=2000")
     both.start(0)
     both.start(1)
     assert both.running[0].until(lambda: both.training.steps_begun() >= 3)

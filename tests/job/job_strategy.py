@@ -35,6 +35,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
     },
     ClusterSection: {
         "node_rank": st.just(0),
+        "min_nodes": st.sampled_from([None, 1]),
         "rendezvous": st.sampled_from([None, "host:1", "[::1]:65535"]),
     },
 }

@@ -297,3 +297,16 @@ def test_a_number_or_date_that_cannot_be_is_refused(tmp_path: Path) -> None:
     assert "must be a whole number > 0" in refusal(
         write(tmp_path, f"model.preset = 'x'\ntrain.steps = -{'9' * 50}\n")
     )
+
+
+def test_a_range_of_machines_is_the_most_and_the_least(tmp_path: Path) -> None:
+    path = write(tmp_path, MODEL + '[cluster]\nnodes = "2..8"\n')
+    cluster = load_job(path).cluster
+    assert (cluster.nodes, cluster.min_nodes) == (8, 2)
+    again = load_job(path, ["cluster.nodes=3..4"]).cluster
+    assert (again.nodes, again.min_nodes) == (4, 3)
+    assert load_job(path, ["cluster.nodes=4"]).cluster.min_nodes is None
+    assert "cluster.nodes = '8..2'" not in refusal(path, "cluster.nodes=many")
+    assert "nodes has the fewest machines first, as '2..8' (given: '8..2')" in refusal(
+        path, "cluster.nodes=8..2"
+    )

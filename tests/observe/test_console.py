@@ -218,6 +218,36 @@ def test_a_recovery_says_what_it_cost(changes: dict[str, Any], said: str) -> Non
     assert said in recovery_text({**RECOVERY, **changes})
 
 
+CHANGE = {
+    "machines": 3,
+    "machines_before": 4,
+    "most_machines": 4,
+    "plan_before": "4 ranks (dp_replicate 4), fp32, cpu",
+    "plan": "3 ranks (dp_replicate 3), fp32, cpu",
+    "reason": "change to it: there is room for 3",
+}
+
+
+def test_a_recovery_on_fewer_machines_says_so_in_the_same_message(run: RunDirectory) -> None:
+    lines = shown(run, "quiet", [{**RECOVERY, "change": CHANGE}])
+    assert lines[2:4] == [
+        "  the run goes on with 3 of at most 4 machines (4 before): 4 ranks (dp_replicate 4), fp32, cpu -> "
+        "3 ranks (dp_replicate 3), fp32, cpu",
+        "  change to it: there is room for 3",
+    ]
+
+
+def test_a_run_that_grows_says_what_it_took(run: RunDirectory) -> None:
+    event = {"kind": "growth", "source": "memory", "step": 20, "repeated_steps": 0, "seconds": 1.25}
+    lines = shown(run, "plain", [{**event, "change": {**CHANGE, "machines": 4, "machines_before": 3}}])
+    assert [line for line in lines if "run directory" not in line] == [
+        "the run goes on with 4 of at most 4 machines (3 before): 4 ranks (dp_replicate 4), fp32, cpu -> "
+        "3 ranks (dp_replicate 3), fp32, cpu",
+        "  change to it: there is room for 3",
+        "  carried on after step 20; 1.25 s from the last step before to the first after it",
+    ]
+
+
 def test_drawing_while_events_arrive_does_not_fail(tmp_path: Path) -> None:
     stream = io.StringIO()
     observe = ObserveSection(console="live")

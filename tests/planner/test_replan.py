@@ -134,6 +134,41 @@ def test_without_rates_it_stays_where_it_can_and_changes_where_it_must() -> None
     assert fewer.plan.world_size == 16
 
 
+def test_forecasts_are_set_right_by_what_was_measured() -> None:
+    running = plan_for(job(nodes=2), TWO, WORKLOAD, MODEL).plan
+    forecasted = replan(posed(TWO), running, FOUR, 100_000)
+    measured = replan(posed(TWO), running, FOUR, 100_000, step_seconds=10.0)
+    now = problem_of(job(), FOUR, WORKLOAD, MODEL)
+    old, new = forecast(now, running).step, measured.forecast.step
+    assert old is not None
+    assert new is not None
+    assert measured.plan == forecasted.plan
+    assert measured.cost is not None
+    saved = 100_000 * 10.0 * (1 - new.seconds / old.seconds)
+    assert measured.gained_seconds == pytest.approx(saved - measured.cost.seconds)
+
+
+def test_without_rates_but_with_a_measured_step_more_devices_are_taken_for_what_they_may_gain_at_best() -> (
+    None
+):
+    """A job that says its sizes, on devices that nobody knows."""
+
+    def mystery(count: int) -> Cluster:
+        device = Device("cuda", "Mystery", 80 << 30, {})
+        return Cluster((Node("box", 64, 512 << 30, (device,) * 8, count=count),))
+
+    fixed = job({"tp": 2, "dp_shard": 8, "shard": "optimizer"}, nodes=2)
+    problem = problem_of(fixed, mystery(2), WORKLOAD, MODEL)
+    running = Plan(
+        tp=2, dp_shard=8, shard="optimizer", sequence=True, micro_batch=8, precision="bf16", device="cuda"
+    )
+    decision = replan(problem, running, mystery(3), 1000, step_seconds=6.0)
+    assert decision.changes
+    assert (decision.plan.tp, decision.plan.dp_shard, decision.plan.dp_replicate) == (2, 12, 1)
+    assert "4.00 s at best" in decision.reason
+    assert not replan(problem, running, mystery(3), 5, step_seconds=6.0).changes
+
+
 def test_no_step_left_is_no_question() -> None:
     with pytest.raises(ValueError, match="steps_left = 0"):
         replan(posed(), FULL, FOUR, 0)

@@ -63,6 +63,20 @@ def test_the_first_slow_steps_do_not_count(new_run: NewRun) -> None:
     assert usual_step_seconds(read_report(new_run(4))) is None
 
 
+def test_of_a_run_whose_plan_has_changed_only_steps_under_the_new_one_count(new_run: NewRun) -> None:
+    run = new_run(30)
+    before = usual_step_seconds(read_report(run))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines[20:]:
+        line["step_seconds"] = 9.0
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert usual_step_seconds(read_report(run)) == pytest.approx(before, abs=0.1)
+    growth = {"kind": "growth", "time": 1.0, "step": 20, "change": {"machines": 3}}
+    with run.events.open("a") as events:
+        events.write(json.dumps(growth) + "\n")
+    assert usual_step_seconds(read_report(run)) == 9.0
+
+
 def test_communication_of_a_pipeline_is_part_of_forward_and_backward(new_run: NewRun) -> None:
     found = by_name(promised(new_run(30), replace(STEP, bubble=0.1), Plan(pp=2)))
     assert "communication" not in found

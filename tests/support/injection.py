@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "WANMA_TEST_FAULTS"
+SLOW_SECONDS = 0.5
 SUPPORT = Path(__file__).parent
 
 
@@ -32,7 +33,8 @@ class Fault:
 
     what: str
     """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; flip (a bit of a weight, at the phase
-    step done), nan and spike (the rank's gradients, at the phase update)."""
+    step done), nan and spike (the rank's gradients, at the phase update); slow (from then on each forward and
+    backward takes half a second more)."""
     rank: int = 1
     step: int = 3
     phase: str = "forward and backward"
@@ -91,6 +93,7 @@ class Probe:
     ) -> None:
         self._folder, self._rank, self._generation = folder, rank, generation
         self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+        self._delay = 0.0
         self._faults = {
             number: fault
             for number, fault in enumerate(faults)
@@ -103,7 +106,12 @@ class Probe:
         making = step + (phase in ("waiting for data", "forward and backward", "update"))
         for number, fault in self._faults.items():
             if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
-                _strike(fault.what)
+                if fault.what == "slow":
+                    self._delay = SLOW_SECONDS
+                else:
+                    _strike(fault.what)
+        if phase == "forward and backward":
+            time.sleep(self._delay)
 
     def _is_first(self, number: int) -> bool:
         """A mark is made once, whoever else comes there in a later generation."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from wanma.api.elastic import refuse_elastic
 from wanma.api.records import events_so_far, only_one, record_end
 from wanma.api.session import OWN_MODEL, SESSION, launched_cluster
 from wanma.elastic.environment import worker_environment
@@ -78,7 +79,9 @@ def cluster_section(overrides: Sequence[str]) -> ClusterSection:
                 f"wanma launch: {'.'.join(path)} is for the script to say, which makes the job",
                 "keys of [cluster] can be given here, e.g. cluster.hang_seconds=900",
             )
-    return job_from({"model": {"factory": OWN_MODEL}}, overrides).cluster
+    job = job_from({"model": {"factory": OWN_MODEL}}, overrides)
+    refuse_elastic(job, "wanma launch")
+    return job.cluster
 
 
 def run_script(worker: Worker, payload: bytes) -> None:

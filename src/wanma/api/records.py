@@ -89,6 +89,21 @@ def write_down_accepted(
         write({"kind": "message", "level": "warning", "text": str(error)})
 
 
+def write_down_plan(
+    run: RunDirectory, prepared: Prepared, planned: Event, write: Callable[[Event], None]
+) -> None:
+    """plan.json of a run that goes on under another plan than the command's own, on other machines.
+
+    Args:
+        planned: the event that has told of it.
+    """
+    try:
+        write_json(run.plan, {**prepared.to_json(), "plan": planned["plan"], "forecast": planned["forecast"]})
+    except OSError as error:
+        text = f"the plan was not written down: {error.strerror or error}"
+        write({"kind": "message", "level": "warning", "text": text})
+
+
 def changes(run: RunDirectory, job: Job) -> list[str]:
     """What is new in the job's mathematics since the run directory's last run, one line for each key."""
     if not run.job.exists():

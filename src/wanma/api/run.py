@@ -7,9 +7,11 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.api.elastic import elastic_plans, is_elastic
 from wanma.api.planning import Prepared, first_layout, notes, prepare_job
 from wanma.api.records import (
     changes,
@@ -19,6 +21,7 @@ from wanma.api.records import (
     run_directory_of,
     write_down,
     write_down_accepted,
+    write_down_plan,
 )
 from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
@@ -70,7 +73,7 @@ def train_job(
     try:
         # The fork server imports torch meanwhile.
         with show_preparing(quiet=job.observe.console == "quiet") as progress:
-            prepared = prepare_job(job, start, objects=objects, progress=progress)
+            prepared = prepare_job(job, start, objects=objects, progress=progress, read_own=is_elastic(job))
         run.create()
         with only_one(run) if job.cluster.nodes == 1 else contextlib.nullcontext():
             launch = _launch(run, job, prepared, objects or {})
@@ -83,9 +86,15 @@ def train_job(
                 for note in told:
                     console.write({"kind": "message", "level": "info", "text": note})
 
+                planned: Event = {}
+
                 def on_event(event: Event) -> None:
+                    if event["kind"] == "planned":
+                        planned.update(event)
                     if event["kind"] == "start" and not is_new and not event.get("again"):
                         write_down_accepted(run, job, prepared, command_line or [], console.write)
+                    if event["kind"] == "start" and planned:
+                        write_down_plan(run, prepared, planned, console.write)
                     console.write(event)
 
                 outcome = run_local(launch, on_event, node)
@@ -117,17 +126,11 @@ def dry_run(job: Job) -> RenderableType:
 
 def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, Any]) -> Launch:
     plan, workload = prepared.plan, prepared.workload
-    request = Request(
-        job,
-        plan,
-        flops_per_sample=workload.flops_per_sample if workload else None,
-        peak_flops_per_second=prepared.peak_flops_per_second,
-        objects=objects,
-    )
+    payload = partial(_payload, objects, workload.flops_per_sample if workload else None)
     return Launch(
         run_directory=run.path.absolute(),
         entry=ENTRY,
-        payload=to_bytes(request),
+        payload=payload(job, plan, prepared.peak_flops_per_second),
         preload=preload_of(job),
         ranks_per_node=plan.world_size // job.cluster.nodes,
         threads_per_rank=plan.threads_per_rank,
@@ -140,7 +143,17 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         hang_seconds=job.cluster.hang_seconds,
         job_hash=_agreed(job, plan),
         retries=job.cluster.retries,
+        replanner=elastic_plans(job, prepared, payload),
+        min_nodes=job.cluster.min_nodes or job.cluster.nodes,
+        join_seconds=job.cluster.join_seconds,
     )
+
+
+def _payload(
+    objects: dict[str, Any], flops_per_sample: float | None, job: Job, plan: Plan, peak: float | None
+) -> bytes:
+    """What the ranks are told."""
+    return to_bytes(Request(job, plan, flops_per_sample, peak, objects))
 
 
 def to_bytes(request: Request) -> bytes:

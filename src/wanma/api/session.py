@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.api.elastic import refuse_elastic
 from wanma.api.planning import Prepared, finish, first_layout, notes, peak_flops_per_second
 from wanma.api.records import (
     changes,
@@ -76,6 +77,7 @@ def session(
         )
     job = job_from(job, _with_model(job, overrides))
     model_kind(job.model)  # refuses a preset that does not exist
+    refuse_elastic(job, "a training loop of one's own")
     worker, launched = current_worker.get(), launched_cluster.get()
     late: list[str] = []
     if worker is not None:

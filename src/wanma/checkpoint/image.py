@@ -196,7 +196,7 @@ class FoundImage:
             memory = map_private(descriptor, end)
         finally:
             os.close(descriptor)
-        self.head = head
+        self.path, self.head = path, head
         self.body = memory[HEAD_BYTES:]
         """Content and table."""
 

@@ -1,7 +1,7 @@
 """Where every rank of a node stands: a page of shared memory that ranks write and the supervisor reads.
 
 Writing costs about a microsecond and no system call beyond the clock, so the loop may report as
-often as it likes. The same page carries the supervisor's request to stop.
+often as it likes. The same page carries the supervisor's request to stop, or to pause.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ class Board:
 
     def stop_requested(self) -> bool:
         return self._memory[0] == 1
+
+    def request_pause(self) -> None:
+        self._memory[1] = 1
+
+    def pause_requested(self) -> bool:
+        return self._memory[1] == 1
 
     def writer(self, local_rank: int) -> BoardWriter:
         return BoardWriter(self._memory, _HEAD_BYTES + local_rank * _SLOT_BYTES)

@@ -7,14 +7,14 @@ directly by the supervisor, with several through `rendezvous`; so both follow th
     meeting ──all are here──> running ──failure──> halting ──no rank lives──> meeting again, or the end
 
 A generation starts only after every node that is still here has said that no rank of the one before
-lives, so two never compute at once.
+lives, so two never compute at once. Here all machines of the run are needed; `resizing` does with fewer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from wanma.elastic.failure import Failure, clip
 from wanma.elastic.hang import hang_report
@@ -40,7 +40,7 @@ from wanma.elastic.messages import (
     StopRequest,
     Waiting,
 )
-from wanma.elastic.recovery import Retries, newest_common
+from wanma.elastic.recovery import Retries, newest_common, newest_whole
 from wanma.job.errors import EXIT_USAGE
 
 GATHER_SECONDS = 1.0
@@ -60,15 +60,18 @@ Send = Callable[[int, Message], None]
 
 
 @dataclass
-class _Peer:
+class Peer:
     """One supervisor, in order of arrival."""
 
     join: Join
     node: int = -1
-    """Its number; negative before its first start."""
+    """Its number; negative while it has no ranks, as before its first start."""
     ranks: range = range(0)
     store_port: int = 0
+    started: bool = False
+    """It has had ranks, in whatever generation."""
     finished: bool = False
+    paused: bool = False
     hung: bool = False
     halted: Halted | None = None
 
@@ -90,7 +93,7 @@ class Coordinator:
         self._state: Literal["meeting", "running", "halting", "over"] = "meeting"
         self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
         self._start_seconds = start_seconds
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._deadline: float | None = now + start_seconds
         self._exit_code = 0
         self._echo: Failure | None = None
@@ -117,7 +120,7 @@ class Coordinator:
     def receive(self, peer: int, message: Message, now: float) -> None:
         """A message of a peer whose secret has been verified."""
         if isinstance(message, Join):
-            self._join(peer, message)
+            self._join(peer, message, now)
         elif peer in self._peers and not self.over:
             match message:
                 case StopRequest(exit_code):
@@ -147,12 +150,15 @@ class Coordinator:
     def lost(self, peer: int, reason: str, now: float) -> None:
         """A peer's connection has ended."""
         gone = self._peers.pop(peer, None)
-        if gone is None or gone.node < 0 or self.over or (gone.finished and self._state == "running"):
+        if gone is None or self.over or (gone.finished and self._state == "running"):
+            return
+        if gone.node < 0:
+            self._left(now)
             return
         cause = f"node {gone.node} ({gone.join.host}) was lost: {reason}"
         self._lost = Failure(cause, node=gone.node, host=gone.join.host, hint=LOST_HINT)
         if self._state == "meeting":
-            self._wait_for_machines(now)
+            self._gather_again(now)
         else:
             self._failed(self._lost, now)
             self._when_halted(now)
@@ -163,13 +169,13 @@ class Coordinator:
             return
         self._deadline = None
         if self._state == "meeting":
-            self._nobody_came()
+            self._meeting_is_late()
         elif self._state == "halting":
             late = [peer for peer in self._peers.values() if peer.node >= 0 and peer.halted is None]
             who = ", ".join(f"node {peer.node} ({peer.join.host})" for peer in late)
             cause = f"the ranks could not be ended within {HALT_SECONDS:.0f} s on {who}"
-            assert self._cause is not None
-            self._end(Abort(1, Failure(cause, hint=f"why they had to end: {self._cause.headline}")))
+            why = self._cause.headline if self._cause is not None else "the run was to grow"
+            self._end(Abort(1, Failure(cause, hint=f"why they had to end: {why}")))
         elif self._hang is not None:
             self._conclude_hang(now, late=True)
         elif self._echo is not None:
@@ -177,16 +183,44 @@ class Coordinator:
 
     # Meeting -------------------------------------------------------------------------------------
 
-    def _join(self, peer: int, join: Join) -> None:
+    def _join(self, peer: int, join: Join, now: float) -> None:
         if reason := self._objection(join):
             self._send(peer, reason)
             return
-        self._peers[peer] = _Peer(join, store_port=join.store_port)
-        if self._state == "meeting" and len(self._peers) == self._nodes:
+        self._peers[peer] = Peer(join, store_port=join.store_port)
+        if self._state == "meeting":
+            self._gather(now)
+
+    def _gather(self, now: float) -> None:  # noqa: ARG002  (who needs fewer than all may wait a little)
+        """Start as soon as all are here."""
+        if len(self._peers) == self._nodes:
             self._start()
 
+    def _gather_again(self, now: float) -> None:
+        """After a generation has ended, or a loss before the next one."""
+        self._state = "meeting"
+        self._gather(now)
+        if self._state == "meeting":
+            self._wait_for_machines(now)
+
+    def _left(self, now: float) -> None:
+        """A machine that had no ranks has gone."""
+
+    def _meeting_is_late(self) -> None:
+        self._nobody_came()
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether nothing goes on but that machines are waited for."""
+        return self._state == "meeting"
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether machines come too late."""
+        return self._state in ("running", "over")
+
     def _objection(self, join: Join) -> Refused | None:
-        if self._state in ("running", "over") or len(self._peers) == self._nodes:
+        if self._is_closed or len(self._peers) == self._nodes:
             return Refused(
                 f"the run at {self._place} has its {self._nodes} machines already",
                 "wait until it has ended, or choose another port for cluster.rendezvous",
@@ -201,34 +235,31 @@ class Coordinator:
             if join.node_rank >= self._nodes:
                 return Refused(f"cluster.node_rank {join.node_rank} is not below cluster.nodes {self._nodes}")
             for other in self._peers.values():
-                if join.node_rank == (other.node if other.node >= 0 else other.join.node_rank):
+                if join.node_rank == self._number(other):
                     return Refused(
                         f"cluster.node_rank {join.node_rank} is taken by {other.join.host}",
                         "give every machine its own number, or none and let arrival decide",
                     )
         return None
 
+    def _number(self, peer: Peer) -> int | None:
+        """That nobody else may ask for."""
+        return peer.node if peer.node >= 0 else peer.join.node_rank
+
     def _start(self) -> None:
+        by_node = self._seated()
         self._state = "running"
         self.generation += 1
         self._deadline = self._echo = self._hang = self._lost = None
         self._standings.clear()
-        new = {identity for identity, peer in self._peers.items() if peer.node < 0}
-        for peer in self._peers.values():
-            if peer.node < 0 and peer.join.node_rank is not None:
-                peer.node = peer.join.node_rank
-        free = iter(sorted(set(range(self._nodes)) - {peer.node for peer in self._peers.values()}))
-        for peer in self._peers.values():
-            if peer.node < 0:
-                peer.node = next(free)
-        by_node = sorted(self._peers.items(), key=lambda item: item[1].node)
-        self._ranks_by_node = tuple(peer.join.ranks for _, peer in by_node)
+        self._ranks_by_node = self._ranks_of(by_node)
         world_size = sum(self._ranks_by_node)
+        plan, forecast = self._planned()
         store = by_node[0][1]
         first = 0
-        for identity, peer in by_node:
-            peer.ranks = range(first, first + peer.join.ranks)
-            peer.finished = peer.hung = False
+        for (identity, peer), ranks in zip(by_node, self._ranks_by_node, strict=True):
+            peer.ranks = range(first, first + ranks)
+            peer.finished = peer.hung = peer.paused = False
             peer.halted = None
             start = Start(
                 self.generation,
@@ -239,17 +270,43 @@ class Coordinator:
                 store.store_port,
                 self._recovery,
                 self._ranks_by_node,
+                plan,
+                forecast,
             )
-            first += peer.join.ranks
+            first += ranks
             self._send(identity, start)
-            if self._exit_code and identity in new:
+            if self._exit_code and not peer.started:
                 self._send(identity, Stop(self._exit_code))
+            peer.started = True
+
+    def _seated(self) -> list[tuple[int, Peer]]:
+        """The machines that take part, by their numbers, which they keep."""
+        for peer in self._peers.values():
+            if peer.node < 0 and peer.join.node_rank is not None:
+                peer.node = peer.join.node_rank
+        free = iter(sorted(set(range(self._nodes)) - {peer.node for peer in self._peers.values()}))
+        for peer in self._peers.values():
+            if peer.node < 0:
+                peer.node = next(free)
+        return sorted(self._peers.items(), key=lambda item: item[1].node)
+
+    def _ranks_of(self, by_node: list[tuple[int, Peer]]) -> tuple[int, ...]:
+        return tuple(peer.join.ranks for _, peer in by_node)
+
+    def _planned(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Plan and forecast that all are told; None: each has planned the same for itself."""
+        return None, None
+
+    @property
+    def _needed(self) -> int:
+        """Machines without which nothing starts."""
+        return self._nodes
 
     def _wait_for_machines(self, now: float) -> None:
         why = self._lost or self._cause
         assert why is not None
         self._deadline = now + self._start_seconds
-        missing = self._nodes - len(self._peers)
+        missing = max(self._needed - len(self._peers), 1)
         machines = "one machine is" if missing == 1 else f"{missing} machines are"
         self._broadcast(
             Waiting(
@@ -276,15 +333,16 @@ class Coordinator:
     def _stop(self, exit_code: int) -> None:
         """In order: ranks that are just being started again finish a step first, so that nothing is lost."""
         self._exit_code = self._exit_code or exit_code
-        if self._state == "meeting":
+        if self._is_waiting:
             self._end(Abort(self._exit_code))
         else:
             self._broadcast(Stop(self._exit_code))
 
     def _failed(self, failure: Failure, now: float) -> None:
         if self._state == "halting":
-            assert self._cause is not None
-            if failure.exit_code == EXIT_USAGE or (self._cause.consequence and not failure.consequence):
+            cause = self._cause
+            is_wrong_job = failure.exit_code == EXIT_USAGE
+            if cause is None or is_wrong_job or (cause.consequence and not failure.consequence):
                 self._cause = failure
         elif self._state == "running":
             if not failure.consequence:
@@ -295,19 +353,20 @@ class Coordinator:
 
     def _finished(self, peer: int) -> None:
         self._peers[peer].finished = True
-        if all(other.finished for other in self._peers.values()) and self._echo is None:
+        if all(other.finished for other in self._running()) and self._echo is None:
             self._end(Over(self._exit_code))
 
     def _hung(self, peer: int, hang: Hung, now: float) -> None:
         """One silent node may be waiting for another that works: all must be silent."""
         self._peers[peer].hung = True
-        if self._hang is None and all(other.hung or other.finished for other in self._peers.values()):
+        silent = all(other.hung or other.finished or other.paused for other in self._running())
+        if self._hang is None and silent:
             self._hang = hang
             self._deadline = now + INSPECT_SECONDS
             self._broadcast(Inspect())
 
     def _conclude_hang(self, now: float, late: bool) -> None:
-        if self._hang is not None and (late or len(self._standings) == len(self._peers)):
+        if self._hang is not None and (late or len(self._standings) == len(self._running())):
             standings = [one for node in self._standings.values() for one in node]
             summary, report = hang_report(standings, self._hang.seconds, self._hang.limit)
             hint = "the stacks are in logs/hang-report.txt of the run directory"
@@ -320,47 +379,57 @@ class Coordinator:
         if self._exit_code or not self._retries.may_help(failure):
             self._end(Abort(failure.exit_code, failure, report))
             return
-        self._state, self._cause = "halting", failure
+        self._halt(failure, now, report)
+
+    def _halt(self, cause: Failure | None, now: float, report: str = "") -> None:
+        """Have all ranks ended; without a cause, if they have left by themselves."""
+        self._state, self._cause = "halting", cause
         self._deadline = now + HALT_SECONDS
-        self._broadcast(Halt(report))
+        for identity, peer in list(self._peers.items()):
+            if peer.node >= 0:
+                self._send(identity, Halt(report))
 
     def _when_halted(self, now: float) -> None:
-        """When no rank lives any more: give up, or start again as soon as all machines are here."""
-        here = [peer for peer in self._peers.values() if peer.node >= 0]
+        """When no rank lives any more: give up, or start again as soon as the machines for it are here."""
+        here = self._running()
         if self._state != "halting" or any(peer.halted is None for peer in here):
             return
-        assert self._cause is not None
         said = [peer.halted for peer in here if peer.halted is not None]
         for word in said:
             self._retries.reached(word.reached_step)
-        self._cause = self._retries.noted(self._cause)
-        if (ending := self._retries.objection(self._cause)) is not None:
-            self._end(Abort(ending.exit_code, ending))
-            return
+        if self._cause is not None:
+            self._cause = self._retries.noted(self._cause)
+            if (ending := self._retries.objection(self._cause)) is not None:
+                self._end(Abort(ending.exit_code, ending))
+                return
         held = [image for word in said for image in word.images]
         # A lost node's partner has images of its ranks. If not, the new ranks say so, and all take the disk.
-        restore = newest_common(range(sum(self._ranks_by_node)), held)
+        restore = newest_whole(held, sum(self._ranks_by_node))
         restore = restore or newest_common((rank for peer in here for rank in peer.ranks), held)
         assert self._retries.reached_step is not None
         self._recovery = Recovery(
-            clip(self._cause.headline, FAILURE_LIMIT),
+            clip(self._cause.headline, FAILURE_LIMIT) if self._cause is not None else "",
             self._retries.reached_step,
             self._retries.attempt,
-            restore if self._retries.trusts_memory else None,
+            restore if self._cause is None or self._retries.trusts_memory else None,
             self._retries.retried_steps,
         )
         for peer in here:
             assert peer.halted is not None
             peer.store_port = peer.halted.store_port
-        self._state = "meeting"
-        if len(self._peers) == self._nodes:
-            self._start()
-        else:
-            self._wait_for_machines(now)
+        self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """No rank lives, and the run shall go on."""
+        self._gather_again(now)
 
     def _end(self, word: Abort | Over) -> None:
         self._state = "over"
         self._broadcast(word)
+
+    def _running(self) -> list[Peer]:
+        """Those that have ranks, or had them in the newest generation."""
+        return [peer for peer in self._peers.values() if peer.node >= 0]
 
     def _broadcast(self, message: Message) -> None:
         for peer in list(self._peers):

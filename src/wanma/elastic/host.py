@@ -8,15 +8,19 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from wanma.elastic.asking import ask_beside
 from wanma.elastic.connection import Connection
 from wanma.elastic.coordinator import Coordinator
-from wanma.elastic.launch import Launch
+from wanma.elastic.launch import Launch, Replanner
 from wanma.elastic.loop import Loop, Timer
 from wanma.elastic.messages import Answer, Beat, Challenge, Message, Refused, Start, Welcome
 from wanma.elastic.network import Place
 from wanma.elastic.protocol import line_keys, new_nonce, proof, proof_holds
+from wanma.elastic.resizing import ResizingCoordinator
 from wanma.elastic.secret import VARIABLE
+from wanma.elastic.size import Decision, Situation
 
 logger = logging.getLogger("wanma.elastic")
 
@@ -31,12 +35,28 @@ class DrivenCoordinator:
 
     def __init__(self, launch: Launch, place: str, loop: Loop, send: Callable[[int, Message], None]) -> None:
         now = time.monotonic()
-        self._coordinator = Coordinator(
-            launch.nodes, launch.job_hash, place, launch.start_seconds, send, now, launch.retries
-        )
         self._loop = loop
+        common = (launch.nodes, launch.job_hash, place, launch.start_seconds, send, now, launch.retries)
+        self._coordinator = (
+            Coordinator(*common)
+            if launch.replanner is None
+            else self._resizing(launch, launch.replanner, common)
+        )
         self._timer: Timer | None = None
         self._arm()
+
+    def _resizing(self, launch: Launch, replanner: Replanner, common: Any) -> ResizingCoordinator:
+        def ask(question: int, situation: Situation) -> None:
+            ask_beside(replanner, situation, self._loop, lambda decision: answer(question, decision))
+
+        def answer(question: int, decision: Decision) -> None:
+            coordinator.decided(question, decision, time.monotonic())
+            self._arm()
+
+        coordinator = ResizingCoordinator(
+            *common, ask=ask, min_nodes=launch.min_nodes, join_seconds=launch.join_seconds
+        )
+        return coordinator
 
     def receive(self, peer: int, message: Message) -> None:
         self._coordinator.receive(peer, message, time.monotonic())

@@ -15,17 +15,41 @@ from wanma.elastic.messages import HeldImage, Image
 
 
 class ImageFiles:
-    """Two files for each rank of this node, held by its supervisor: one of them is always whole."""
+    """Pairs of files, held by this node's supervisor: in each pair there is always one that is whole.
+
+    One pair for each rank, as many more as there are guests, and those that are still restored from.
+
+    Args:
+        ranks: of this node, at first.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._pairs = [_new_pair() for _ in range(ranks)]
-        self._guests: dict[int, tuple[int, ...]] = {}
-        """By rank."""
+        self._guests: dict[int, int] = {}
+        """By rank: which pair."""
+
+    def arrange(self, ranks: int, guests: Sequence[int], restore: Image | None) -> None:
+        """Have a pair for each of so many ranks of this node and for each guest, and none that nobody needs.
+
+        Args:
+            guests: ranks of another node whose images this one takes.
+            restore: what the new ranks start from, which stays wherever it is.
+        """
+        needed = ranks + len(guests)
+        while len(self._pairs) < needed:
+            self._pairs.append(_new_pair())
+        for pair in self._pairs[needed:]:
+            if not any(_is_of(one, restore) for one in pair):
+                self._pairs.remove(pair)
+                _close(pair)
+        self._guests = {guest: ranks + index for index, guest in enumerate(guests)}
 
     def held(self) -> tuple[HeldImage, ...]:
         """The whole images, of this node's ranks and of guests."""
         heads = map(_whole, self._all())
-        return tuple(HeldImage(head.rank, _moment(head)) for head in heads if head is not None)
+        return tuple(
+            HeldImage(head.rank, _moment(head), head.world_size) for head in heads if head is not None
+        )
 
     def to_write(self, local_rank: int, restore: Image | None) -> tuple[str, ...]:
         """Paths in the order in which a rank is to write them: last the one that is still restored from."""
@@ -34,12 +58,9 @@ class ImageFiles:
     def for_guests(
         self, rank: int, ranks_by_node: Sequence[int], restore: Image | None
     ) -> dict[str, tuple[str, ...]]:
-        """Ranks of another node whose images `rank` takes → paths as in `to_write`; made when asked for."""
+        """Ranks of another node whose images `rank` takes → paths as in `to_write`."""
         guests = guests_of(rank, ranks_by_node)
-        for guest in guests:
-            if guest not in self._guests:
-                self._guests[guest] = _new_pair()
-        return {str(guest): _in_turn(self._guests[guest], restore) for guest in guests}
+        return {str(guest): _in_turn(self._pairs[self._guests[guest]], restore) for guest in guests}
 
     def found(self, restore: Image | None) -> dict[str, tuple[str, ...]]:
         """Rank → paths of its images of that moment."""
@@ -51,15 +72,20 @@ class ImageFiles:
         return found
 
     def close(self) -> None:
-        for descriptor in self._all():
-            os.close(descriptor)
+        for pair in self._pairs:
+            _close(pair)
 
     def _all(self) -> Iterator[int]:
-        return (one for pair in (*self._pairs, *self._guests.values()) for one in pair)
+        return (one for pair in self._pairs for one in pair)
 
 
 def _new_pair() -> tuple[int, ...]:
     return tuple(os.memfd_create("wanma-image", os.MFD_CLOEXEC) for _ in range(2))
+
+
+def _close(pair: tuple[int, ...]) -> None:
+    for descriptor in pair:
+        os.close(descriptor)
 
 
 def _in_turn(pair: tuple[int, ...], restore: Image | None) -> tuple[str, ...]:

@@ -6,8 +6,24 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from wanma.elastic.failure import Failure
+from wanma.elastic.size import Decision, Situation
+from wanma.job.plan import Plan
+
+
+class Replanner(Protocol):
+    """What a launch brings with it for a run whose number of machines may change; can be pickled."""
+
+    def decide(self, situation: Situation) -> Decision:
+        """The plan to go on with; runs beside the supervisor's loop, in a thread.
+
+        `plan` is that of `running` on as many machines where nothing is to change.
+        """
+
+    def launch(self, before: Launch, plan: Plan, nodes: int) -> Launch:
+        """What this machine starts for its part of `plan` on so many machines."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,11 @@ class Launch:
     """Machines whose jobs differ refuse to work together."""
     retries: int = 0
     """How often the ranks are started again after a failure, without a new step between; 0: never."""
+    replanner: Replanner | None = None
+    """Plans for however many machines there are, from `min_nodes` to `nodes`; None: it is always `nodes`."""
+    min_nodes: int = 0
+    join_seconds: float = 30.0
+    """How long the first start waits for more machines than those."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:

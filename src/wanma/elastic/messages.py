@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from wanma.elastic.failure import Failure
-from wanma.job.worker import Restart
+from wanma.job.worker import Change, Restart
 
 
 class Message:
@@ -68,6 +68,15 @@ class Join(Message):
     address: str
     store_port: int
     node_rank: int | None = None
+    is_warm: bool = False
+    """As `Warm` says it."""
+
+
+@dataclass(frozen=True)
+class Warm(Message):
+    """This node's fork server has imported what ranks need: here they start at once."""
+
+    scoped: ClassVar[bool] = False
 
 
 # Coordinator and supervisor: the run ---------------------------------------------------------------
@@ -94,6 +103,8 @@ class Recovery:
     """Which images to restore from; None: none, start from disk."""
     retried_steps: tuple[int, ...] = ()
     """As `Restart` has it."""
+    change: Change | None = None
+    """Likewise."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,8 @@ class HeldImage:
 
     rank: int
     image: Image
+    world_size: int | None = None
+    """Of the generation that left it; None: of the newest."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,36 @@ class Start(Message):
     """None: the first generation."""
     ranks_by_node: tuple[int, ...] = ()
     """How many ranks each node has."""
+    plan: dict[str, Any] | None = None
+    """What all are to run, as `Plan.to_json`; None: what the command that started them has planned."""
+    forecast: dict[str, Any] | None = None
+    """Of that plan, as `Forecast.to_json`."""
+
+
+@dataclass(frozen=True)
+class Locate(Message):
+    """Tell how far your ranks are."""
+
+
+@dataclass(frozen=True)
+class Reached(Message):
+    """A node's answer to `Locate`, as far as it knows yet."""
+
+    step: int | None
+    """The newest that its ranks finished."""
+    step_seconds: float | None
+    start_seconds: float | None
+    """From the ranks' birth to their first finished step."""
+
+
+@dataclass(frozen=True)
+class Pause(Message):
+    """Ask your ranks to leave after this step with a copy of their state, so that others go on from it."""
+
+
+@dataclass(frozen=True)
+class Paused(Message):
+    """All ranks of this node have left so. Also from a worker that is about to."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +193,7 @@ class Halted(Message):
 
 @dataclass(frozen=True)
 class Waiting(Message):
-    """The run has lost machines and waits for others; `text` tells the user."""
+    """The run waits for machines, or this machine for its turn; `text` tells the user."""
 
     scoped: ClassVar[bool] = False
     text: str

@@ -19,7 +19,7 @@ from typing import Any, Union
 
 from wanma.elastic.messages import KINDS, Challenge, Message
 
-VERSION = 2
+VERSION = 3
 LINE_LIMIT = 1 << 20
 """Bytes of one message; longer ones end the connection."""
 _MAC_LENGTH = 64

@@ -27,6 +27,8 @@ class LocalRank:
         self.code: int | None = None
         """Exit code, negative for a signal; None while it lives."""
         self.finished = False
+        self.pausing = False
+        """It leaves so that others go on from where it is."""
         self.spoke = False
         """It told how its work ended, well or not."""
         self.collective = ""

@@ -84,6 +84,19 @@ def newest_common(ranks: Iterable[int], held: Iterable[HeldImage]) -> Image | No
     return max(common, key=lambda image: (image.generation, image.step), default=None)
 
 
+def newest_whole(held: Iterable[HeldImage], world_size: int) -> Image | None:
+    """The newest moment of which there is an image of every rank that then was.
+
+    Args:
+        world_size: of the newest generation.
+    """
+    owners: dict[tuple[Image, int], set[int]] = {}
+    for one in held:
+        owners.setdefault((one.image, one.world_size or world_size), set()).add(one.rank)
+    whole = [image for (image, ranks), found in owners.items() if found >= set(range(ranks))]
+    return max(whole, key=lambda image: (image.generation, image.step), default=None)
+
+
 def _ordinal(count: int) -> str:
     return {2: "second", 3: "third"}.get(count, f"{count}th")
 

@@ -32,9 +32,13 @@ from wanma.elastic.messages import (
     Inspect,
     Join,
     Leave,
+    Locate,
     Message,
     Moving,
     Over,
+    Pause,
+    Paused,
+    Reached,
     Ready,
     Standings,
     Start,
@@ -42,6 +46,7 @@ from wanma.elastic.messages import (
     Stop,
     StopRequest,
     Waiting,
+    Warm,
     Whereabouts,
 )
 from wanma.elastic.network import address_of, interface_of, listen_anywhere
@@ -51,6 +56,7 @@ from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
 from wanma.elastic.team import Team
 from wanma.elastic.told import ended_text, joined_text, started_again_text, stopping_text
+from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
 
@@ -116,7 +122,8 @@ class Supervisor:
             self._launch, os.environ, self._loop, self._join, self._told, self._coordinator_lost
         )
         if self._launch.nodes > 1:
-            self._message(f"the {self._launch.nodes} nodes of the run meet at {self._launch.rendezvous}")
+            few = f"{self._launch.min_nodes} to " if self._launch.replanner is not None else ""
+            self._message(f"the {few}{self._launch.nodes} nodes of the run meet at {self._launch.rendezvous}")
         try:
             self._loop.run_until(lambda: self._ending is not None and (not self._team or self._team.gone))
         finally:
@@ -143,7 +150,8 @@ class Supervisor:
         launch = self._launch
         self._address = address_of(launch.interface) if launch.interface is not None else address
         port = self._listen()
-        return Join(launch.job_hash, launch.ranks_per_node, self._host, self._address, port, launch.node_rank)
+        offer = (launch.job_hash, launch.ranks_per_node, self._host, self._address, port, launch.node_rank)
+        return Join(*offer, is_warm=self._ready)
 
     def _listen(self) -> int:
         """Bind the port of the next generation's store; 0: it needs none.
@@ -164,6 +172,7 @@ class Supervisor:
             case Start():
                 first = self._start is None
                 self._start = self._due = message
+                self._take_plan(message)
                 if message.recovery is not None and message.first_rank > 0:
                     self._message(started_again_text(message.recovery), level="warning")
                 if first and self._launch.nodes > 1:
@@ -179,12 +188,33 @@ class Supervisor:
                 if self._team is not None:
                     self._note_failure()
                     self._inspect(self._team)
+            case Locate():
+                self._locate()
+            case Pause():
+                if self._team is not None:
+                    self._team.board.request_pause()
             case Halt(report):
                 self._halt(report)
             case Waiting(text):
                 self._message(text, level="warning")
             case Abort() | Over():
                 self._end(message)
+
+    def _take_plan(self, start: Start) -> None:
+        """What this node's ranks are to be told, where the coordinator has had the plan made."""
+        if start.plan is None:
+            return
+        assert self._launch.replanner is not None
+        plan, nodes = Plan.from_json(start.plan), len(start.ranks_by_node)
+        self._launch = self._launch.replanner.launch(self._launch, plan, nodes)
+        if start.first_rank == 0:
+            self._on_event({"kind": "planned", "plan": start.plan, "forecast": start.forecast})
+
+    def _locate(self) -> None:
+        team = self._team
+        pace = team.watch.pace() if team is not None else None
+        step_seconds, start_seconds = pace or (None, None)
+        self._link.send(Reached(team.reached_step if team is not None else None, step_seconds, start_seconds))
 
     def _coordinator_lost(self, reason: str) -> None:
         if self._ending is None:
@@ -203,7 +233,9 @@ class Supervisor:
         """On several nodes: what neither rank 0's record nor the failure tells here."""
         if self._start is not None and self._launch.nodes > 1:
             start = self._start
-            text = ended_text(ending, self._launch.nodes, start.node_rank, start.first_rank == 0)
+            text = ended_text(
+                ending, len(start.ranks_by_node) or self._launch.nodes, start.node_rank, start.first_rank == 0
+            )
             if text:
                 self._message(text)
 
@@ -265,6 +297,8 @@ class Supervisor:
                 match message:
                     case Ready(notes):
                         self._ready = True
+                        if self._launch.replanner is not None:
+                            self._link.send(Warm())
                         for note in notes:
                             self._message(note, level="warning")
                         self._fork_when_ready()
@@ -354,6 +388,9 @@ class Supervisor:
                 self._fail(failure)
             case Finished():
                 rank.finished = rank.spoke = True
+            case Paused():
+                rank.pausing = True
+                self._note_failure()  # from here on time is lost, as if there had been one
             case Whereabouts(collective):
                 rank.collective = collective
 
@@ -371,7 +408,7 @@ class Supervisor:
             spec, killed = rank.spec, killed_hint(team.kills)
             self._fail(failure_of_exit(code, spec.rank, spec.node_rank, self._host, log, killed))
         if team.finished:
-            self._link.send(Finished())
+            self._link.send(Paused() if team.paused else Finished())
 
     def _fail(self, failure: Failure) -> None:
         self._note_failure()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
+from wanma.checkpoint.ring import guests_of
 from wanma.elastic.board import Board
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch
@@ -57,6 +58,10 @@ class Team:
         recovery = start.recovery
         restore = recovery.image if recovery is not None else None
         found = images.found(restore) if images is not None and restore is not None else {}
+        if images is not None:
+            mine = range(start.first_rank, start.first_rank + launch.ranks_per_node)
+            guests = [guest for rank in mine for guest in guests_of(rank, start.ranks_by_node)]
+            images.arrange(launch.ranks_per_node, sorted(guests), restore)
         restart = None
         if recovery is not None:
             restart = Restart(
@@ -65,6 +70,7 @@ class Team:
                 recovery.reached_step,
                 recovery.attempt,
                 recovery.retried_steps,
+                recovery.change,
             )
         for local_rank in range(launch.ranks_per_node):
             number = start.first_rank + local_rank
@@ -114,6 +120,11 @@ class Team:
         """The newest step that one of the ranks has finished; None: none has."""
         positions = (self.board.read(rank.spec.local_rank) for rank in self.ranks)
         return max((position.done for position in positions if position.done is not None), default=None)
+
+    @property
+    def paused(self) -> bool:
+        """They have left so that others go on from where they were."""
+        return self.finished and all(rank.pausing for rank in self.ranks)
 
     def rank(self, number: int) -> LocalRank:
         return self.ranks[number - self.start.first_rank]

@@ -12,19 +12,22 @@ STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
 
 def joined_text(launch: Launch, start: Start) -> str:
     """Where this node met the others, which one it is, which ranks run here and where their logs are."""
+    nodes = len(start.ranks_by_node) or launch.nodes
     first, last = start.first_rank, start.first_rank + launch.ranks_per_node - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     run = RunDirectory(launch.run_directory)
     logs = str(run.log(first)) if first == last else f"{run.log(first)} to {run.log(last).name}"
     return (
-        f"joined the run at {launch.rendezvous}: this is node {start.node_rank} of {launch.nodes}, "
+        f"joined the run at {launch.rendezvous}: this is node {start.node_rank} of {nodes}, "
         f"with {ranks} of {start.world_size} (both counted from 0)\n  logs of this node: {logs}"
     )
 
 
 def started_again_text(recovery: Recovery) -> str:
     """Why the ranks here begin again; rank 0 tells the rest when they have."""
-    return f"{recovery.failure}\n  the ranks of all nodes are started again"
+    if recovery.failure:
+        return f"{recovery.failure}\n  the ranks of all nodes are started again"
+    return "the run takes more machines: the ranks of all nodes are started again"
 
 
 def stopping_text(exit_code: int, here: bool) -> str:

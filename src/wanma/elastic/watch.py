@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wanma.elastic.board import Board
+from wanma.elastic.board import Board, Position
 from wanma.elastic.launch import Launch
 
 
@@ -14,6 +14,9 @@ class Watch:
         self._last_sign = now
         self._calls = [0] * launch.ranks_per_node
         self._stepping = False
+        self._born = now
+        self._first: Position | None = None
+        """Of the first rank, when it was first seen to have finished a step."""
         self.silent = False
         self.period = min(1.0, launch.start_seconds / 10, launch.hang_seconds / 10)
 
@@ -24,6 +27,8 @@ class Watch:
             if position.calls == self._calls[local_rank]:
                 continue
             self._calls[local_rank] = position.calls
+            if self._first is None and position.done is not None:
+                self._first = position
             self._last_sign = max(self._last_sign, position.seconds)
             # The first change may be the jump to the step that a checkpoint resumes from.
             self._stepping = self._stepping or position.step_changes > 1
@@ -32,3 +37,16 @@ class Watch:
         silence = now - self._last_sign
         self.silent = silence > limit
         return (silence, f"cluster.{key} = {limit:g}") if self.silent else None
+
+    def pace(self) -> tuple[float, float] | None:
+        """(seconds of a step, seconds from the ranks' birth to their first finished one), so far.
+
+        None while there is nothing to measure; the first ranks' imports are counted as start.
+        """
+        if self._first is None or self._first.done is None:
+            return None
+        now = self._board.read(0)
+        if now.done is None or now.done <= self._first.done:
+            return None
+        steps = now.done - self._first.done
+        return (now.seconds - self._first.seconds) / steps, self._first.seconds - self._born

@@ -28,6 +28,7 @@ from wanma.elastic.messages import (
     Happened,
     Inspect,
     Message,
+    Paused,
     Spawn,
     Whereabouts,
     WorkerSpec,
@@ -94,9 +95,13 @@ class Supervised:
         self.progress = writer.write
         self.step_done = writer.step_done
         self.stop_requested = board.stop_requested
+        self.pause_requested = board.pause_requested
 
     def event(self, event: Event) -> None:
         self._channel.send(Happened(event))
+
+    def pausing(self) -> None:
+        self._channel.send(Paused())
 
 
 def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) -> int:

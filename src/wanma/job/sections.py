@@ -7,6 +7,7 @@ validators; what needs the machine or the model belongs to the planner.
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
@@ -278,7 +279,14 @@ class ClusterSection(Section):
     file: str | None = Field(
         None, description="cluster file, or a line such as '8x8 H100 SXM, 4x100G'; default: what is here"
     )
-    nodes: int = Field(1, ge=1, description="machines; each runs the same command")
+    nodes: int = Field(
+        1, ge=1, description="machines; each runs the same command; '2..8': at least 2, at most 8"
+    )
+    min_nodes: int | None = Field(
+        None,
+        ge=1,
+        description="fewest machines that the run goes on with, as in nodes = '2..8'; default: all",
+    )
     node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by arrival")
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
     interface: str | None = Field(None, description="network interface for collectives; default: by route")
@@ -288,13 +296,32 @@ class ClusterSection(Section):
     )
     allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
     start_seconds: float = Field(300.0, gt=0, description="deadline from launch to the first step")
+    join_seconds: float = Field(
+        30.0, ge=0, description="min_nodes: how long the start waits for more machines than those"
+    )
     hang_seconds: float = Field(300.0, gt=0, description="deadline from one step to the next")
     retries: int = Field(
         3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out_nodes(cls, value: Any) -> Any:
+        """nodes = '2..8' is nodes = 8 with min_nodes = 2."""
+        nodes = value.get("nodes") if isinstance(value, dict) else None
+        if (
+            not isinstance(nodes, str)
+            or (found := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", nodes)) is None
+        ):
+            return value
+        return {**value, "min_nodes": int(found[1]), "nodes": int(found[2])}
+
     @model_validator(mode="after")
     def _place(self) -> ClusterSection:
+        if self.min_nodes is not None and self.min_nodes > self.nodes:
+            raise ValueError(
+                f"nodes has the fewest machines first, as '2..8' (given: '{self.min_nodes}..{self.nodes}')"
+            )
         if self.node_rank is not None and self.node_rank >= self.nodes:
             raise ValueError(
                 f"node_rank counts from 0 to nodes - 1 = {self.nodes - 1} (given: {self.node_rank})"

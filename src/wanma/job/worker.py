@@ -32,6 +32,12 @@ class Control(Protocol):
     def stop_requested(self) -> bool:
         """The user or the engine asked for an orderly end at the next step boundary."""
 
+    def pause_requested(self) -> bool:
+        """The ranks are to leave at the next step boundary, for others take up their state at once."""
+
+    def pausing(self) -> None:
+        """Note that this rank leaves for that reason, and not because its work is done."""
+
 
 class Unsupervised:
     """A `Control` for a process that nobody watches."""
@@ -52,6 +58,12 @@ class Unsupervised:
     def stop_requested(self) -> bool:
         return False
 
+    def pause_requested(self) -> bool:
+        return False
+
+    def pausing(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class Images:
@@ -71,15 +83,36 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Change:
+    """That a run goes on with other machines, or under another plan.
+
+    Attributes:
+        machines: that it uses now.
+        machines_before: that it used before.
+        most_machines: that it may use.
+        plan_before, plan: in words.
+        reason: why this plan, with what the change was forecast to cost.
+    """
+
+    machines: int
+    machines_before: int
+    most_machines: int
+    plan_before: str
+    plan: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Restart:
     """Why ranks were started again in the middle of a run.
 
     Attributes:
-        failure: what failed, in words.
+        failure: what failed, in words; nothing, where the run grows.
         failed_at: when this node's supervisor heard of it, on the machine's monotonic clock.
         reached_step: newest step that was finished before it.
         attempt: counts from 1 the recoveries since the last new step.
         retried_steps: optimizer steps, counted from 1, that went wrong before and are to be made again.
+        change: of machines or plan; None: all is as it was.
     """
 
     failure: str
@@ -87,6 +120,7 @@ class Restart:
     reached_step: int
     attempt: int
     retried_steps: tuple[int, ...] = ()
+    change: Change | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ from typing import Self, TextIO
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ObserveSection
 from wanma.job.worker import Event
-from wanma.observe.progress import Progress, checkpoint_text, finish_text, recovery_text, validation_text
+from wanma.observe.progress import (
+    Progress,
+    checkpoint_text,
+    finish_text,
+    growth_text,
+    recovery_text,
+    validation_text,
+)
 from wanma.observe.units import duration_text
 
 LEVELS = {"info": "", "warning": "warning: ", "error": "error: "}
@@ -65,7 +72,7 @@ class Console:
         self.progress.see(event)
         if event["kind"] == "message" and event.get("level") in ("warning", "error"):
             self.show(event)
-        elif event["kind"] == "recovery":
+        elif event["kind"] in ("recovery", "growth"):
             self.show(recovery_message(event))
 
     def show(self, event: Event) -> None:
@@ -99,7 +106,7 @@ class PlainConsole(Console):
         elif kind == "start":
             if not event.get("again"):  # the recovery tells it, when it is done
                 self.line(start_text(self.progress))
-        elif kind == "recovery":
+        elif kind in ("recovery", "growth"):
             self.show(recovery_message(event))
         elif kind in ("message", "joined"):
             self.show(event)
@@ -126,7 +133,9 @@ class PlainConsole(Console):
 
 
 def recovery_message(event: Event) -> Event:
-    """A recovery as a message: every console shows it."""
+    """A recovery, or that the run has grown, as a message: every console shows it."""
+    if event["kind"] == "growth":
+        return {"kind": "message", "level": "info", "text": growth_text(event)}
     return {"kind": "message", "level": "warning", "text": recovery_text(event)}
 
 

@@ -46,7 +46,7 @@ class LiveConsole(Console):
             self.progress.see(event)
         if event["kind"] in ("message", "joined"):
             self.show(event)
-        elif event["kind"] == "recovery":
+        elif event["kind"] in ("recovery", "growth"):
             self.show(recovery_message(event))
 
     def show(self, event: Event) -> None:

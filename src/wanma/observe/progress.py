@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from wanma.job.worker import Event
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
@@ -150,7 +151,23 @@ def recovery_text(event: Event) -> str:
     text += f"; {event['seconds']:.2f} s from the failure to the next finished step"
     if event["attempt"] > 1:
         text += f" (attempt {event['attempt']})"
-    return text
+    return f"{text}\n  {change_text(event['change'])}" if event.get("change") else text
+
+
+def growth_text(event: Event) -> str:
+    """'the run goes on with 4 of at most 8 machines: ...', and what that took."""
+    took = f"{event['seconds']:.2f} s from the last step before to the first after it"
+    what = change_text(event["change"]) if event.get("change") else "the run goes on as it was"
+    return f"{what}\n  carried on after step {event['step']:,}; {took}"
+
+
+def change_text(change: dict[str, Any]) -> str:
+    """'the run goes on with 3 of at most 4 machines (4 before): PLAN -> PLAN'; below: why."""
+    machines, before, most = (change[key] for key in ("machines", "machines_before", "most_machines"))
+    text = f"the run goes on with {machines} of at most {most} machines ({before} before)"
+    if change["plan"] != change["plan_before"]:
+        text += f": {change['plan_before']} -> {change['plan']}"
+    return f"{text}\n  {change['reason']}"
 
 
 def checkpoint_text(event: Event) -> str:

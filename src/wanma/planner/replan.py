@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
@@ -19,6 +20,7 @@ from wanma.job.forecast import Forecast
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.observe.units import bytes_text, duration_text
+from wanma.planner.automatic import why_not_by_time
 from wanma.planner.choose import plan_for
 from wanma.planner.forecast import forecast
 from wanma.planner.measure.calibration import Calibration
@@ -80,6 +82,7 @@ def replan(
     lost_seconds: float = 0.0,
     restart_seconds: float = RESTART_SECONDS,
     state_bytes_per_second: float = STATE_BYTES_PER_SECOND,
+    step_seconds: float | None = None,
 ) -> Replanned:
     """The plan to go on with on the machines that are there now.
 
@@ -94,6 +97,7 @@ def replan(
         restart_seconds: of a change, where the supervisor has measured it.
         state_bytes_per_second: at which one machine gets its part of the state: the disk's, or the network's
             where the machines that are left hold it in memory.
+        step_seconds: of a step under `running`, where it was measured: forecasts are set right by it.
 
     Raises:
         JobError: nothing fits on what is left.
@@ -101,13 +105,17 @@ def replan(
     """
     if steps_left < 1:
         raise ValueError(f"steps_left = {steps_left}: there is nothing to plan for")
-    job = _opened(problem.job, running, cluster_now.node_count)
+    machines = cluster_now.node_count
+    job = _opened(problem.job, running, machines)
     # What is there for a run that goes on: as many ranks on each machine as now.
     each = max(math.ceil(running.world_size / problem.cluster.node_count), 1)
     now = problem_of(job, cluster_now, problem.workload, problem.dimensions, calibration, ranks=each)
     obstacle = _obstacle(now, running, each)
+    worlds = None if problem.job.parallel.auto else [each * machines]
     try:
-        planned = plan_for(job, cluster_now, problem.workload, problem.dimensions, calibration)
+        if worlds and why_not_by_time(job, cluster_now, problem.workload, problem.dimensions, calibration):
+            job = _filled(problem.job, running, machines, each)
+        planned = plan_for(job, cluster_now, problem.workload, problem.dimensions, calibration, worlds=worlds)
     except JobError:
         if obstacle is not None:
             raise
@@ -117,7 +125,7 @@ def replan(
     cost = change_cost(
         problem,
         best,
-        cluster_now.node_count,
+        machines,
         restart_seconds=restart_seconds,
         lost_seconds=lost_seconds,
         state_bytes_per_second=state_bytes_per_second,
@@ -126,13 +134,20 @@ def replan(
         told = f"change to {best}: {obstacle}; {_cost_text(cost)}"
         return Replanned(True, best, expected, cost, math.inf, told)
     before = forecast(now, running)
-    if before.step is None or expected.step is None:
+    if before.step is not None and expected.step is not None:
+        old, new, sure = before.step.seconds, expected.step.seconds, ""
+        if step_seconds is not None:
+            old, new = step_seconds, step_seconds * new / old
+    elif step_seconds is not None:
+        # Nobody knows how fast the machines are, but the job asks for as many as there are.
+        old, new = step_seconds, step_seconds * running.world_size / best.world_size
+        sure = " at best"
+    else:
         return _stays(
             now, running, "nobody knows how fast the machines are, so nothing says that it would gain"
         )
-    old, new = before.step.seconds, expected.step.seconds
     saved = steps_left * (old - new)
-    told = f"{duration_text(old)} a step, under {best} {duration_text(new)}"
+    told = f"{duration_text(old)} a step, under {best} {duration_text(new)}{sure}"
     if saved <= 0:
         return _stays(now, running, f"no plan is faster ({told})")
     told = f"{told}: {steps_left:,} steps save {duration_text(saved)}; {_cost_text(cost)}"
@@ -171,6 +186,31 @@ def _opened(job: Job, running: Plan, machines: int) -> Job:
     where = job.cluster.model_copy(
         update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
     )
+    return job.model_copy(update={"parallel": section, "cluster": where})
+
+
+def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
+    """The job with as many data ranks as there is room for, where nobody can forecast which would be best.
+
+    Raises:
+        JobError: the ranks that compute one sample together do not divide those that there is room for.
+    """
+    ranks, together = each * machines, running.pp * running.cp * running.tp
+    if ranks % together:
+        raise JobError(
+            f"{ranks} ranks on {machines} machines are no multiple of the {together} that compute together "
+            f"(pp {running.pp} × cp {running.cp} × tp {running.tp})",
+            "choose smaller sizes in [parallel], or parallel = 'auto' after `wanma cluster --calibrate`",
+        )
+    data = ranks // together
+    replicas = data if running.dp_shard == 1 else math.gcd(running.dp_replicate, data)
+    sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas, "batch_shares": []}
+    if data // replicas * running.cp == 1:
+        sizes["shard"] = "nothing"
+    where = job.cluster.model_copy(
+        update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
+    )
+    section = job.parallel.model_copy(update={**sizes, "micro_batch": None})
     return job.model_copy(update={"parallel": section, "cluster": where})
 
 

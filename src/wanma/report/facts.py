@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wanma.job.worker import Event
 from wanma.observe.jsonl import START_FAILED
-from wanma.observe.progress import checkpoint_text, finish_text, recovery_text, validation_text
+from wanma.observe.progress import checkpoint_text, finish_text, growth_text, recovery_text, validation_text
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
 from wanma.report.page import Tile
 from wanma.report.read import Report
@@ -109,6 +109,8 @@ def event_text(event: Event) -> str:
         )
     if kind == "recovery":
         return recovery_text(event)
+    if kind == "growth":
+        return growth_text(event)
     if kind == "finish":
         return finish_text(event)
     if kind == "start":

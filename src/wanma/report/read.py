@@ -57,7 +57,7 @@ class Report:
     checkpoints: tuple[Event, ...]
     messages: tuple[Event, ...]
     recoveries: tuple[Event, ...]
-    """Failures that did not end the run."""
+    """Failures that did not end the run, and when it grew."""
     events: tuple[Event, ...]
     """All events as written."""
     state: State
@@ -169,7 +169,7 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         validations=validations,
         checkpoints=checkpoints,
         messages=tuple(event for event in events if event["kind"] == "message"),
-        recoveries=tuple(event for event in events if event["kind"] == "recovery"),
+        recoveries=tuple(event for event in events if event["kind"] in ("recovery", "growth")),
         events=tuple(events),
         state=_state(_lived(events), records, job),
         problems=tuple(problems),

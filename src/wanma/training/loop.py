@@ -26,7 +26,8 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     """Train from the trainer's position to the end of the job.
 
     Returns:
-        "finished", or "interrupted" when an orderly stop was asked for; both leave a checkpoint.
+        "finished", or "interrupted" when an orderly stop was asked for, which both leave a checkpoint; or
+        "paused", when others are to go on from here at once.
     """
     job, state, phases = trainer.job, trainer.state, trainer.phases
     progress = trainer.worker.control.progress
@@ -52,10 +53,13 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
                 loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
-            end_step(trainer, agreement, measure)
+            is_saved = end_step(trainer, agreement, measure)
             if agreement.stop and state.step < job.train.steps:
                 outcome = "interrupted"
                 break
+            if agreement.pause and state.step < job.train.steps:
+                trainer.pause(is_saved)
+                return "paused"
     trainer.finish(outcome)
     return outcome
 

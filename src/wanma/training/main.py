@@ -40,7 +40,7 @@ def train(worker: Worker, request: Request) -> str:
     """Run the job on this rank.
 
     Returns:
-        "finished" or "interrupted".
+        "finished", "interrupted" or "paused".
     """
     job, plan = request.job, request.plan
     set_numerics(job, plan)

@@ -3,6 +3,7 @@ or from nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from wanma.checkpoint.fetch import fetch
 from wanma.checkpoint.folder import committed, read_manifest, set_aside
 from wanma.checkpoint.published import INDEX, SINGLE, is_published
 from wanma.checkpoint.reader import Source, load, on_disk, verify
+from wanma.checkpoint.reshard import gather, laid_out_otherwise
 from wanma.checkpoint.snapshot import look
 from wanma.data.ramp import samples_before
 from wanma.job.errors import WanmaError
@@ -57,7 +59,7 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     carries_on = choice.resume or worker.restart is not None
-    snapshot, helped = _snapshot(plan, worker, messages) if carries_on else (None, False)
+    snapshot, helped = _snapshot(state, plan, worker, messages) if carries_on else (None, False)
     after = snapshot.manifest.step if snapshot is not None else -1
     path = _newest(folder, worker, messages, after) if carries_on else None
     if path is None and snapshot is None and choice.upload is not None:
@@ -85,15 +87,28 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     return Resumed("beginning", messages)
 
 
-def _snapshot(plan: Plan, worker: Worker, messages: list[str]) -> tuple[Source | None, bool]:
+def _snapshot(
+    state: TrainingState, plan: Plan, worker: Worker, messages: list[str]
+) -> tuple[Source | None, bool]:
     """The snapshot that the ranks are to take up, if each finds its share of it whole; and whether some
     of it came from a partner node."""
     if worker.images is None or (step := worker.images.restore_step) is None:
         return None, False
     worker.control.progress(0, "fetching a snapshot")
+    layout = layout_of(plan, worker)
+    if len(worker.ranks_by_node) > 1 and laid_out_otherwise(worker.images, step, worker, layout):
+
+        def tensors_for(saved: Iterable[str]) -> dict[str, Tensor]:
+            _allocate(state, saved)
+            return state.tensors()
+
+        source, problems, _ = gather(worker.images, step, worker, tensors_for)
+        if source is None:
+            messages.append(f"the snapshot of step {step} is not used: {'; '.join(problems)}")
+        return source, False
     images, missing, fetched = fetch(worker.images, step, worker)
     worker.control.progress(0, "verifying a snapshot")
-    found, problems = look(images, step, worker.rank, worker.world_size, worker.node_ranks, layout_of(plan))
+    found, problems = look(images, step, worker.rank, worker.world_size, worker.node_ranks, layout)
     everyones = _everyones(missing or problems, worker)
     if everyones:
         messages.append(f"the snapshot of step {step} is not used: {'; '.join(everyones)}")
@@ -149,9 +164,7 @@ def _carry_on(
     """Take up a state; returns what to tell beside that."""
     values, saved = source.manifest.state, source.manifest.tensors
     _check_position(values, source.name, train, data_fingerprint)
-    state.updater.allocate_state(
-        name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
-    )
+    _allocate(state, saved)
     tensors = state.tensors()
     elsewhere = _names_elsewhere(tensors, plan)
     averages = [name for name in saved if name.startswith("average.")]
@@ -176,6 +189,13 @@ def _carry_on(
     if rank_state is not None:
         restore_random_state(rank_state["random"])
     return notes
+
+
+def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
+    """Have the optimizer state that a state with tensors of these names has."""
+    state.updater.allocate_state(
+        name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
+    )
 
 
 def _check_position(values: dict[str, Any], name: str, train: TrainSection, data_fingerprint: str) -> None:

@@ -137,7 +137,7 @@ class StepSnapshots:
             generation=worker.generation,
             replicas=self._replicas,
             node_ranks=worker.node_ranks,
-            layout=layout_of(self._plan),
+            layout=layout_of(self._plan, worker),
         )
 
     def _open_partner(self, job: Job, images: Images) -> Partner | None:
@@ -231,7 +231,38 @@ class StepSnapshots:
             return
         if self._is_sending:
             return  # until all nodes' copies of one step are whole, those of the step before are needed
-        self._last_step = step
+        self._begin()
+
+    def keep_now(self) -> bool:
+        """Have a snapshot of the step that was just finished, whole on all ranks when this returns.
+
+        All ranks call it, when no step is under way. False: there can be none, on some of them at least.
+        """
+        if self._snapshots is None:
+            return False
+        while self._snapshots.is_sending(1.0):  # until all nodes' copies of one step are whole
+            self._worker.control.progress(self._state.step, "waiting for partner nodes")
+        if self._worker.world_size > 1:
+            dist.barrier()
+        self._begin()
+        try:
+            self._snapshots.settle()
+        except WanmaError as error:
+            self._fail(error)
+        reason = self._failure.message if self._failure is not None else None
+        return all(one is None for one in self._everyones(reason))
+
+    def close(self, seconds: float | None = None) -> None:
+        """Leave the images as they are; one under way is finished first, or `seconds` waited for."""
+        if self._snapshots is not None:
+            self._snapshots.close(seconds)
+            self._snapshots = None
+
+    # ---------------------------------------------------------------- inside
+
+    def _begin(self) -> None:
+        assert self._snapshots is not None
+        step = self._last_step = self._state.step
         began = time.perf_counter()
         self._compare()
         self._compare_seconds = time.perf_counter() - began
@@ -251,14 +282,6 @@ class StepSnapshots:
         except WanmaError as error:
             self._fail(error)
             self._snapshots.leave_out()
-
-    def close(self, seconds: float | None = None) -> None:
-        """Leave the images as they are; one under way is finished first, or `seconds` waited for."""
-        if self._snapshots is not None:
-            self._snapshots.close(seconds)
-            self._snapshots = None
-
-    # ---------------------------------------------------------------- inside
 
     def _patience(self) -> float:
         """Seconds that a snapshot due after this step may wait for partner nodes to have the one before.
@@ -334,6 +357,7 @@ def _without(text: str) -> str:
     return f"{text}; after a failure the run goes back to its newest checkpoint"
 
 
-def layout_of(plan: Plan) -> str:
-    """What decides which rank holds what."""
-    return repr(plan)
+def layout_of(plan: Plan, worker: Worker) -> str:
+    """What decides which rank holds what, and which of those that hold the same keeps it."""
+    everywhere = plan.but(threads_per_rank=0, compile=False)  # these are each machine's own affair
+    return f"{everywhere!r} on nodes of {worker.ranks_by_node} ranks"

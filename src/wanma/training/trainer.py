@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from types import TracebackType
 
 import torch
@@ -200,6 +201,7 @@ class Trainer:
                 self.grid,
                 step=step + 1,
                 factor=self.factor(global_batch) / state.parallel.divisor,
+                pause=self.worker.control.pause_requested(),
                 shared=self._snapshots.shared(),
             )
             for text in self._snapshots.agreed(agreement.shared):
@@ -239,7 +241,7 @@ class Trainer:
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
                 seconds - phases["checkpoint"],
-                is_last=agreement.stop or self.state.step == self.job.train.steps,
+                is_last=agreement.stop or agreement.pause or self.state.step == self.job.train.steps,
             )
 
     def _write_record(self, agreement: Agreement, seconds: float, phases: dict[str, float]) -> None:
@@ -299,6 +301,21 @@ class Trainer:
         if self.state.parallel.scratch is not None:
             self.state.parallel.scratch.rest()
 
+    def pause(self, is_saved: bool) -> None:
+        """Leave the state after the step just finished in memory, or on disk, and wait until it is there.
+
+        Args:
+            is_saved: that step's checkpoint is being written already.
+
+        Raises:
+            AgreedError: ranks differ in what they should hold alike.
+        """
+        self.worker.control.pausing()
+        self.worker.control.progress(self.state.step, "pausing")
+        if not self._snapshots.keep_now() and not is_saved:
+            self.save()
+        self._report_saves(self._wait_for_saves())
+
     def message(self, text: str, level: str = "info") -> None:
         """Tell the user something, once: rank 0 speaks."""
         if self._recorder is not None:
@@ -356,14 +373,15 @@ class Trainer:
         if self._restart is None or self._recorder is None:
             return
         restart, self._restart, step = self._restart, None, self._resumed_step
+        change = asdict(restart.change) if restart.change is not None else None
         self._recorder.event(
-            "recovery",
-            failure=restart.failure,
+            "recovery" if restart.failure else "growth",
+            **({"failure": restart.failure, "attempt": restart.attempt} if restart.failure else {}),
+            **({"change": change} if change is not None else {}),
             source=self._resumed.source,
             step=step,
             repeated_steps=max(restart.reached_step - step, 0),
             seconds=time.monotonic() - restart.failed_at,
-            attempt=restart.attempt,
         )
 
     def _wait_for_saves(self) -> list[SaveResult]:

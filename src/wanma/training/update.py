@@ -35,6 +35,8 @@ class Agreement:
     """Factor from the gradients as they stand to the mean loss's gradient."""
     stop: bool
     """Some rank was asked to end the run in order."""
+    pause: bool = False
+    """Some rank was asked to leave, for others go on from where it is."""
     shared: tuple[float, ...] = ()
     """Sums over the ranks of what each gave beside that."""
 
@@ -52,6 +54,7 @@ def agree(
     *,
     step: int,
     factor: float,
+    pause: bool = False,
     shared: Sequence[float] = (),
 ) -> Agreement:
     """Add up the ranks' sums.
@@ -59,6 +62,7 @@ def agree(
     Args:
         loss_sum: sum of this rank's losses; zero on ranks that do not count.
         targets: their number; zero likewise.
+        stop, pause: whether this rank was asked to.
         factor: how many times the gradient of the summed losses the gradients are.
         shared: more numbers to add up; as many on every rank.
 
@@ -71,12 +75,12 @@ def agree(
             share,
             loss_sum.detach().double(),
             targets.double(),
-            *torch.tensor([float(stop), *shared], dtype=torch.float64, device=grid.device),
+            *torch.tensor([float(stop), float(pause), *shared], dtype=torch.float64, device=grid.device),
         ]
     )
     if grid.plan.world_size > 1:
         dist.all_reduce(numbers)
-    squared, total_loss, total_targets, stops, *others = numbers.tolist()
+    squared, total_loss, total_targets, stops, pauses, *others = numbers.tolist()
     if total_targets == 0:
         raise WanmaError(
             f"step {step}: no sample of the global batch has a target to learn from",
@@ -89,6 +93,7 @@ def agree(
         gradient_norm=math.sqrt(squared) * correction,
         correction=correction,
         stop=stops > 0,
+        pause=pauses > 0,
         shared=tuple(others),
     )
 

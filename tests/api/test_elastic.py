@@ -1,0 +1,140 @@
+"""What a run whose number of machines changes goes on with: the planner's rule, asked for what is here."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanma.api.elastic import ElasticPlans, is_elastic, refuse_elastic
+from wanma.api.launch import cluster_section
+from wanma.api.planning import job_dimensions, job_workload
+from wanma.elastic.launch import Launch
+from wanma.elastic.size import Situation
+from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.cluster import Cluster, Node
+from wanma.job.errors import JobError
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.planner.choose import plan_for
+
+CPUS = Cluster((Node("box", 2, 8 << 30, ()),))
+
+
+def job(nodes: str, parallel: dict[str, Any] | str, model: dict[str, Any], **train: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": {"family": "decoder", **model},
+            "data": {"text": ["stdlib"], "sequence_length": 128},
+            "train": {"global_batch": 24, "steps": 10_000, **train},
+            "parallel": parallel,
+            "cluster": {"nodes": nodes, "rendezvous": "a:1"},
+        }
+    )
+
+
+def payload(of: Job, plan: Plan, _peak: float | None) -> bytes:
+    return pickle.dumps((of.cluster.nodes, plan))
+
+
+def plans(of: Job, cluster: Cluster) -> ElasticPlans:
+    workload = job_workload(of)
+    assert workload is not None
+    planned = plan_for(of, cluster, workload, job_dimensions(of))
+    return ElasticPlans(of, cluster, planned.plan, workload, payload)
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processors that nobody has measured."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+SMALL = {"layers": 4, "hidden": 64, "heads": 4}
+
+
+@pytest.mark.usefixtures("unknown")
+def test_fewer_machines_keep_what_the_job_says_and_change_its_data_axes() -> None:
+    made = plans(job("2..4", {"pp": 2, "dp_replicate": 4}, SMALL), CPUS)
+    assert (made.plan.world_size, made.plan.pp) == (8, 2)
+    decision = made.decide(Situation(3, made.plan, 4, 100))
+    assert decision.plan is not None
+    assert (decision.nodes, decision.plan.pp, decision.plan.dp_replicate) == (3, 2, 3)
+    assert "8 ranks run now, and there is room for 6" in decision.reason
+    first = made.decide(Situation(3))
+    assert first.plan == decision.plan, "a first start with fewer is decided alike"
+
+
+@pytest.mark.usefixtures("unknown")
+def test_machines_that_the_fixed_sizes_have_no_use_for_stand_by() -> None:
+    made = plans(job("2..4", {"pp": 2, "dp_replicate": 2}, SMALL), CPUS)
+    decision = made.decide(Situation(3, made.plan, 4, 100))
+    assert decision.plan is not None
+    assert (decision.nodes, decision.plan.pp, decision.plan.dp_replicate) == (2, 2, 1)
+
+
+@pytest.mark.usefixtures("unknown")
+def test_sizes_that_cannot_be_had_on_what_is_left_are_named() -> None:
+    made = plans(job("1..4", {"pp": 4}, SMALL), CPUS)
+    decision = made.decide(Situation(3, made.plan, 4, 100))
+    assert decision.plan is None
+    assert (
+        "3 machines: 3 ranks on 3 machines are no multiple of the 4 that compute together" in decision.reason
+    )
+    assert "1 machines: " in decision.reason
+
+
+@pytest.mark.usefixtures("unknown")
+def test_it_grows_where_what_is_left_gains_twice_what_it_costs() -> None:
+    made = plans(job("2..3", {"dp_replicate": 3}, SMALL), CPUS)
+    two = made.decide(Situation(2)).plan
+    assert two is not None
+    pays = made.decide(Situation(3, two, 2, 9_000, 0.5, 2.0))
+    assert pays.plan == made.plan
+    assert pays.nodes == 3
+    assert "0.50 s a step" in pays.reason
+    assert "at best" in pays.reason
+    too_late = made.decide(Situation(3, two, 2, 9_990, 0.5, 2.0))
+    assert (too_late.plan, too_late.nodes) == (two, 2)
+    assert "stay: " in too_late.reason
+    assert made.decide(Situation(3, two, 2, 9_000)).nodes == 2, "one takes the place of another that was lost"
+
+
+def test_on_devices_whose_rates_are_known_the_best_plan_is_taken() -> None:
+    large = {"layers": 16, "hidden": 2048, "heads": 16, "feed_forward": 8192}
+    of = job("1..2", {"auto": True}, large, global_batch=128)
+    two = parse_cluster("2x8 H100, 8x400G")
+    made = plans(of, two)
+    decision = made.decide(Situation(1, made.plan, 2, 100))
+    assert decision.plan is not None
+    assert decision.plan.world_size == 8
+    assert decision.forecast is not None
+    assert decision.forecast["step"]["seconds"] > 0
+    back = made.decide(Situation(2, decision.plan, 1, 100, 0.5, 2.0))
+    assert back.plan is not None
+    assert back.plan.world_size == 16
+
+
+@pytest.mark.usefixtures("unknown")
+def test_what_a_machine_starts_follows_from_the_plan() -> None:
+    made = plans(job("1..2", {"dp_replicate": 4}, SMALL), CPUS)
+    launch = Launch(Path("run"), "a:b", b"", ranks_per_node=2, nodes=2, replanner=made, min_nodes=1)
+    plan = made.decide(Situation(1)).plan
+    assert plan is not None
+    mine = pickle.loads(pickle.dumps(made)).launch(launch, plan, 1)
+    assert pickle.loads(mine.payload) == (1, plan)
+    assert (mine.ranks_per_node, mine.threads_per_rank, mine.nodes) == (2, 1, 2)
+    assert mine.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_who_fixes_the_plan_itself_refuses_such_a_job() -> None:
+    of = job("2..3", {"dp_replicate": 3}, SMALL)
+    assert is_elastic(of)
+    assert not is_elastic(job("3..3", {"dp_replicate": 3}, SMALL))
+    with pytest.raises(JobError, match=r"cluster.nodes = '2..3': a loop runs on a fixed number"):
+        refuse_elastic(of, "a loop")
+    with pytest.raises(JobError, match=r"wanma launch runs on a fixed number"):
+        cluster_section(["cluster.nodes=2..3", "cluster.rendezvous=a:1"])

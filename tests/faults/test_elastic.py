@@ -1,0 +1,117 @@
+"""Machines come and go: a run goes on under another plan, and ends with the weights of an untroubled one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.command import Desk, Ran, Training
+from support.injection import Fault, injected, struck
+from support.nodes import Machines
+
+STEPS, SHORT = 120, 20
+JOB = (
+    "text.toml",
+    f"train.steps={STEPS}",
+    "train.schedule=constant",
+    f"checkpoint.keep_every_steps={SHORT}",
+    "train.precision=fp64",
+    "model.layers=2",
+    "checkpoint.snapshots=1",
+    "observe.log_every_steps=20",
+)
+TOLERANCE = 1e-9
+"""Of losses and weights in fp64, between one order of summation and another, as in tests/parallel."""
+STOP = Fault("stop", rank=2, step=8, phase="forward and backward")  # nobody gets further without it
+
+
+@pytest.fixture(scope="module")
+def untroubled(desk: Desk) -> Training:
+    """The run on one machine, as one process."""
+    ran = desk.run("train", *JOB, "parallel.dp_replicate=1", "--run-dir", "untroubled-fp64")
+    assert ran.code == 0, ran.text
+    return desk.training("untroubled-fp64")
+
+
+def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
+    desk: Desk, untroubled: Training
+) -> None:
+    """Each has a third of the state, then half of it: images travel."""
+    slow = Fault("slow", rank=0, step=10, generation=2)  # so that it pays to take the third again
+    words = ("parallel.dp_replicate=1", "parallel.dp_shard=3", "parallel.shard=parameters")
+    three = Gang(desk, "shards", 3, STOP, slow, words=("cluster.nodes=2..3", *words))
+    three.lose(2)
+    three.start(2)
+    ran = three.end_all()
+    check_whole(ran, three.training, untroubled)
+    recovery, growth = changes(three.training)
+    assert (recovery["kind"], growth["kind"]) == ("recovery", "growth")
+    assert (recovery["source"], growth["source"]) == ("memory", "memory")
+    assert recovery["repeated_steps"] <= 2
+    assert growth["repeated_steps"] == 0
+    shrunk, grown = recovery["change"], growth["change"]
+    assert (shrunk["machines_before"], shrunk["machines"], shrunk["most_machines"]) == (3, 2, 3)
+    assert (grown["machines_before"], grown["machines"]) == (2, 3)
+    assert shrunk["plan"] == grown["plan_before"] == "2 ranks (dp_shard 2), parameters sharded, fp64, cpu"
+    assert shrunk["plan_before"] == grown["plan"] == "3 ranks (dp_shard 3), parameters sharded, fp64, cpu"
+    assert "steps save" in grown["reason"]
+    assert ran.out.count("the run goes on with 2 of at most 3 machines (3 before)") == 1
+    assert ran.out.count("the run goes on with 3 of at most 3 machines (2 before)") == 1
+
+
+def test_half_of_a_tensor_parallel_run_is_gone_on_without(desk: Desk, untroubled: Training) -> None:
+    words = (f"train.steps={SHORT}", "cluster.nodes=1..2", "parallel.dp_replicate=2", "parallel.tp=2")
+    two = Gang(desk, "tensors", 2, STOP, words=words)
+    two.lose(1)
+    ran = two.end_all()
+    check_whole(ran, two.training, untroubled, SHORT)
+    [recovery] = changes(two.training)
+    assert recovery["source"] == "memory"
+    assert recovery["change"]["plan"] == "2 ranks (tp 2), fp64, cpu"
+
+
+def test_of_a_pipeline_s_replicas_one_is_left_and_a_machine_stands_by(
+    desk: Desk, untroubled: Training
+) -> None:
+    words = (f"train.steps={SHORT}", "cluster.nodes=2..4", "parallel.dp_replicate=2", "parallel.pp=2")
+    four = Gang(desk, "stages", 4, STOP, words=words)
+    four.lose(2)
+    ran = four.end_all()
+    check_whole(ran, four.training, untroubled, SHORT)
+    [recovery] = changes(four.training)
+    assert recovery["source"] == "memory"
+    change = recovery["change"]
+    assert (change["plan"], change["machines"]) == ("2 ranks (pp 2), fp64, cpu", 2)
+    assert "the run uses 2 of 3 machines (at most 4), and 1 machine stands by" in ran.out
+
+
+class Gang(Machines):
+    """Machines of a run that has met its first fault."""
+
+    def __init__(self, desk: Desk, name: str, count: int, *faults: Fault, words: tuple[str, ...]) -> None:
+        marks = desk.folder / f"marks-{name}"
+        super().__init__(desk, name, *JOB, *words, **injected(marks, *faults))
+        for node in range(count):
+            self.start(node)
+        assert self.running[0].until(lambda: bool(struck(marks)))
+
+    def end_all(self) -> Ran:
+        first, *others = self.end()
+        assert [one.code for one in others] == [first.code] * len(others), [one.text for one in others]
+        return first
+
+
+def changes(training: Training) -> list[dict[str, Any]]:
+    return [event for event in training.events if event["kind"] in ("recovery", "growth")]
+
+
+def check_whole(ran: Ran, training: Training, untroubled: Training, steps: int = STEPS) -> None:
+    assert ran.code == 0, ran.text
+    assert [step["step"] for step in training.metrics] == list(range(1, steps + 1)), "each once, in order"
+    assert training.losses == pytest.approx(untroubled.losses[:steps], rel=TOLERANCE)
+    one, other = training.state(steps), untroubled.state(steps)
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=TOLERANCE, atol=TOLERANCE)
