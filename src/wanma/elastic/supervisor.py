@@ -354,8 +354,8 @@ class Supervisor:
                 self._fail(failure)
             case Finished():
                 rank.finished = rank.spoke = True
-            case Whereabouts(collective):
-                rank.collective = collective
+            case Whereabouts():
+                rank.whereabouts = message
 
     def _exited(self, team: Team, rank: LocalRank, code: int) -> None:
         rank.code = code
