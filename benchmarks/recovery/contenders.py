@@ -214,6 +214,11 @@ class WanmaRun:
             raise BenchmarkError(f"{self._run.log(rank)} does not say which process rank {rank} is")
         return int(found[1])
 
+    def newest_process(self, rank: int) -> int:
+        """Of the newest generation."""
+        found = re.findall(r"generation \d+, process (\d+)", self._run.log(rank).read_text())
+        return int(found[-1])
+
     def digest(self) -> str:
         """Of the last checkpoint's files: weights and optimizer state."""
         newest = max(self._run.checkpoints.glob("step-*/manifest.json"))
