@@ -42,7 +42,8 @@ class Rows:
         if not report.passed:
             self.missing.append(report.nodeid)
         elif report.when == "call":
-            self.rows += [value for name, value in report.user_properties if name == "fault"]
+            properties: list[tuple[str, Any]] = report.user_properties
+            self.rows += [value for name, value in properties if name == "fault"]
 
 
 def main() -> int:

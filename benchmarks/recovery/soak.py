@@ -273,11 +273,11 @@ def summary(
     """As Markdown."""
     rows, found = [], costs(blows, recoveries)
     for kind in KINDS:
-        mine = [(lost, repeated) for what, lost, repeated in found if what == kind]
+        mine = [(cost, again) for what, cost, again in found if what == kind]
         if mine:
-            lost = [cost[0] for cost in mine]
-            spread = f"{statistics.median(lost):.2f} ({min(lost):.2f}–{max(lost):.2f})"
-            rows.append([kind, str(len(mine)), spread, str(sum(repeated for _, repeated in mine))])
+            each = [cost for cost, _ in mine]
+            spread = f"{statistics.median(each):.2f} ({min(each):.2f}–{max(each):.2f})"
+            rows.append([kind, str(len(mine)), spread, str(sum(again for _, again in mine))])
     header = ["what struck", "recoveries", "s to the next step (range)", "steps repeated in all"]
     repeated = sum(repeated for *_, repeated in found)
     lost = sum(cost for _, cost, _ in found)
