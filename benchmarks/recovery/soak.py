@@ -14,14 +14,13 @@ import argparse
 import datetime
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +107,18 @@ def main() -> int:
         folder = Path(name)
         make_inputs(folder)
         began = time.monotonic()
-        whole = start(folder, "whole", steps, 0.0, "off")
-        finish(whole, folder / "whole", 300 + steps)
+        with running(folder / "whole", steps, 0.0, "off") as process:
+            finish(process, folder / "whole", 300 + steps)
         print(f"undisturbed and without pauses: {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
-        process = start(folder, "struck", steps, PAUSE_SECONDS, options.snapshots)
-        blows = strike(process, folder / "struck", plan_blows(options.seed, options.every))
-        finish(process, folder / "struck", 60)
+        with running(folder / "struck", steps, PAUSE_SECONDS, options.snapshots) as process:
+            blows = strike(
+                process,
+                folder / "struck",
+                plan_blows(options.seed, options.every),
+                deadline=began + 600 + 2 * 60 * options.minutes,
+            )
+            finish(process, folder / "struck", 60)
         seconds = time.monotonic() - began
         problems = differences(folder / "whole", folder / "struck", steps)
         events = read_lines(RunDirectory(folder / "struck" / "run").events)
@@ -144,14 +148,15 @@ def make_inputs(folder: Path) -> None:
     (folder / "corpus.txt").write_text(corpus)
 
 
-def start(folder: Path, name: str, steps: int, pause: float, snapshots: str) -> subprocess.Popen[bytes]:
-    place = folder / name
+@contextmanager
+def running(place: Path, steps: int, pause: float, snapshots: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command, in a folder of its own; it does not outlive the context."""
     (place / "orders").mkdir(parents=True)
     job = JOB.format(
         pause=pause,
         orders=place / "orders",
-        corpus=folder / "corpus.txt",
-        cache=folder / "cache",
+        corpus=place.parent / "corpus.txt",
+        cache=place.parent / "cache",
         steps=steps,
         ranks=RANKS,
         hang=HANG_SECONDS,
@@ -160,7 +165,7 @@ def start(folder: Path, name: str, steps: int, pause: float, snapshots: str) -> 
     (place / "job.toml").write_text(job)
     path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
     with (place / "output.log").open("wb") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "wanma", "train", "job.toml", "--run-dir", "run"],
             cwd=place,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -168,6 +173,11 @@ def start(folder: Path, name: str, steps: int, pause: float, snapshots: str) -> 
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+    try:
+        yield process
+    finally:
+        process.kill()  # the kernel ends its ranks with it
+        process.wait()
 
 
 def finish(process: subprocess.Popen[bytes], place: Path, seconds: float) -> None:
@@ -179,8 +189,6 @@ def finish(process: subprocess.Popen[bytes], place: Path, seconds: float) -> Non
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
         raise BenchmarkError(f"the run took more than {seconds:.0f} s; {tail(place)}") from None
     if code != 0:
         raise BenchmarkError(f"the run ended with code {code}; {tail(place)}")
@@ -190,20 +198,26 @@ def tail(place: Path) -> str:
     return f"the end of its output:\n{(place / 'output.log').read_text(errors='replace')[-3000:]}"
 
 
-def strike(process: subprocess.Popen[bytes], place: Path, blows: Iterator[Blow]) -> list[Struck]:
-    """Deal blows from the end of the first step on until the run has ended."""
+def strike(
+    process: subprocess.Popen[bytes], place: Path, blows: Iterator[Blow], deadline: float
+) -> list[Struck]:
+    """Deal blows from the end of the first step on until the run has ended, or has had enough time."""
     run = RunDirectory(place / "run")
-    while not run.metrics.exists() or not read_lines(run.metrics):
-        if process.poll() is not None:
-            raise BenchmarkError(f"the run ended before its first step; {tail(place)}")
+
+    def goes_on() -> bool:
+        return process.poll() is None and time.monotonic() < deadline
+
+    while not read_lines(run.metrics):
+        if not goes_on():
+            raise BenchmarkError(f"the run came to no first step; {tail(place)}")
         time.sleep(0.05)
     dealt: list[Struck] = []
     for blow in blows:
         with suppress(subprocess.TimeoutExpired):
             process.wait(blow.wait_seconds)
-        while process.poll() is None and not deal(blow, run, place / "orders"):
+        while goes_on() and not deal(blow, run, place / "orders"):
             time.sleep(0.05)  # nobody is there: the ranks are just being started again
-        if process.poll() is not None:
+        if not goes_on():
             return dealt
         dealt.append(Struck(blow.kind, time.time(), read_lines(run.metrics)[-1]["step"]))
         print(f"  {stamp(dealt[-1].time)}  step {dealt[-1].step:>6,}  {blow.kind} ({blow.rank})", flush=True)

@@ -87,7 +87,9 @@ CELLS = {
     ),
     "a rank is slow for 2 s": Cell("", (Fault("slow", 1, **IN_STEP_8, argument="2"),)),
     "fork server killed": Cell("the fork server of node 0", one("kill fork server")),
-    "two ranks killed at once": Cell(SIGKILLED, (*one("kill", 0), KILL), plans="all"),
+    "two ranks killed at once": Cell(
+        SIGKILLED, tuple(Fault("kill", rank, **IN_STEP_8, together=2) for rank in (0, 1)), plans="all"
+    ),
     "another one killed during the recovery, joining": Cell(
         SIGKILLED, (KILL, Fault("kill", 0, 0, "joining", generation=2)), attempt=2
     ),

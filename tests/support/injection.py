@@ -42,6 +42,8 @@ class Fault:
     generation: int | None = None
     """Only in this one; None: in whichever comes there first."""
     argument: str = ""
+    together: int = 1
+    """Strikes when so many faults are due: a rank that comes first waits for the others."""
 
 
 def injected(folder: Path, *faults: Fault) -> dict[str, str]:
@@ -106,7 +108,14 @@ class Probe:
         making = step + (phase in ("waiting for data", "forward and backward", "update"))
         for number, fault in self._faults.items():
             if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
+                self._await(fault.together)
                 strike(fault.what, fault.argument, making, self._spec)
+
+    def _await(self, marks: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(self._folder.iterdir())) < marks:
+            assert time.monotonic() < deadline, "the other ranks never came to their faults"
+            time.sleep(0.001)
 
     def _is_first(self, number: int) -> bool:
         """A mark is made once, whoever else comes there in a later generation."""
