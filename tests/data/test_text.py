@@ -112,6 +112,23 @@ def test_storage_that_fails_for_good_is_told_with_the_key_and_the_file(
     assert failing.calls.count("open") == 5, "once more: it would be refused again"
 
 
+def test_storage_that_does_not_know_what_to_say_of_a_pattern_is_searched(
+    corpus: Path, failing: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = failing.info
+
+    def refusing(self: FailingFileSystem, path: str, **keywords: object) -> object:
+        if "*" in os.fspath(path):
+            raise OSError("400, Bad Request")
+        return info(self, path, **keywords)
+
+    monkeypatch.setattr(failing, "info", refusing)
+    assert names([f"failing://{corpus}/*.txt"], corpus) == ["b.txt"]
+    monkeypatch.setattr(failing, "info", lambda *_, **__: 1 / 0)
+    with pytest.raises(WanmaError, match="division by zero"):
+        list_documents([f"failing://{corpus}/b.txt"])
+
+
 def test_compressed_text_is_read_as_text(tmp_path: Path) -> None:
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"hello\n"))
     assert content(str(tmp_path / "x.txt.gz")) == [b"hello\n"]

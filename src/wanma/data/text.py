@@ -133,14 +133,15 @@ def _expand(entry: str, key: str) -> list[Document]:
 
 
 def _look_up(filesystem: Any, path: str, entry: str, key: str) -> list[Document]:
-    info = _info(filesystem, path)
+    is_pattern = any(character in path for character in "*?[")
+    info = _info(filesystem, path, is_pattern)
     if info is not None and info["type"] == "file":
         return [_document(filesystem, path, info, True, key)]
     if info is not None:
         found = _below(filesystem, path)
         if not found:
             raise JobError(f"{key}: no file in the folder '{entry}'", "files with a leading dot do not count")
-    elif any(character in path for character in "*?["):
+    elif is_pattern:
         found = _matching(filesystem, path)
         if not found:
             raise JobError(f"{key}: no file matches '{entry}'", "check the pattern; '**' crosses folders")
@@ -149,12 +150,16 @@ def _look_up(filesystem: Any, path: str, entry: str, key: str) -> list[Document]
     return [_document(filesystem, name, found[name], False, key) for name in sorted(found)]
 
 
-def _info(filesystem: Any, path: str) -> dict[str, Any] | None:
+def _info(filesystem: Any, path: str, is_pattern: bool) -> dict[str, Any] | None:
     """What is at `path`; None where nothing is. fsspec's `isfile` takes a failure for an absence, too."""
     try:
         info: dict[str, Any] = filesystem.info(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except Exception:
+        if is_pattern:  # servers refuse its characters as they like; the search says what else is wrong
+            return None
+        raise
     return info
 
 
