@@ -1,15 +1,17 @@
 """The fault matrix: runs the tests that inject faults into real runs, and makes a table of what each cost.
 
-    python benchmarks/recovery/matrix.py --full --random 5 --write      # into docs/reliability.md
-    python benchmarks/recovery/matrix.py -k "SIGKILL"                   # some of it, printed
+    python benchmarks/recovery/matrix.py --fresh --full --random 5 --write      # into docs/reliability.md
+    python benchmarks/recovery/matrix.py -k "SIGKILL"                   # some of it, measured anew
 
 A test that has asserted that a run got over its fault, with the weights of an untroubled one, notes what it
-took (tests/support/fault_table.py). Nothing is written where a test fails or is skipped.
+took (tests/support/fault_table.py). The rows are kept from run to run, so that the table can be made in
+pieces. Nothing is kept or written where a test fails or is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -21,10 +23,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
-from benchmarks.common import ROOT, table
+from benchmarks.common import RESULTS, ROOT, table
 from benchmarks.recovery.page import PAGE, where_and_when, write
 
 MARKER = "faults"
+KEPT = RESULTS / "recovery-faults.json"
+COMMAND = "python benchmarks/recovery/matrix.py --fresh --full --random 5 --write"
 SAME_BITS = "same bits"
 
 Row = Mapping[str, Any]
@@ -55,16 +59,26 @@ def main() -> int:
     arguments += ["--full"] if options.full else []
     arguments += ["-k", options.k] if options.k else []
     os.chdir(ROOT)
-    rows = Rows()
-    code = int(pytest.main(arguments, plugins=[rows]))
-    text = f"{matrix(rows.rows)}\n{len(rows.rows)} runs; {where_and_when()}:\n\n    {command(options)}\n"
-    print(f"\n{text}")
-    if code or rows.missing:
-        print(f"not complete: {', '.join(rows.missing) or f'pytest ended with code {code}'}", file=sys.stderr)
+    found = Rows()
+    code = int(pytest.main(arguments, plugins=[found]))
+    if code or found.missing:
+        why = ", ".join(found.missing) or f"pytest ended with code {code}"
+        print(f"{matrix(found.rows)}\nnothing is kept: {why}", file=sys.stderr)
         return code or 1
+    kept = [] if options.fresh or not KEPT.exists() else json.loads(KEPT.read_text())
+    rows = merged(kept, found.rows)
+    KEPT.write_text("".join(("[\n", ",\n".join(json.dumps(row) for row in rows), "\n]\n")))
+    text = f"{matrix(rows)}\n{len(rows)} runs; {where_and_when()}:\n\n    {COMMAND}\n"
+    print(f"\n{text}")
     if options.write:
         write(text, MARKER)
     return 0
+
+
+def merged(kept: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """A fault that was met again has its newest row, in its old place."""
+    rows = {(row["fault"], row["plan"]): row for row in (*kept, *new)}
+    return list(rows.values())
 
 
 def matrix(rows: Sequence[Row]) -> str:
@@ -85,19 +99,12 @@ def cell(row: Row) -> str:
     return text if row["weights"] == SAME_BITS else f"{text}; {row['weights']}"
 
 
-def command(options: argparse.Namespace) -> str:
-    words = ["python benchmarks/recovery/matrix.py"]
-    words += ["--full"] if options.full else []
-    words += [f"--random {options.random}"] if options.random else []
-    words += [f'-k "{options.k}"'] if options.k else []
-    return " ".join(words)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tests", nargs="*", default=["tests/faults"], help="default: tests/faults")
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
     parser.add_argument("--full", action="store_true", help="also the plans that take four ranks")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N runs with faults drawn anew")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")

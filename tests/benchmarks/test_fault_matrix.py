@@ -40,6 +40,15 @@ def test_a_line_per_fault_and_a_column_per_plan() -> None:
     )
 
 
+def test_a_fault_that_is_met_again_has_its_newest_row_in_its_old_place() -> None:
+    def row(fault: str, seconds: float, plan: str = "2 replicas") -> dict[str, Any]:
+        return vars(Row(fault, plan, "memory", 0, seconds))
+
+    kept = [row("killed", 1.0), row("killed", 2.0, "ZeRO-3"), row("stopped", 3.0)]
+    found = module("matrix").merged(kept, [row("killed", 9.0), row("new", 4.0)])
+    assert found == [row("killed", 9.0), row("killed", 2.0, "ZeRO-3"), row("stopped", 3.0), row("new", 4.0)]
+
+
 def test_the_rows_are_what_passing_tests_note(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         f"""
