@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
-from benchmarks.recovery.watch import Watch, cost, read_lines
+from benchmarks.recovery.watch import ProcessorTime, Watch, cost, read_lines
 from wanma.elastic.environment import worker_environment
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
@@ -50,8 +52,12 @@ PARTS: Mapping[str, Mapping[str, Contender]] = {
         every: Contender(every, "wanma", (f"checkpoint.snapshots={every}",))
         for every in ("off", "1", "2", "5", "10", "auto")
     },
+    "supervisor": {
+        "wanma-auto": Contender("wanma, copies as it chooses", "wanma", ("checkpoint.snapshots=auto",))
+    },
 }
-"""What is measured together: a rank is killed beside one peer or the other, or nobody at each interval."""
+"""What is measured together: a rank is killed beside one peer or the other; or nobody is, at each interval of
+copies, or while the supervisor's processor time is taken."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +184,12 @@ def measure(
         places |= {name: str(folder / name) for name in ("run", "progress", "newest.pt")}
         reader = WanmaRun(folder) if contender.kind == "wanma" else PeerRun(folder)
         watch = Watch(reader.progress, setting.kill_after, lambda: reader.process(setting.ranks - 1))
+        processor = None
         if kill:
             watch.start()
+        elif setting.part == "supervisor" and isinstance(reader, WanmaRun):
+            processor = ProcessorTime(reader.progress, setting.warmup, setting.steps - 1, reader.supervision)
+            processor.start()
         finished = run_command(
             [places.get(argument, argument) for argument in what.arguments],
             {**clean_environment(venv), **what.environment},
@@ -193,7 +203,8 @@ def measure(
             "command_seconds": round(finished.seconds, 2),
         }
         if not kill:
-            return {**sample, **reader.untroubled(setting)}
+            taken = {} if processor is None else {"processor": processor.finish()}
+            return {**sample, **reader.untroubled(setting), **taken}
         lines = watch.finish()
         assert watch.killed is not None
         resumed = reader.resumed(lines, watch.killed, setting.ranks)
@@ -213,6 +224,16 @@ class WanmaRun:
         if found is None:
             raise BenchmarkError(f"{self._run.log(rank)} does not say which process rank {rank} is")
         return int(found[1])
+
+    def supervision(self) -> dict[str, int]:
+        """The processes above the ranks."""
+        fork_server = psutil.Process(self.newest_process(0)).ppid()
+        return {"supervisor": psutil.Process(fork_server).ppid(), "fork server": fork_server}
+
+    def newest_process(self, rank: int) -> int:
+        """Of the newest generation."""
+        found = re.findall(r"generation \d+, process (\d+)", self._run.log(rank).read_text())
+        return int(found[-1])
 
     def digest(self) -> str:
         """Of the last checkpoint's files: weights and optimizer state."""

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.common import describe_environments, estimate, table, undisturbed
 from benchmarks.recovery.contenders import PARTS
 
-GOAL_SECONDS, GOAL_RATIO, GOAL_OVERHEAD = 1.0, 0.5, 0.01
+GOAL_SECONDS, GOAL_RATIO, GOAL_OVERHEAD, GOAL_SUPERVISOR = 1.0, 0.5, 0.01, 0.005
 OURS = "wanma-1"
 
 Piece = dict[str, Any]
@@ -21,7 +21,8 @@ def report(pieces: Sequence[Piece]) -> str:
     if not measured:
         return "Nothing has been measured yet.\n"
     killed = [piece for piece in measured if piece["settings"]["kill_after"]]
-    copied = [piece for piece in measured if not piece["settings"]["kill_after"]]
+    copied = [piece for piece in measured if piece["settings"]["part"] == "snapshots"]
+    watched = [piece for piece in measured if piece["settings"]["part"] == "supervisor"]
     parts = ["# What a failure costs\n"]
     if killed:
         parts.append(_PREFACE)
@@ -31,6 +32,8 @@ def report(pieces: Sequence[Piece]) -> str:
             parts.append(_losses(piece))
     if copied:
         parts += ["## What snapshots cost\n", _OVERHEAD, *(_overhead(piece) for piece in copied)]
+    if watched:
+        parts += ["## What the supervisor takes\n", _SUPERVISION, *(_supervision(piece) for piece in watched)]
     commands = dict.fromkeys(line for piece in measured for line in piece["commands"].values())
     return "\n".join(
         [
@@ -59,6 +62,11 @@ _OVERHEAD = f"""\
 Nobody is killed. Seconds per step over the same steps of each run, all that happens in them included;
 overhead beside the run without copies of the same round. With "auto" the run chooses how many steps lie
 between copies, such that they take {GOAL_OVERHEAD:.0%} of the time or less by its own clocks.
+"""
+
+_SUPERVISION = f"""\
+Nobody is killed. Processor time of the processes beside the ranks over the measured steps, as a share of one
+core during that time. Goal: {GOAL_SUPERVISOR:.1%} or less of both.
 """
 
 
@@ -127,6 +135,19 @@ def _overhead(piece: Piece) -> str:
         )
     header = ["steps between copies", "step, ms", "overhead (95 %)", "same weights"]
     return f"{_describe(piece)}\n\n{table(header, rows)}"
+
+
+def _supervision(piece: Piece) -> str:
+    (name,) = PARTS["supervisor"]
+    taken = [one[name]["processor"] for one in undisturbed(piece)]
+    shares = {process: [one[process] for one in taken] for process in taken[0]}
+    shares["both"] = [sum(one.values()) for one in taken]
+    rows = []
+    for process, values in shares.items():
+        found = estimate(values)
+        rows.append([process, f"{found.median:.2%} ({found.low:.2%} to {found.high:.2%})"])
+    step = f"A step takes {1000 * _middle(piece, name, 'step_seconds'):.0f} ms."
+    return f"{_describe(piece)} {step}\n\n{table(['process', 'share of a core (95 %)'], rows)}"
 
 
 def _interval(piece: Piece, name: str) -> str:

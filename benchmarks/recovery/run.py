@@ -3,6 +3,7 @@
     python benchmarks/recovery/run.py --part torchrun --ranks 2 --pairs 7 --minutes 4
     python benchmarks/recovery/run.py --part torchft --ranks 2
     python benchmarks/recovery/run.py --part snapshots      # nobody is killed: step time at each interval
+    python benchmarks/recovery/run.py --part supervisor     # nobody is killed: what the supervisor takes
     python benchmarks/recovery/run.py                       # everything that is not measured yet
     python benchmarks/recovery/run.py --report
 
@@ -134,11 +135,11 @@ def torchft_version(venv: Path) -> str | None:
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     for ranks in options.ranks:
         for part in options.part:
-            if part == "snapshots" and ranks != options.ranks[0]:
+            kills = part not in ("snapshots", "supervisor")
+            if not kills and ranks != options.ranks[0]:
                 continue
-            kills = part != "snapshots"
             # torchft's dead replica takes part again only when it has started: that takes some seconds.
-            steps = {"torchrun": 40, "torchft": 70, "snapshots": 71}[part]
+            steps = {"torchrun": 40, "torchft": 70, "snapshots": 71, "supervisor": 171}[part]
             yield Setting(
                 part=part,
                 ranks=ranks,
@@ -157,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser = common_parser(__doc__, "recovery")
     add = parser.add_argument
     add("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4; snapshots: the first of them")
+    add("--ranks", nargs="+", type=int, default=[2, 4], help="default: 2 4; snapshots, supervisor: the first")
     add("--kill-after", type=int, default=25, metavar="STEP", help="half a step after this one (default 25)")
     add("--steps", type=int, help="of a run; default: enough to carry on after the kill")
     add("--hidden", type=int, default=256)

@@ -1,4 +1,5 @@
-"""Watches a contender's record of its steps from outside, kills one rank, and says what that cost."""
+"""Watches a contender's record of its steps from outside: kills one rank and says what that cost, or measures
+the processor time of others in the meantime."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.common import BenchmarkError
 
@@ -113,6 +116,54 @@ class Watch(threading.Thread):
             time.sleep(step_seconds(steps) / 2)
             self.killed = time.time()
             os.kill(self._victim(), signal.SIGKILL)
+
+
+class ProcessorTime(threading.Thread):
+    """Processor time of some processes from the end of one step to that of another.
+
+    Args:
+        progress: the file of rank 0's steps.
+        processes: by name; asked for at the first of the two.
+    """
+
+    def __init__(
+        self, progress: Path, first: int, last: int, processes: Callable[[], Mapping[str, int]]
+    ) -> None:
+        super().__init__(daemon=True)
+        self._progress, self._steps, self._processes = progress, (first, last), processes
+        self._taken: list[tuple[float, dict[str, float]]] = []
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            found: dict[str, psutil.Process] = {}
+            for due in self._steps:
+                while not any(line["step"] >= due for line in read_lines(self._progress)[-1:]):
+                    if self._over.wait(10 * POLL_SECONDS):
+                        return
+                found = found or {name: psutil.Process(pid) for name, pid in self._processes().items()}
+                self._taken.append((time.monotonic(), {name: _seconds(one) for name, one in found.items()}))
+        except Exception as error:
+            self._error = error
+
+    def finish(self) -> dict[str, float]:
+        """By name, seconds of one processor per second.
+
+        Raises:
+            BenchmarkError: the steps did not come, or the processes could not be asked.
+        """
+        self._over.set()
+        self.join()
+        if self._error is not None or len(self._taken) < 2:
+            raise BenchmarkError(f"watching {self._progress}: {self._error or 'it ended too early'!r}")
+        (began, before), (ended, after) = self._taken
+        return {name: (after[name] - before[name]) / (ended - began) for name in before}
+
+
+def _seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def cost(lines: Sequence[Mapping[str, Any]], killed: float, resumed: float) -> dict[str, Any]:

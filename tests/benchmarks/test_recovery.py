@@ -122,6 +122,34 @@ def test_a_run_in_which_nobody_was_killed_is_an_error(tmp_path):
         watch.finish()
 
 
+def test_processor_time_is_that_between_two_steps(tmp_path):
+    progress = tmp_path / "metrics.jsonl"
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        watched = {"busy": busy.pid, "idle": idle.pid}
+        watch = module("watch").ProcessorTime(progress, first=2, last=6, processes=lambda: watched)
+        watch.start()
+        for step in range(1, 8):
+            with progress.open("a") as file:
+                file.write(json.dumps({"step": step, "time": time.time()}) + "\n")
+            time.sleep(0.2)
+        found = watch.finish()
+    finally:
+        for process in (busy, idle):
+            process.kill()
+            process.wait()
+    assert found["idle"] < 0.1 < found["busy"] < 1.2, "idle but for its start"
+
+
+def test_processor_time_of_a_run_that_is_too_short_is_an_error(tmp_path):
+    common = importlib.import_module("benchmarks.common")
+    watch = module("watch").ProcessorTime(tmp_path / "none", 2, 6, processes=dict)
+    watch.start()
+    with pytest.raises(common.BenchmarkError, match="it ended too early"):
+        watch.finish()
+
+
 def test_the_rank_is_that_of_the_first_start(tmp_path):
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
@@ -166,7 +194,7 @@ def test_what_torchft_gave_up_is_counted(tmp_path, monkeypatch):
 def test_every_part_has_a_job_that_wanma_reads_and_the_same_task_for_the_peers(monkeypatch, tmp_path):
     pieces = settings(monkeypatch)
     assert [(piece.part, piece.ranks) for piece in pieces] == [
-        *(("torchrun", 2), ("torchft", 2), ("snapshots", 2)),
+        *(("torchrun", 2), ("torchft", 2), ("snapshots", 2), ("supervisor", 2)),
         *(("torchrun", 4), ("torchft", 4)),
     ]
     for piece in pieces:
@@ -268,7 +296,7 @@ def killed(seconds, repeated, same=True, **more):
 
 
 def test_the_report_says_what_each_contender_lost(monkeypatch):
-    torchrun, torchft, snapshots = settings(monkeypatch, "--ranks", "2")
+    torchrun, torchft, snapshots, supervisor = settings(monkeypatch, "--ranks", "2")
     costs = {
         "wanma-1": killed(0.5, 0),
         "torchrun-1": killed(2.0, 1),
@@ -292,6 +320,15 @@ def test_the_report_says_what_each_contender_lost(monkeypatch):
             piece(snapshots, copied),
             piece(torchft, {"wanma-1": killed(0.5, 0), "torchft": killed(1.0, 0, same=False, **lost)}),
             piece(torchrun, costs),
+            piece(
+                supervisor,
+                {
+                    "wanma-auto": {
+                        "step_seconds": 0.1,
+                        "processor": {"supervisor": 0.003, "fork server": 0.0005},
+                    }
+                },
+            ),
         ]
     )
     assert "| wanma, a copy every step | 0.50 (0.50–0.50) | 0.50 | 0 |  | yes | 100 |" in text
@@ -303,6 +340,8 @@ def test_the_report_says_what_each_contender_lost(monkeypatch):
     assert "| 1 | 110.0 | +10.0% (+10.0% to +10.0%) | yes |" in text
     assert "| auto: 12 | 100.0 | +0.0%" in text
     assert text.index("is killed, beside torchft") < text.index("What snapshots cost")
+    assert "| supervisor | 0.30% (0.30% to 0.30%) |" in text
+    assert "| both | 0.35% (0.35% to 0.35%) |" in text
 
 
 def test_a_range_is_told_where_rounds_differ(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.failing_storage import FailingFileSystem, register
 from wanma.checkpoint.folder import Keep
 from wanma.checkpoint.reader import load_full, verify
 from wanma.checkpoint.remote import DamagedError, Remote
+from wanma.checkpoint.scan import scan
 from wanma.checkpoint.storage import Storage, check_url
 from wanma.checkpoint.writer import Checkpointer
 from wanma.job.errors import EXIT_USAGE, WanmaError
@@ -146,6 +148,22 @@ def test_an_upload_that_arrives_truncated_is_an_error_and_does_not_count(
     assert remote(f"file://{tmp_path}/there").newest(tmp_path / "back", told.append) is None
     assert len(told) == 1
     assert told[0].endswith("; it is skipped")
+
+
+def test_a_scan_reads_on_where_storage_fails_now_and_then(
+    folder: Path, tmp_path: Path, failing: type[FailingFileSystem]
+) -> None:
+    remote(f"file://{tmp_path}/there").upload(at(folder, 1), 1)
+    reads = itertools.count(1)
+    failing.fails = lambda call: (
+        TimeoutError("slow") if call.name in ("open", "read") and next(reads) % 3 == 0 else None
+    )
+    found = scan("step-00000001", Storage(f"failing://{tmp_path}/there/step-00000001", QUICK))
+    assert found.problems == ()
+    assert next(reads) > 6
+    failing.fails = lambda call: TimeoutError("slow") if call.name == "read" else None
+    found = scan("step-00000001", Storage(f"failing://{tmp_path}/there/step-00000001", QUICK))
+    assert found.problems[0].cause == "cannot be read: slow"
 
 
 def test_a_download_that_arrives_truncated_is_an_error_and_leaves_nothing(

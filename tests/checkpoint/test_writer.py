@@ -18,6 +18,7 @@ from wanma.checkpoint.folder import best
 from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
 from wanma.job.errors import WanmaError
+from wanma.job.retry import Patience
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -428,3 +429,26 @@ def test_state_that_is_no_json_is_refused_at_once_and_leaves_nothing(tmp_path: P
 def test_keeping_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WanmaError, match="keep is 0"):
         Checkpointer(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize(("number", "tries"), [(errno.EIO, 2), (errno.ESTALE, 2), (errno.ENOSPC, 1)])
+def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, tries: int
+) -> None:
+    monkeypatch.setattr(writer, "_WRITE_PATIENCE", Patience(tries=2, first_pause_seconds=0.001))
+    fsync, calls = os.fsync, []
+
+    def failing(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "rank-00000.safetensors":
+            calls.append(descriptor)
+            if len(calls) == 1:
+                raise OSError(number, "injected")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with Checkpointer(tmp_path) as checkpointer:
+        result = saved(checkpointer, 1)
+    assert len(calls) == tries
+    assert (result.error is None) == (tries == 2)
+    if tries == 2:
+        assert verify(tmp_path / "step-00000001") == []

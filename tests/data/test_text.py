@@ -11,8 +11,13 @@ from fsspec.asyn import AsyncFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+import wanma.data.text
+import wanma.data.tokenizer
+from support.failing_storage import FailingFileSystem, register
 from wanma.data.text import _cut, list_documents, starts_threads
+from wanma.data.tokenizer import load_tokenizer
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.retry import Patience
 
 
 def names(entries: list[str], root: Path) -> list[str]:
@@ -65,6 +70,63 @@ def test_any_fsspec_url_is_read() -> None:
     memory.pipe("/corpus-urls/x.txt", b"hello")
     assert content("memory://corpus-urls/x.txt") == [b"hello"]
     assert [d.path for d in list_documents(["memory://corpus-urls"])] == ["/corpus-urls/x.txt"]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
+    """Storage that a test makes fail, tried again without long pauses."""
+    quick = Patience(tries=4, first_pause_seconds=0.001)
+    for module in (wanma.data.text, wanma.data.tokenizer):
+        monkeypatch.setattr(module, "PATIENCE", quick)
+    return register()
+
+
+def test_a_corpus_and_a_tokenizer_behind_a_network_that_fails_now_and_then_are_read(
+    tmp_path: Path, failing: type[FailingFileSystem]
+) -> None:
+    (tmp_path / "a.txt").write_text("first\nsecond\n")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"third\nfourth\n"))
+    (tmp_path / "tokenizer.json").write_text('{"wanma_tokenizer": "bytes"}')
+    failing.fails = staticmethod(lambda call: OSError("reset") if call.number in (1, 4, 8, 9, 17) else None)
+    documents = list_documents([f"failing://{tmp_path}/*.txt*"])
+    assert [b"".join(document.pieces(6)) for document in documents] == [
+        *(b"first\nsecond\n", b"third\nfourth\n")
+    ]
+    assert load_tokenizer(f"failing://{tmp_path}").fingerprint == load_tokenizer("bytes").fingerprint
+    assert failing.calls.count("read") >= 4
+    assert {"ls", "open", "cat_file"} <= set(failing.calls)
+
+
+def test_storage_that_fails_for_good_is_told_with_the_key_and_the_file(
+    tmp_path: Path, failing: type[FailingFileSystem]
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (document,) = list_documents([f"failing://{tmp_path}/a.txt"])
+    failing.fails = staticmethod(lambda call: RuntimeError("odd") if call.name == "read" else None)
+    with pytest.raises(WanmaError, match=r"data.text\[0\]: cannot read '.*a.txt': odd"):
+        list(document.pieces())
+    assert failing.calls.count("read") == 4
+    failing.fails = staticmethod(lambda call: PermissionError("no") if call.name == "open" else None)
+    with pytest.raises(WanmaError, match="no permission"):
+        list(document.pieces())
+    assert failing.calls.count("open") == 5, "once more: it would be refused again"
+
+
+def test_storage_that_does_not_know_what_to_say_of_a_pattern_is_searched(
+    corpus: Path, failing: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = failing.info
+
+    def refusing(self: FailingFileSystem, path: str, **keywords: object) -> object:
+        if "*" in os.fspath(path):
+            raise OSError("400, Bad Request")
+        return info(self, path, **keywords)
+
+    monkeypatch.setattr(failing, "info", refusing)
+    assert names([f"failing://{corpus}/*.txt"], corpus) == ["b.txt"]
+    monkeypatch.setattr(failing, "info", lambda *_, **__: 1 / 0)
+    with pytest.raises(WanmaError, match="division by zero"):
+        list_documents([f"failing://{corpus}/b.txt"])
 
 
 def test_compressed_text_is_read_as_text(tmp_path: Path) -> None:

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from wanma.elastic.board import Board
+from wanma.elastic.collectives import read
 from wanma.elastic.hang import hang_report, main_thread_stack
 from wanma.elastic.launch import Launch
-from wanma.elastic.messages import Standing
+from wanma.elastic.messages import Standing, Whereabouts
 from wanma.elastic.watch import Watch
 
 WAITING = Standing(
     0, 0, "a", 7, "gradient exchange", 12.0, "", ("/torch/x.py:1 in all_reduce", "/job/loop.py:9 in step"),
-    "all_reduce 17 of group default_pg",
+    "all_reduce #17 of group default_pg",
 )  # fmt: skip
 LOADING = Standing(
     1, 0, "a", 7, "data loading", 12.4, "", ("/job/file.py:81 in read", "/job/loop.py:3 in next")
@@ -30,10 +31,11 @@ def test_the_odd_one_out_comes_first_and_the_others_are_one_line() -> None:
     ranks = [dataclasses.replace(WAITING, rank=rank) for rank in (0, 2, 3, 5)]
     summary, report = hang_report([*ranks, LOADING], 12, "cluster.hang_seconds = 10")
     assert summary.splitlines() == [
-        "no rank has moved for 12 s (cluster.hang_seconds = 10)",
+        "no rank has moved for 12 s (cluster.hang_seconds = 10): rank 1 is in data loading (file.py:81) "
+        "while 4 others wait in all_reduce #17 of group default_pg",
         "  rank 1 is in data loading of step 7 since 12 s (/job/file.py:81 in read)   <- the odd one out",
         "  ranks 0, 2-3, 5 are in gradient exchange of step 7 since 12 s, "
-        "wait in all_reduce 17 of group default_pg (/job/loop.py:9 in step)",
+        "wait in all_reduce #17 of group default_pg (/job/loop.py:9 in step)",
     ]
     assert report.startswith(summary)
     assert report.count("/torch/x.py:1 in all_reduce") == 1
@@ -54,6 +56,61 @@ def test_of_two_ranks_the_one_that_is_missing_in_the_collective_is_odd() -> None
     assert [line.endswith("<- the odd one out") for line in summary.splitlines()] == [False, True, False]
 
 
+def test_those_in_one_collective_are_not_odd_wherever_their_code_stands() -> None:
+    elsewhere = dataclasses.replace(
+        WAITING, rank=2, stack=("/torch/x.py:1 in all_reduce", "/job/other.py:4 in f")
+    )
+    summary, _ = hang_report([WAITING, dataclasses.replace(WAITING, rank=3), elsewhere, LOADING], 12, "limit")
+    first, *others = summary.splitlines()
+    assert first.endswith(
+        ": rank 1 is in data loading (file.py:81) while 3 others wait in all_reduce #17 of group default_pg"
+    )
+    assert [line.endswith("<- the odd one out") for line in others] == [True, False, False]
+
+
+def test_a_rank_in_an_earlier_collective_and_one_that_is_stopped_are_told_with_it() -> None:
+    ranks = [dataclasses.replace(WAITING, rank=rank) for rank in range(5)]
+    behind = dataclasses.replace(WAITING, rank=5, collective="all_reduce #16 of group default_pg")
+    stopped = dataclasses.replace(LOADING, rank=6, state="stopped (SIGSTOP?)", stack=())
+    summary, _ = hang_report([*ranks, behind, stopped], 12, "limit")
+    first = summary.splitlines()[0].partition(": ")[2]
+    assert first == (
+        "rank 6 is stopped (SIGSTOP?), rank 5 waits in all_reduce #16 of group default_pg "
+        "while 5 others wait in all_reduce #17 of group default_pg"
+    )
+
+
+def test_many_kinds_of_odd_ranks_are_counted() -> None:
+    odd = [dataclasses.replace(LOADING, rank=10 + n, stack=(f"/job/file.py:{n} in read",)) for n in range(6)]
+    summary, _ = hang_report([*(dataclasses.replace(WAITING, rank=n) for n in range(4)), *odd], 12, "limit")
+    assert ", 3 more are elsewhere while 4 others wait in " in summary.splitlines()[0]
+
+
+def test_the_last_collectives_of_each_rank_are_in_the_report() -> None:
+    loading = dataclasses.replace(
+        LOADING, recent=("all_reduce #15 of group dp", "all_reduce #16 of group dp")
+    )
+    _, report = hang_report([WAITING, loading], 12, "limit")
+    assert "collective: none, before that: all_reduce #15 of group dp, all_reduce #16 of group dp\n" in report
+
+
+def test_the_oldest_collective_under_way_is_the_one_that_is_waited_in() -> None:
+    def entry(number: int, retired: bool, group: str = "dp") -> dict[str, Any]:
+        return {
+            "profiling_name": "gloo:all_reduce",
+            "collective_seq_id": number,
+            "retired": retired,
+            "process_group": ["3", group],
+        }
+
+    entries = [*(entry(number, True) for number in range(1, 8)), entry(8, False), entry(9, False)]
+    found = read(entries)
+    assert found.collective == "all_reduce #8 of group dp"
+    assert found.recent == tuple(f"all_reduce #{number} of group dp" for number in (4, 5, 6, 7))
+    assert read([entry(1, False, "undefined")]).collective == "all_reduce #1 of group 3"
+    assert read([]) == Whereabouts("")
+
+
 def test_when_all_stand_in_the_same_place_nobody_is_odd() -> None:
     summary, _ = hang_report([WAITING, dataclasses.replace(WAITING, rank=1)], 12, "limit")
     assert "odd" not in summary
@@ -70,6 +127,29 @@ def test_thousands_of_ranks_stay_readable() -> None:
     ranks = [dataclasses.replace(WAITING, rank=rank) for rank in range(4096) if rank != 1]
     summary, _ = hang_report([*ranks, LOADING], 12, "limit")
     assert "ranks 0, 2-4095 are" in summary
+
+
+def test_a_thread_that_loads_data_for_the_main_thread_stands_for_it() -> None:
+    dump = """\
+Thread 0x0000000000000007 (most recent call first):
+  File "/job/dataset.py", line 81 in __getitem__
+  File "/x/wanma/data/loader.py", line 90 in load
+  File "/python/concurrent/futures/thread.py", line 58 in run
+
+Thread 0x0000000000000005 (most recent call first):
+  File "/python/threading.py", line 320 in wait
+  File "/x/wanma/data/loader.py", line 79 in __next__
+  File "/x/wanma/training/loop.py", line 49 in run_loop
+"""
+    loads, waits = "/x/wanma/data/loader.py:90 in load", "/x/wanma/data/loader.py:79 in __next__"
+    assert main_thread_stack(dump, 5) == (
+        *("/job/dataset.py:81 in __getitem__", loads),
+        *("/python/threading.py:320 in wait", waits, "/x/wanma/training/loop.py:49 in run_loop"),
+    )
+    assert main_thread_stack(dump, 7)[0] == "/job/dataset.py:81 in __getitem__"
+    assert (
+        main_thread_stack(dump.replace("in __next__", "in close"), 5)[0] == "/python/threading.py:320 in wait"
+    )
 
 
 def test_the_stack_of_the_wanted_thread_is_found_in_a_real_dump() -> None:

@@ -80,7 +80,7 @@ def test_a_hang_is_reported_and_recovered_from(run_with: RunWith) -> None:
 
 
 def test_two_failures_at_once_are_one_recovery(run_with: RunWith) -> None:
-    ran = run_with(*(Fault("kill", rank=rank, step=4, phase="forward") for rank in (0, 1)))
+    ran = run_with(*(Fault("kill", rank=rank, step=4, phase="forward", together=2) for rank in (0, 1)))
     assert ran.outcome.exit_code == 0
     [restart] = restarts(ran)
     assert restart["attempt"] == 1

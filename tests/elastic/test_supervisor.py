@@ -127,13 +127,14 @@ def test_a_hang_is_reported_with_the_odd_rank_out(run: Any) -> None:
     )
     assert ran.outcome.exit_code == 1
     summary = ran.outcome.message.splitlines()
-    assert summary[0].endswith("(cluster.hang_seconds = 2)")
+    assert "(cluster.hang_seconds = 2): rank 1 is in data loading (elastic_entries.py:" in summary[0]
+    assert summary[0].endswith(" while 2 others wait in all_reduce #3 of group default_pg")
     assert summary[1].startswith("  rank 1 is in data loading of step 2 since ")
     assert "elastic_entries.py" in summary[1]
     assert "in wait_forever" in summary[1]
     assert summary[1].endswith("<- the odd one out")
     assert summary[2].startswith("  ranks 0, 2 are in gradient exchange of step 2 since ")
-    assert "wait in all_reduce 3 of group default_pg" in summary[2]
+    assert "wait in all_reduce #3 of group default_pg" in summary[2]
     assert "in rank_1_hangs_in_data_loading" in summary[2]
     report = (ran.launch.run_directory / "logs" / "hang-report.txt").read_text()
     assert report.startswith(summary[0])

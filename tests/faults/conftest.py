@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.command import Desk, Training
+from support.fault_table import PROPERTY, Row
+from support.recovered import COMMON
 
 HERE = Path(__file__).parent
-COMMON = ("text.toml", "train.steps=12", "checkpoint.snapshots=1")
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +20,32 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 
 @pytest.fixture(scope="session")
-def whole(desk: Desk) -> Training:
-    """The run that nothing happens to."""
-    ran = desk.run("train", *COMMON, "--run-dir", "whole")
-    assert ran.code == 0, ran.text
-    return desk.training("whole")
+def whole_of(desk: Desk) -> Callable[[tuple[str, ...]], Training]:
+    """The run with these overrides that nothing happens to."""
+    made: dict[tuple[str, ...], Training] = {}
+
+    def whole_of(overrides: tuple[str, ...]) -> Training:
+        if overrides not in made:
+            name = f"whole-{len(made)}"
+            ran = desk.run("train", *COMMON, *overrides, "--run-dir", name)
+            assert ran.code == 0, ran.text
+            made[overrides] = desk.training(name)
+        return made[overrides]
+
+    return whole_of
+
+
+@pytest.fixture(scope="session")
+def whole(whole_of: Callable[[tuple[str, ...]], Training]) -> Training:
+    """On two replicas."""
+    return whole_of(())
+
+
+@pytest.fixture
+def note(record_property: Callable[[str, Any], None]) -> Callable[[Row], None]:
+    """Put a row into the table of faults: what the test has asserted, and what it took."""
+
+    def note(row: Row) -> None:
+        record_property(PROPERTY, dataclasses.asdict(row))
+
+    return note

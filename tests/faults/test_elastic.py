@@ -39,7 +39,9 @@ def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     desk: Desk, untroubled: Training
 ) -> None:
     """Each has a third of the state, then half of it: images travel."""
-    slow = Fault("slow", rank=0, step=10, generation=2)  # so that it pays to take the third again
+    slow = Fault(
+        "slow", rank=0, step=10, generation=2, argument="0.5"
+    )  # so that it pays to take the third again
     words = ("parallel.dp_replicate=1", "parallel.dp_shard=3", "parallel.shard=parameters")
     three = Gang(desk, "shards", 3, STOP, slow, words=("cluster.nodes=2..3", *words))
     three.lose(2)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from support.command import Desk, Ran, Training, assert_bitwise_equal
+from support.command import Desk, Ran, Training
+from support.fault_table import Row
 from support.injection import Fault, injected, struck
 from support.nodes import Machines
+from support.recovered import check_whole
 
+Note = Callable[[Row], None]
+PLAN = "ZeRO-3 on 2 machines"
 SHARDED = (
     "text.toml",
     "train.steps=12",
@@ -47,19 +52,19 @@ def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Trainin
     return first, both.training
 
 
+def row(fault: str, recovery: dict[str, Any]) -> Row:
+    """Its seconds are those that the survivors count."""
+    return Row(fault, PLAN, recovery["source"], recovery["repeated_steps"], recovery["seconds"])
+
+
 def recovery_of(training: Training) -> dict[str, Any]:
     [recovery] = [event for event in training.events if event["kind"] == "recovery"]
     return recovery
 
 
-def check_whole(ran: Ran, training: Training, untroubled: Training) -> None:
-    assert ran.code == 0, ran.text
-    assert [step["step"] for step in training.metrics] == list(range(1, 13)), "each once, in order"
-    assert training.losses == untroubled.losses
-    assert_bitwise_equal(training.state(), untroubled.state())
-
-
-def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(desk: Desk, untroubled: Training) -> None:
+def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(
+    desk: Desk, untroubled: Training, note: Note
+) -> None:
     ran, training = lose_in_step_8(desk, "lost")
     check_whole(ran, training, untroubled)
     recovery = recovery_of(training)
@@ -67,11 +72,11 @@ def test_a_lost_machine_costs_the_steps_since_its_partner_s_copy(desk: Desk, unt
     assert recovery["repeated_steps"] <= 2, "the copy of the step before was under way"
     assert "was lost" in recovery["failure"]
     assert "carried on with the copy in memory, a lost node's from its partner, of step" in ran.text
-    print(f"\n{recovery['seconds']:.2f} s, {recovery['repeated_steps']} steps repeated")
+    note(row("a machine is lost, and another comes", recovery))
 
 
 def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkpoint(
-    desk: Desk, untroubled: Training
+    desk: Desk, untroubled: Training, note: Note
 ) -> None:
     ran, training = lose_in_step_8(desk, "alone", "checkpoint.partner=false")
     check_whole(ran, training, untroubled)
@@ -79,9 +84,12 @@ def test_without_partners_a_lost_machine_costs_the_steps_since_the_newest_checkp
     assert (recovery["source"], recovery["step"]) == ("checkpoint", 5)
     assert "nobody has rank 1's snapshot of step" in training.messages
     assert "its partner, node 0, has no copy" in training.messages
+    note(row("a machine is lost, and another comes; no partners", recovery))
 
 
-def test_a_rank_that_dies_is_started_again_from_its_own_node(desk: Desk, untroubled: Training) -> None:
+def test_a_rank_that_dies_is_started_again_from_its_own_node(
+    desk: Desk, untroubled: Training, note: Note
+) -> None:
     marks = desk.folder / "marks-rank"
     fault = Fault("kill", rank=1, step=8, phase="forward and backward")
     both = Machines(desk, "rank", *SHARDED, **injected(marks, fault))
@@ -92,6 +100,7 @@ def test_a_rank_that_dies_is_started_again_from_its_own_node(desk: Desk, untroub
     recovery = recovery_of(both.training)
     assert recovery["source"] == "memory"
     assert recovery["repeated_steps"] <= 2
+    note(row("SIGKILL in forward", recovery))
 
 
 def test_an_interrupt_ends_both_machines_in_order(desk: Desk) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
 import random
 import threading
 import time
+from typing import IO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.job.errors import WanmaError
-from wanma.job.retry import Patience, is_permanent, pauses, retry
+from wanma.job.retry import Patience, RetriedFile, is_permanent, pauses, retry
 
 QUICK = Patience(tries=4, deadline_seconds=60, first_pause_seconds=0.001, longest_pause_seconds=0.002)
 
@@ -115,3 +117,51 @@ def test_retrying_leaves_the_process_generator_alone() -> None:
     state = random.getstate()
     retry(Flaky(2, TimeoutError()), QUICK)
     assert random.getstate() == state
+
+
+class Torn(io.BytesIO):
+    """Its first read fails in the middle."""
+
+    def __init__(self, content: bytes, errors: list[Exception]) -> None:
+        super().__init__(content)
+        self._errors = errors
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell() >= 4 and self._errors:
+            raise self._errors.pop(0)
+        return super().read(size)
+
+
+def read_all(file: RetriedFile) -> bytes:
+    with file:
+        return b"".join(iter(lambda: file.read(4), b""))
+
+
+def test_a_file_is_read_on_from_where_it_was_after_a_failure_that_passes() -> None:
+    errors: list[Exception] = [ConnectionResetError("gone"), OSError(errno.EIO, "worse")]
+    opened: list[Torn] = []
+
+    def open_file() -> Torn:
+        if len(opened) == 1:
+            opened.append(Torn(b"", []))
+            raise TimeoutError("not yet")
+        opened.append(Torn(b"0123456789", errors))
+        return opened[-1]
+
+    assert read_all(RetriedFile(open_file, QUICK)) == b"0123456789"
+    assert len(opened) == 4, "opened, failed to open, opened, opened"
+    assert all(file.closed for file in (opened[0], *opened[2:]))
+
+
+def test_a_file_that_is_gone_or_fails_too_often_is_an_error() -> None:
+    def missing() -> IO[bytes]:
+        raise FileNotFoundError("x")
+
+    with pytest.raises(FileNotFoundError):
+        RetriedFile(missing, QUICK)
+    errors: list[Exception] = [OSError(f"number {number}") for number in range(9)]
+    file = RetriedFile(lambda: Torn(b"0123456789", errors), QUICK)
+    assert file.read(4) == b"0123"
+    with pytest.raises(OSError, match="number") as caught:
+        file.read(4)
+    assert f"after {QUICK.tries} tries" in caught.value.__notes__[0]

@@ -232,8 +232,8 @@ def assert_bitwise_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Te
 
 
 @contextmanager
-def small_memory(limit_bytes: int) -> Iterator[tuple[str, ...]]:
-    """The words before a command that put it into a control group with so much memory; needs root."""
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """Folder of a control group with so much memory; needs root."""
     name = f"wanma-test-{os.getpid()}"
     v1, v2 = Path("/sys/fs/cgroup/memory") / name, Path("/sys/fs/cgroup") / name
     group, limit = (v1, "memory.limit_in_bytes") if v1.parent.is_dir() else (v2, "memory.max")
@@ -245,9 +245,16 @@ def small_memory(limit_bytes: int) -> Iterator[tuple[str, ...]]:
         if not (group / limit).exists():
             pytest.skip("the memory controller is not there for control groups of one's own")
         (group / limit).write_text(str(limit_bytes))
-        yield "sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"
+        yield group
     finally:
         group.rmdir()
+
+
+@contextmanager
+def small_memory(limit_bytes: int) -> Iterator[tuple[str, ...]]:
+    """The words before a command that put it into a control group with so much memory; needs root."""
+    with memory_group(limit_bytes) as group:
+        yield "sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"
 
 
 @contextmanager

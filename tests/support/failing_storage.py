@@ -76,6 +76,20 @@ class FailingFileSystem(LocalFileSystem):
         self._count("ls")
         return super().ls(path, detail, **keywords)
 
+    def _open(self, path: str, mode: str = "rb", **keywords: Any) -> Any:
+        if mode != "rb":
+            return super()._open(path, mode, **keywords)
+        self._count("open")
+        file = super()._open(path, mode, **keywords)
+        read = file.read
+
+        def counted(size: int = -1) -> bytes:
+            self._count("read")
+            return bytes(read(size))
+
+        file.read = counted
+        return file
+
     def rm_file(self, path: str) -> None:
         self._count("rm_file")
         super().rm_file(path)

@@ -8,18 +8,17 @@ probe between a rank and the board on which it notes where it stands, as a debug
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from support.strikes import strike
+
 VARIABLE = "WANMA_TEST_FAULTS"
-SLOW_SECONDS = 0.5
 SUPPORT = Path(__file__).parent
 
 
@@ -32,14 +31,20 @@ class Fault:
     """
 
     what: str
-    """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; flip (a bit of a weight, at the phase
-    step done), nan and spike (the rank's gradients, at the phase update); slow (from then on each forward and
-    backward takes half a second more)."""
+    """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; allocate (a tensor that is too large),
+    out of memory (`argument`: folder of a control group); flip (a bit of a weight, at the phase step done),
+    nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), slow (from then on
+    each forward and backward takes `argument` seconds more). What shows only later: flip snapshot (all of the
+    rank's), flip checkpoint and tear checkpoint (`argument`: of which step), fill disk and free disk, deny and
+    allow (writing into the folder of checkpoints)."""
     rank: int = 1
     step: int = 3
     phase: str = "forward and backward"
     generation: int | None = None
     """Only in this one; None: in whichever comes there first."""
+    argument: str = ""
+    together: int = 1
+    """Strikes when so many faults are due: a rank that comes first waits for the others."""
 
 
 def injected(folder: Path, *faults: Fault) -> dict[str, str]:
@@ -65,7 +70,8 @@ class Strike:
 
 def struck(folder: Path) -> list[Strike]:
     """The faults that have struck, in the order of `injected`."""
-    return [Strike(*map(float, mark.read_text().split())) for mark in sorted(folder.iterdir())]
+    marks = sorted(folder.iterdir(), key=lambda mark: int(mark.name))
+    return [Strike(*map(float, mark.read_text().split())) for mark in marks]
 
 
 @dataclass(frozen=True)
@@ -88,30 +94,35 @@ def traced(folder: Path) -> list[Report]:
 class Probe:
     """Watches one rank and does what is due."""
 
-    def __init__(
-        self, folder: Path, trace: Path, faults: Sequence[Fault], rank: int, generation: int
-    ) -> None:
-        self._folder, self._rank, self._generation = folder, rank, generation
+    def __init__(self, folder: Path, trace: Path, faults: Sequence[Fault], spec: Any) -> None:
+        self._folder, self._spec = folder, spec
         self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
         self._delay = 0.0
         self._faults = {
             number: fault
             for number, fault in enumerate(faults)
-            if fault.rank == rank and fault.generation in (None, generation)
+            if fault.rank == spec.rank and fault.generation in (None, spec.generation)
         }
 
     def at(self, step: int, phase: str) -> None:
-        report = Report(self._rank, self._generation, step, phase, time.time())
+        report = Report(self._spec.rank, self._spec.generation, step, phase, time.time())
         os.write(self._trace, json.dumps(asdict(report)).encode() + b"\n")
         making = step + (phase in ("waiting for data", "forward and backward", "update"))
         for number, fault in self._faults.items():
             if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
+                self._await(fault.together)
                 if fault.what == "slow":
-                    self._delay = SLOW_SECONDS
+                    self._delay = float(fault.argument)
                 else:
-                    _strike(fault.what)
+                    strike(fault.what, fault.argument, making, self._spec)
         if phase == "forward and backward":
             time.sleep(self._delay)
+
+    def _await(self, marks: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(self._folder.iterdir())) < marks:
+            assert time.monotonic() < deadline, "the other ranks never came to their faults"
+            time.sleep(0.001)
 
     def _is_first(self, number: int) -> bool:
         """A mark is made once, whoever else comes there in a later generation."""
@@ -133,7 +144,7 @@ def install() -> None:
     run = worker_main._run
 
     def probed(spec: Any, *rest: Any) -> int:
-        probe = Probe(Path(order["folder"]), Path(order["trace"]), faults, spec.rank, spec.generation)
+        probe = Probe(Path(order["folder"]), Path(order["trace"]), faults, spec)
         probe.at(0, "born")
 
         class Probed(worker_main.Supervised):
@@ -155,38 +166,3 @@ def install() -> None:
         return run(spec, *rest)
 
     worker_main._run = probed
-
-
-def _strike(what: str) -> None:
-    match what:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "kill fork server":
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)  # the kernel ends this process with its parent: soon, but not at once
-        case "exit":
-            os._exit(7)
-        case "raise":
-            raise ValueError("injected")
-        case "flip":
-            from support.faults import flip_bit
-
-            flip_bit(next(iter(_trainer().state.weights().values())))
-        case "nan" | "spike":
-            from wanma.checkpoint.shards import local_part
-
-            for gradient in _trainer().state.updater.gradients():
-                local_part(gradient).mul_(float("nan") if what == "nan" else 1e6)
-        case _:
-            raise AssertionError(f"unknown fault {what}")
-
-
-def _trainer() -> Any:
-    from wanma.training.trainer import Trainer
-
-    (trainer,) = (one for one in gc.get_objects() if isinstance(one, Trainer))
-    return trainer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra
-from wanma.job.retry import PATIENCE, Patience, retry
+from wanma.job.retry import PATIENCE, Patience, RetriedFile, retry
 from wanma.job.urls import WHERE_CREDENTIALS_GO, has_credentials, without_credentials
 
 Result = TypeVar("Result")
@@ -167,9 +167,15 @@ class Storage:
 
         self._try("cannot fetch", path, fetch)
 
-    def open(self, path: str) -> Any:
-        """A file to read from, as a context; a failure while reading is the reader's to handle."""
-        return self._try("cannot read", path, lambda: self._system.open(self._at(path), "rb"))
+    def open(self, path: str) -> RetriedFile:
+        """A file to read from, as a context; when a read has failed too often, its error is the reader's."""
+        return self._begin(
+            "cannot read",
+            path,
+            lambda: RetriedFile(
+                lambda: self._system.open(self._at(path), "rb"), self._patience, stop=self._stop
+            ),
+        )
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""
@@ -217,10 +223,13 @@ class Storage:
             send()
 
     def _try(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
+        return self._begin(what, path, lambda: retry(operation, self._patience, stop=self._stop))
+
+    def _begin(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
         if self._stop is not None and self._stop.is_set():
             raise WanmaError(f"{what} {self.url}/{path}: asked to stop")
         try:
-            return retry(operation, self._patience, stop=self._stop)
+            return operation()
         except Exception as error:  # a storage library may raise anything
             raise _failure(what, f"{self.url}/{path}".rstrip("/"), error) from error
 

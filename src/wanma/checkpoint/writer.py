@@ -33,7 +33,10 @@ from wanma.checkpoint.exchange import Meeting
 from wanma.checkpoint.folder import Keep, Retention, clean
 from wanma.checkpoint.format import data_file, step_name, to_json
 from wanma.job.errors import WanmaError
+from wanma.job.retry import Patience, retry
 
+_WRITE_PATIENCE = Patience(tries=3, deadline_seconds=60.0)
+"""Other ranks wait for this one's file: not for as long as an upload may take."""
 _WRITE_BYTES = 64 << 20
 
 
@@ -346,14 +349,20 @@ def write_file(path: Path, content: memoryview) -> str:
     """
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as beside:
         digest = beside.submit(hashlib.sha256, content)
+        retry(lambda: _write(path, content), _WRITE_PATIENCE)
+        return digest.result().hexdigest()
+
+
+def _write(path: Path, content: memoryview) -> None:
+    """From the beginning, also after a failed fsync, which leaves nobody knowing what is on the disk."""
+    try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             written = 0
             while written < len(content):
                 written += os.write(descriptor, content[written : written + _WRITE_BYTES])
             os.fsync(descriptor)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
         finally:
             os.close(descriptor)
-        return digest.result().hexdigest()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

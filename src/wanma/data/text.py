@@ -7,20 +7,21 @@ sorted by their path below it, and a file that two entries name counts once. No 
 from __future__ import annotations
 
 import hashlib
-import lzma
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import IO, Any
 
 import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import get_filesystem_class, url_to_fs
 from fsspec.utils import get_protocol
 
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.retry import PATIENCE, RetriedFile, retry
 
 STDLIB = "stdlib"
 """The entry that every machine with Python can train on: the standard library's own source."""
@@ -66,7 +67,7 @@ class Document:
             WanmaError: missing, forbidden or broken; names the key and the file.
         """
         try:
-            with self.filesystem.open(self.path, "rb", compression="infer") as stream:
+            with self._opened() as stream:
                 rest = stream.read(size)
                 while block := stream.read(size):  # the last piece is cut nowhere: small files are one piece
                     rest += block
@@ -75,8 +76,15 @@ class Document:
                         rest = rest[cut:]
                 if rest:
                     yield rest
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        except Exception as error:  # a storage library may raise anything
             raise _unreadable(self.url, self.key, error) from error
+
+    def _opened(self) -> IO[bytes] | RetriedFile:
+        def open_file() -> IO[bytes]:
+            stream: IO[bytes] = self.filesystem.open(self.path, "rb", compression="infer")
+            return stream
+
+        return open_file() if is_local(self.filesystem) else RetriedFile(open_file, PATIENCE)
 
 
 def _cut(text: bytes) -> int:
@@ -115,32 +123,72 @@ def _expand(entry: str, key: str) -> list[Document]:
         return _standard_library(key)
     try:
         filesystem, path = url_to_fs(entry)
-        if filesystem.isfile(path):
-            return [_document(filesystem, path, filesystem.info(path), True, key)]
-        if filesystem.isdir(path):
-            found = _below(filesystem, path)
-            if not found:
-                raise JobError(
-                    f"{key}: no file in the folder '{entry}'", "files with a leading dot do not count"
-                )
-        elif any(character in path for character in "*?["):
-            found = filesystem.glob(path, detail=True)
-            found = {name: info for name, info in found.items() if info["type"] == "file"}
-            if not found:
-                raise JobError(f"{key}: no file matches '{entry}'", "check the pattern; '**' crosses folders")
-        else:
-            raise JobError(f"{key}: '{entry}' does not exist", "paths are relative to where wanma is started")
-    except (OSError, ImportError, ValueError) as error:
+        if is_local(filesystem):
+            return _look_up(filesystem, path, entry, key)
+        return retry(lambda: _look_up(filesystem, path, entry, key), PATIENCE)
+    except WanmaError:
+        raise
+    except Exception as error:  # a storage library may raise anything
         raise _unreadable(entry, key, error) from error
+
+
+def _look_up(filesystem: Any, path: str, entry: str, key: str) -> list[Document]:
+    is_pattern = any(character in path for character in "*?[")
+    info = _info(filesystem, path, is_pattern)
+    if info is not None and info["type"] == "file":
+        return [_document(filesystem, path, info, True, key)]
+    if info is not None:
+        found = _below(filesystem, path)
+        if not found:
+            raise JobError(f"{key}: no file in the folder '{entry}'", "files with a leading dot do not count")
+    elif is_pattern:
+        found = _matching(filesystem, path)
+        if not found:
+            raise JobError(f"{key}: no file matches '{entry}'", "check the pattern; '**' crosses folders")
+    else:
+        raise JobError(f"{key}: '{entry}' does not exist", "paths are relative to where wanma is started")
     return [_document(filesystem, name, found[name], False, key) for name in sorted(found)]
+
+
+def _info(filesystem: Any, path: str, is_pattern: bool) -> dict[str, Any] | None:
+    """What is at `path`; None where nothing is. fsspec's `isfile` takes a failure for an absence, too."""
+    try:
+        info: dict[str, Any] = filesystem.info(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception:
+        if is_pattern:  # servers refuse its characters as they like; the search says what else is wrong
+            return None
+        raise
+    return info
+
+
+def _matching(filesystem: Any, pattern: str) -> dict[str, Any]:
+    """Files that match, and what is known of them."""
+    try:
+        found = filesystem.glob(pattern, detail=True, **_careful(filesystem))
+    except FileNotFoundError:
+        return {}
+    return {name: info for name, info in found.items() if info["type"] == "file"}
+
+
+def _careful(filesystem: Any) -> dict[str, Any]:
+    """Arguments for a search: fsspec's own leaves out, without a word, folders that it failed to list."""
+    if is_local(filesystem):
+        return {}
+    if isinstance(filesystem, AsyncFileSystem):
+        is_own = type(filesystem)._find is AsyncFileSystem._find
+    else:
+        is_own = type(filesystem).find is AbstractFileSystem.find
+    return {"on_error": "raise"} if is_own else {}
 
 
 def _below(filesystem: Any, folder: str) -> dict[str, Any]:
     """Files below `folder` and what is known of them, without hidden ones."""
-    if "file" in _protocols(filesystem):
+    if is_local(filesystem):
         return {name: filesystem.info(name) for name in _walk(folder, (".*",))}
     start = len(folder.rstrip("/"))
-    found = filesystem.find(folder, detail=True)
+    found = filesystem.find(folder, detail=True, **_careful(filesystem))
     return {name: info for name, info in found.items() if "/." not in name[start:]}
 
 
@@ -207,6 +255,11 @@ def _known_protocols() -> str:
     return "URLs start with one of " + ", ".join(
         f"{name}://" for name in ("file", "memory", "http", "s3", "gs", "hf")
     )
+
+
+def is_local(filesystem: Any) -> bool:
+    """What fails there fails again: only what is reached by a network is tried again."""
+    return "file" in _protocols(filesystem)
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:

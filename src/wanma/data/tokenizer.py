@@ -13,7 +13,9 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from wanma.data.text import is_local
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.retry import PATIENCE, retry
 
 _FILE = "tokenizer.json"
 _BYTES = '{"wanma_tokenizer": "bytes"}'
@@ -137,10 +139,13 @@ def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
 def _read(name: str, key: str) -> str:
     try:
         filesystem, path = fsspec.core.url_to_fs(name)
-        if filesystem.isdir(path):
-            path = f"{path.rstrip('/')}/{_FILE}"
-        content: bytes = filesystem.cat_file(path)
-        return content.decode("utf-8")
+
+        def fetch() -> bytes:
+            file = f"{path.rstrip('/')}/{_FILE}" if filesystem.isdir(path) else path
+            content: bytes = filesystem.cat_file(file)
+            return content
+
+        return (fetch() if is_local(filesystem) else retry(fetch, PATIENCE)).decode("utf-8")
     except UnicodeDecodeError as error:
         raise JobError(f"{key}: '{name}' is not a text file, so no tokenizer.json") from error
     except (FileNotFoundError, ImportError, ValueError) as error:

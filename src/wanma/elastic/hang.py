@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from wanma.elastic.messages import Standing
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
-_INNER_MODULES = ("/torch/", "/threading.py", "/selectors.py", "/socket.py", "/queue.py", "/numpy/")
+_INNER_MODULES = (
+    *("/torch/", "/numpy/", "/fsspec/", "/asyncio/", "/concurrent/futures/"),
+    *("/threading.py", "/selectors.py", "/socket.py", "/ssl.py", "/queue.py"),
+)
+_DOING = {"waiting for data": "data loading"}
+"""What a rank is in, where its phase is not named so."""
+_NAMED = 3
+"""Groups of odd ranks that the first line tells."""
 
 
 def hang_report(standings: Sequence[Standing], seconds: float, limit: str) -> tuple[str, str]:
@@ -21,8 +28,9 @@ def hang_report(standings: Sequence[Standing], seconds: float, limit: str) -> tu
     """
     groups = sorted(_groups(standings), key=lambda group: (len(group), bool(group[0].collective)))
     several = len({standing.node for standing in standings}) > 1
-    lines = [f"no rank has moved for {seconds:.0f} s ({limit})"]
-    lines += [f"  {_describe(group, _is_odd(group, groups[-1]), several)}" for group in groups]
+    odd = [group for group in groups if _is_odd(group, groups[-1])]
+    lines = [f"no rank has moved for {seconds:.0f} s ({limit}){_sentence(odd, groups)}"]
+    lines += [f"  {_describe(group, group in odd, several)}" for group in groups]
     summary = "\n".join(lines)
     details = [summary, ""]
     for group in groups:
@@ -35,7 +43,7 @@ def hang_report(standings: Sequence[Standing], seconds: float, limit: str) -> tu
             details.append(
                 f"  rank {one.rank}: node {one.node} ({one.host}), {step}, {one.phase or 'no phase'}, "
                 f"silent for {one.silent_seconds:.1f} s, {one.state or 'process alive'}, "
-                f"collective: {one.collective or 'none'}"
+                f"collective: {one.collective or 'none'}{_before(one)}"
             )
         details.append("")
     return summary, "\n".join(details)
@@ -47,6 +55,9 @@ def main_thread_stack(dump: str, main_thread: int) -> tuple[str, ...]:
     Args:
         dump: the text; of several dumps the last counts.
         main_thread: identity of the wanted thread; 0: the one that answered the signal.
+
+    Where that thread waits for one that loads data, the frames of the latter come first, as if it had called
+    it: who hangs there is not the thread that waits.
     """
     stacks: dict[int, list[str]] = {}
     current = 0
@@ -62,7 +73,22 @@ def main_thread_stack(dump: str, main_thread: int) -> tuple[str, ...]:
     found = stacks.get(main_thread, stacks.get(current, []))
     # Below the entry function are only the supervisor's own frames, the same in every rank.
     ours = (depth for depth, frame in enumerate(found) if "/wanma/elastic/worker_main.py:" in frame)
-    return tuple(found[: next(ours, len(found))] or found)
+    return (*_loading(found, stacks), *(found[: next(ours, len(found))] or found))
+
+
+def _loading(found: Sequence[str], stacks: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
+    """The frames of a thread for which `found` waits; of several that load at once, of any."""
+    if not any(_is_loader(frame, "__next__") for frame in found):
+        return ()
+    for stack in stacks.values():
+        depth = next((depth for depth, frame in enumerate(stack) if _is_loader(frame, "load")), None)
+        if depth is not None:
+            return tuple(stack[: depth + 1])
+    return ()
+
+
+def _is_loader(frame: str, function: str) -> bool:
+    return "/wanma/data/loader.py:" in frame and frame.endswith(f" in {function}")
 
 
 def _groups(standings: Sequence[Standing]) -> list[list[Standing]]:
@@ -73,10 +99,48 @@ def _groups(standings: Sequence[Standing]) -> list[list[Standing]]:
 
 
 def _is_odd(group: list[Standing], most: list[Standing]) -> bool:
-    """Fewer than the largest group; among equals, not in the collective in which the others wait."""
-    if len(group) == len(most):
-        return bool(most[0].collective) and not group[0].collective
-    return len(group) < len(most)
+    """Fewer than the largest group, or outside of the collective in which as many wait."""
+    mine, theirs = group[0].collective, most[0].collective
+    if mine and mine == theirs:
+        return False
+    return len(group) < len(most) or (bool(theirs) and not mine)
+
+
+def _sentence(odd: list[list[Standing]], groups: list[list[Standing]]) -> str:
+    """': rank 5 is in data loading (dataset.py:81) while 7 others wait in all_reduce #1042', if so."""
+    if not odd:
+        return ""
+    told = [_briefly(group) for group in odd[:_NAMED]]
+    told += [f"{len(odd) - _NAMED} more are elsewhere"] * (len(odd) > _NAMED)
+    count = sum(len(group) for group in groups if group not in odd)
+    others = f"{count} other{'s' if count > 1 else ''}"
+    first = groups[-1][0]
+    if first.collective:
+        what = f"wait{'' if count > 1 else 's'} in {first.collective}"
+    else:
+        what = f"{'are' if count > 1 else 'is'} in {_doing(first)}"
+    return f": {', '.join(told)} while {others} {what}"
+
+
+def _briefly(group: list[Standing]) -> str:
+    first, several = group[0], len(group) > 1
+    if first.state:
+        what = f"{'are' if several else 'is'} {first.state}"
+    elif first.collective:
+        what = f"wait{'' if several else 's'} in {first.collective}"
+    else:
+        what = f"{'are' if several else 'is'} in {_doing(first)}"
+        if first.stack:
+            what += f" ({_place(first.stack).partition(' in ')[0].rpartition('/')[2]})"
+    return f"{_ranks(group)} {what}"
+
+
+def _doing(one: Standing) -> str:
+    return _DOING.get(one.phase, one.phase) or "its start"
+
+
+def _before(one: Standing) -> str:
+    return f", before that: {', '.join(one.recent)}" if one.recent else ""
 
 
 def _describe(group: list[Standing], odd: bool, several: bool) -> str:
@@ -84,7 +148,7 @@ def _describe(group: list[Standing], odd: bool, several: bool) -> str:
     first = group[0]
     silence = max(one.silent_seconds for one in group)
     be = "is" if len(group) == 1 else "are"
-    where = f"{be} in {first.phase}" if first.phase else f"{be} before the first report"
+    where = f"{be} in {_doing(first)}" if first.phase else f"{be} before the first report"
     if first.step is not None:
         where += f" of step {first.step}"
     text = f"{_ranks(group)}{_nodes(group) if several else ''} {where} since {silence:.0f} s"

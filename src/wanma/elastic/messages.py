@@ -270,7 +270,9 @@ class Standing(Message):
     stack: tuple[str, ...]
     """Innermost frame first, 'file:line in function'; empty when the process did not answer."""
     collective: str = ""
-    """The collective it is in, e.g. 'all_reduce 17 of group default_pg'; empty when unknown or none."""
+    """The collective it is in, e.g. 'all_reduce #17 of group default_pg'; empty when unknown or none."""
+    recent: tuple[str, ...] = ()
+    """The last collectives that it has finished, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +312,10 @@ class Happened(Message):
 
 @dataclass(frozen=True)
 class Whereabouts(Message):
-    """A worker's answer to `Inspect`: the collective it is in, or nothing."""
+    """A worker's answer to `Inspect`: the collective it is in, or nothing, and the last ones before."""
 
     collective: str
+    recent: tuple[str, ...] = ()
 
 
 # Supervisor and fork server ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from wanma.elastic.board import Board
 from wanma.elastic.connection import Connection
 from wanma.elastic.hang import main_thread_stack
 from wanma.elastic.loop import Loop
-from wanma.elastic.messages import Message, Standing, WorkerSpec
+from wanma.elastic.messages import Message, Standing, Whereabouts, WorkerSpec
 from wanma.elastic.processes import process_state
 
 
@@ -31,7 +31,7 @@ class LocalRank:
         """It leaves so that others go on from where it is."""
         self.spoke = False
         """It told how its work ended, well or not."""
-        self.collective = ""
+        self.whereabouts = Whereabouts("")
         mine, self.child = socket.socketpair()
         self.stacks = os.memfd_create("wanma-stacks", os.MFD_CLOEXEC)
         # Its end is told by the fork server, so a closed channel as such is no news.
@@ -58,7 +58,8 @@ class LocalRank:
             silent_seconds=now - (position.seconds if reported else self._born),
             state=process_state(self.pid) if self.pid is not None else "not started",
             stack=main_thread_stack(dump, position.main_thread if reported else 0),
-            collective=self.collective,
+            collective=self.whereabouts.collective,
+            recent=self.whereabouts.recent,
         )
 
     def close(self) -> None:

@@ -391,8 +391,8 @@ class Supervisor:
             case Paused():
                 rank.pausing = True
                 self._note_failure()  # from here on time is lost, as if there had been one
-            case Whereabouts(collective):
-                rank.collective = collective
+            case Whereabouts():
+                rank.whereabouts = message
 
     def _exited(self, team: Team, rank: LocalRank, code: int) -> None:
         rank.code = code

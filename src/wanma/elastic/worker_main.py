@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wanma.elastic.board import Board, BoardWriter
+from wanma.elastic.collectives import RECORDED, whereabouts
 from wanma.elastic.failure import Failure, failure_of_exception
 from wanma.elastic.messages import (
     Failed,
@@ -30,7 +30,6 @@ from wanma.elastic.messages import (
     Message,
     Paused,
     Spawn,
-    Whereabouts,
     WorkerSpec,
 )
 from wanma.elastic.processes import die_with_parent
@@ -38,9 +37,6 @@ from wanma.elastic.protocol import Framer, decode
 from wanma.job.imports import import_object
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event, Images, Worker
-
-RECORDED_COLLECTIVES = "128"
-"""Entries of torch's flight recorder, which tells the hang report where a rank waits."""
 
 
 def run_worker(spec: WorkerSpec, descriptors: list[int], born: str) -> NoReturn:
@@ -84,7 +80,7 @@ class Channel:
             self._framer.feed(data)
             while (message := self._framer.next()) is not None:
                 if isinstance(message, Inspect):
-                    self.send(Whereabouts(current_collective()))
+                    self.send(whereabouts())
 
 
 class Supervised:
@@ -192,7 +188,7 @@ def _header(spec: WorkerSpec, born: str) -> str:
 def _settle(spec: WorkerSpec) -> None:
     """Environment and threads, before the job's code runs and before any parallel region of torch."""
     os.environ.update(spec.environment)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(spec.threads)
 
@@ -208,23 +204,6 @@ def _serve_store(spec: WorkerSpec, listener: int) -> Any:
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-
-
-def current_collective() -> str:
-    """The collective this process is in by torch's flight recorder; empty when in none, or unknown."""
-    torch = sys.modules.get("torch.distributed")
-    native = sys.modules.get("torch._C._distributed_c10d")
-    if torch is None or native is None:
-        return ""
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(native, name, None)
-        entries = json.loads(dump() or b"{}").get("entries", []) if dump is not None else []
-        pending = [entry for entry in entries if not entry["retired"]]
-        if pending:
-            last = pending[-1]
-            what = str(last["profiling_name"]).rpartition(":")[2]
-            return f"{what} {last['collective_seq_id']} of group {last['process_group'][-1]}"
-    return ""
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
+from typing import IO, TypeVar
 
 from wanma.job.errors import WanmaError
 
@@ -76,6 +77,66 @@ def retry(
                     error.add_note(f"after {number} tries in {time.monotonic() - began:.1f} s")
                 raise
     raise ValueError(f"{patience.tries} tries: at least one is needed")
+
+
+class RetriedFile:
+    """A file to read from: after a failure that may pass it is opened again, and read on from where it was.
+
+    As a context it closes what is open.
+
+    Args:
+        open_file: gives the file from its beginning; the first time, too.
+        stop: as for `retry`.
+
+    Raises:
+        Exception: by each method: that of the last try.
+    """
+
+    def __init__(
+        self,
+        open_file: Callable[[], IO[bytes]],
+        patience: Patience = PATIENCE,
+        *,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._open_file, self._patience, self._stop = open_file, patience, stop
+        self._file: IO[bytes] | None = None
+        self._position = 0
+        retry(self._opened, patience, stop=stop)
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes; fewer, or none, at the end."""
+
+        def once() -> bytes:
+            try:
+                return self._opened().read(size)
+            except BaseException:
+                self.close()
+                raise
+
+        block = retry(once, self._patience, stop=self._stop)
+        self._position += len(block)
+        return block
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _opened(self) -> IO[bytes]:
+        if self._file is None:
+            self._file = self._open_file()
+            if self._position:
+                self._file.seek(self._position)
+        return self._file
+
+    def __enter__(self) -> RetriedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def _stopped_in(seconds: float, stop: threading.Event | None) -> bool:

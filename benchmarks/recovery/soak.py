@@ -1,0 +1,353 @@
+"""A run that something strikes again and again ends with the weights of one that nothing happens to.
+
+    python benchmarks/recovery/soak.py --minutes 30 --write       # into docs/reliability.md
+    python benchmarks/recovery/soak.py --minutes 1 --every 8 --seed 7
+
+First the whole job undisturbed and without its pauses, then the same job at the pace that makes it last so
+many minutes, while its processes are killed, stopped and made to raise at random moments. Two ranks that
+mostly sleep: it may run beside other work. Ends with 1 where any number differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
+
+from benchmarks.common import RESULTS, ROOT, BenchmarkError, table
+from benchmarks.recovery.contenders import WanmaRun
+from benchmarks.recovery.page import PAGE, where_and_when, write
+from benchmarks.recovery.watch import read_lines
+from wanma.job.run_directory import RunDirectory
+
+LOG = RESULTS / "recovery-soak.md"
+MARKER = "soak"
+RANKS = 2
+PAUSE_SECONDS = 0.2
+KINDS = {
+    "SIGKILL of a rank": 5,
+    "exception in a rank": 3,
+    "SIGSTOP of a rank": 2,
+    "SIGKILL of both ranks": 2,
+    "SIGKILL of the fork server": 2,
+}
+"""What strikes, and how often in proportion."""
+HANG_SECONDS = 5
+
+JOB = """\
+[model]
+factory = "benchmarks.recovery.paced:Paced"
+arguments = {{ pause_seconds = {pause}, orders = "{orders}" }}
+[data]
+text = ["{corpus}"]
+sequence_length = 32
+validation_fraction = 0.0
+cache = "{cache}"
+[train]
+steps = {steps}
+global_batch = 4
+learning_rate = 1e-3
+deterministic = true
+[parallel]
+dp_replicate = {ranks}
+[cluster]
+device = "cpu"
+hang_seconds = {hang}
+retries = 10
+[checkpoint]
+every_steps = 100
+snapshots = {snapshots}
+"""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Something that is done to the run."""
+
+    wait_seconds: float
+    """After the one before."""
+    kind: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A blow that was dealt."""
+
+    kind: str
+    time: float
+    """Unix seconds."""
+    step: int
+    """The newest that was finished."""
+
+
+def main() -> int:
+    options = parse()
+    steps = max(int(options.minutes * 60 / PAUSE_SECONDS), 20)
+    print(
+        f"seed {options.seed}, {steps:,} steps on {RANKS} ranks, about {options.minutes:g} minutes",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="wanma-soak-") as name:
+        folder = Path(name)
+        make_inputs(folder)
+        began = time.monotonic()
+        with running(folder / "whole", steps, 0.0, "off") as process:
+            finish(process, folder / "whole", 300 + steps)
+        print(f"undisturbed and without pauses: {time.monotonic() - began:.0f} s", flush=True)
+        began = time.monotonic()
+        with running(folder / "struck", steps, PAUSE_SECONDS, options.snapshots) as process:
+            blows = strike(
+                process,
+                folder / "struck",
+                plan_blows(options.seed, options.every),
+                deadline=began + 600 + 2 * 60 * options.minutes,
+            )
+            finish(process, folder / "struck", 60)
+        seconds = time.monotonic() - began
+        problems = differences(folder / "whole", folder / "struck", steps)
+        events = read_lines(RunDirectory(folder / "struck" / "run").events)
+    recoveries = [event for event in events if event["kind"] == "recovery"]
+    text = summary(blows, recoveries, steps, seconds, problems, command(options))
+    print(f"\n{text}")
+    if options.write and not problems:
+        LOG.write_text(f"# Soak\n\n{text}\n{story(blows, recoveries)}")
+        write(text, MARKER)
+    return 1 if problems else 0
+
+
+def plan_blows(seed: int, every: float) -> Iterator[Blow]:
+    """Without end, of each kind in its proportion; the same for the same seed."""
+    dice = random.Random(seed)
+    while True:
+        wait = dice.uniform(0.5, 1.5) * every
+        (kind,) = dice.choices(list(KINDS), list(KINDS.values()))
+        yield Blow(wait, kind, dice.randrange(RANKS))
+
+
+# ---------------------------------------------------------------- the run and what strikes it
+
+
+def make_inputs(folder: Path) -> None:
+    corpus = "".join(f"The square of {n} is {n * n}, its cube {n**3}.\n" for n in range(5_000))
+    (folder / "corpus.txt").write_text(corpus)
+
+
+@contextmanager
+def running(place: Path, steps: int, pause: float, snapshots: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command, in a folder of its own; it does not outlive the context."""
+    (place / "orders").mkdir(parents=True)
+    job = JOB.format(
+        pause=pause,
+        orders=place / "orders",
+        corpus=place.parent / "corpus.txt",
+        cache=place.parent / "cache",
+        steps=steps,
+        ranks=RANKS,
+        hang=HANG_SECONDS,
+        snapshots=snapshots if snapshots.isdigit() else f'"{snapshots}"',
+    )
+    (place / "job.toml").write_text(job)
+    path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+    with (place / "output.log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "wanma", "train", "job.toml", "--run-dir", "run"],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()  # the kernel ends its ranks with it
+        process.wait()
+
+
+def finish(process: subprocess.Popen[bytes], place: Path, seconds: float) -> None:
+    """Wait for its end.
+
+    Raises:
+        BenchmarkError: it failed, or took longer.
+    """
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        raise BenchmarkError(f"the run took more than {seconds:.0f} s; {tail(place)}") from None
+    if code != 0:
+        raise BenchmarkError(f"the run ended with code {code}; {tail(place)}")
+
+
+def tail(place: Path) -> str:
+    return f"the end of its output:\n{(place / 'output.log').read_text(errors='replace')[-3000:]}"
+
+
+def strike(
+    process: subprocess.Popen[bytes], place: Path, blows: Iterator[Blow], deadline: float
+) -> list[Struck]:
+    """Deal blows from the end of the first step on until the run has ended, or has had enough time."""
+    run = RunDirectory(place / "run")
+
+    def goes_on() -> bool:
+        return process.poll() is None and time.monotonic() < deadline
+
+    while not read_lines(run.metrics):
+        if not goes_on():
+            raise BenchmarkError(f"the run came to no first step; {tail(place)}")
+        time.sleep(0.05)
+    dealt: list[Struck] = []
+    for blow in blows:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(blow.wait_seconds)
+        while goes_on() and not deal(blow, run, place / "orders"):
+            time.sleep(0.05)  # nobody is there: the ranks are just being started again
+        if not goes_on():
+            return dealt
+        dealt.append(Struck(blow.kind, time.time(), read_lines(run.metrics)[-1]["step"]))
+        print(f"  {stamp(dealt[-1].time)}  step {dealt[-1].step:>6,}  {blow.kind} ({blow.rank})", flush=True)
+    raise AssertionError("there is always another blow")
+
+
+def deal(blow: Blow, run: RunDirectory, orders: Path) -> bool:
+    """Whether there was somebody to strike."""
+    pids = [WanmaRun(run.path.parent).newest_process(rank) for rank in range(RANKS)]
+    try:
+        ranks = [psutil.Process(pid) for pid in pids]
+        match blow.kind:
+            case "SIGKILL of a rank":
+                ranks[blow.rank].kill()
+            case "SIGKILL of both ranks":
+                for rank in ranks:
+                    rank.kill()
+            case "SIGSTOP of a rank":
+                ranks[blow.rank].suspend()
+            case "SIGKILL of the fork server":
+                psutil.Process(ranks[blow.rank].ppid()).kill()
+            case "exception in a rank":
+                (orders / str(blow.rank)).touch()
+            case _:
+                raise AssertionError(blow.kind)
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- what became of it
+
+
+def differences(whole: Path, struck: Path, steps: int) -> list[str]:
+    """What distinguishes the two runs; nothing should."""
+    one, other = WanmaRun(whole), WanmaRun(struck)
+    records = [read_lines(run.progress) for run in (one, other)]
+    problems = []
+    if [line["step"] for line in records[1]] != list(range(1, steps + 1)):
+        problems.append("its record does not have every step once")
+    if [line["loss"] for line in records[0]] != [line["loss"] for line in records[1]]:
+        problems.append("its losses are others")
+    if one.digest() != other.digest():
+        problems.append("its final weights or optimizer state are others")
+    return problems
+
+
+def costs(blows: Sequence[Struck], recoveries: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, int]]:
+    """Of each recovery: what struck first, seconds from then to its first finished step, steps repeated."""
+    found, left = [], list(blows)
+    for recovery in recoveries:
+        its = [blow for blow in left if blow.time < recovery["time"]]
+        left = left[len(its) :]
+        if its:
+            found.append((its[0].kind, recovery["time"] - its[0].time, recovery["repeated_steps"]))
+    return found
+
+
+def summary(
+    blows: Sequence[Struck],
+    recoveries: Sequence[Mapping[str, Any]],
+    steps: int,
+    seconds: float,
+    problems: Sequence[str],
+    command: str,
+) -> str:
+    """As Markdown."""
+    rows, found = [], costs(blows, recoveries)
+    for kind in KINDS:
+        mine = [(cost, again) for what, cost, again in found if what == kind]
+        if mine:
+            each = [cost for cost, _ in mine]
+            spread = f"{statistics.median(each):.2f} ({min(each):.2f}–{max(each):.2f})"
+            rows.append([kind, str(len(mine)), spread, str(sum(again for _, again in mine))])
+    header = ["what struck", "recoveries", "s to the next step (range)", "steps repeated in all"]
+    repeated = sum(repeated for *_, repeated in found)
+    lost = sum(cost for _, cost, _ in found)
+    end = (
+        "; ".join(problems) or "every step once, the same losses, and the same bits of weights and optimizer"
+    )
+    sources = sorted({str(recovery["source"]) for recovery in recoveries})
+    return (
+        f"{seconds / 60:.1f} minutes, {steps:,} steps, {len(blows)} blows, {len(recoveries)} recoveries "
+        f"(from {', '.join(sources) or 'nothing'}), {repeated} steps repeated, {lost:.0f} s lost. Beside the "
+        f"run that nothing happened to: **{end}**.\n\n{table(header, rows)}\n{where_and_when()}:\n\n"
+        f"    {command}\n"
+    )
+
+
+def story(blows: Sequence[Struck], recoveries: Sequence[Mapping[str, Any]]) -> str:
+    """All that happened, in time."""
+    lines = [(blow.time, f"step {blow.step:,}: {blow.kind}") for blow in blows]
+    for event in recoveries:
+        told = f"{event['seconds']:.2f} s, {event['repeated_steps']} repeated"
+        lines.append((event["time"], f"carried on from {event['source']} of step {event['step']:,}; {told}"))
+    return "## All of it\n\n" + "".join(f"    {stamp(at)}  {text}\n" for at, text in sorted(lines))
+
+
+def stamp(unix: float) -> str:
+    return datetime.datetime.fromtimestamp(unix, datetime.UTC).strftime("%H:%M:%S")
+
+
+def command(options: argparse.Namespace) -> str:
+    return (
+        f"python benchmarks/recovery/soak.py --minutes {options.minutes:g} --every {options.every:g} "
+        f"--seed {options.seed} --snapshots {options.snapshots}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=30.0, help="that the run would take undisturbed (default 30)")
+    add("--every", type=float, default=20.0, metavar="SECONDS", help="about, between two blows (default 20)")
+    add(
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(10_000),
+        help="default: a new one, printed",
+    )
+    add("--snapshots", default="auto", help="checkpoint.snapshots of the run (default auto)")
+    add(
+        "--write",
+        action="store_true",
+        help=f"put the summary into {PAGE.name} and the log beside the results",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

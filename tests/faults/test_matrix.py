@@ -1,0 +1,232 @@
+"""Every fault at an exact place: the run goes on by itself, and ends with the bits of an untroubled one."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+
+from support.command import Desk, Training, memory_group, small_disk
+from support.fault_table import Row
+from support.injection import Fault
+from support.recovered import STEPS, Met, check_whole, meet, run_name
+
+HOST = socket.gethostname()
+IN_STEP_8: dict[str, Any] = {"step": 8, "phase": "forward and backward"}
+KILL = Fault("kill", rank=1, **IN_STEP_8)
+REPLICAS, SHARDS = "2 replicas", "ZeRO-3 on 2 ranks"
+PLANS: dict[str, tuple[str, ...]] = {
+    REPLICAS: (),
+    SHARDS: (
+        "parallel.dp_replicate=1",
+        "parallel.dp_shard=2",
+        "parallel.shard=parameters",
+    ),
+    "tensor 2 × pipeline 2": (
+        "model.layers=2",
+        "parallel.dp_replicate=1",
+        "parallel.tp=2",
+        "parallel.pp=2",
+    ),
+}
+NO_COPIES = "checkpoint.snapshots=off"
+SIGKILLED = "its process was killed by SIGKILL"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Faults of one run, and how it gets over them."""
+
+    failure: str
+    """What is told of it; '': nobody goes back."""
+    faults: tuple[Fault, ...]
+    overrides: tuple[str, ...] = ()
+    checkpoint: int | None = None
+    """Step of the checkpoint from which it goes on; None: from memory."""
+    attempt: int = 1
+    plans: Literal["all", "replicas"] = "replicas"
+    around: Literal["", "little memory", "little disk", "permissions"] = ""
+    """What it needs around the run."""
+
+    @property
+    def loses_a_save(self) -> bool:
+        return self.around in ("little disk", "permissions")
+
+
+def one(what: str, rank: int = 1, phase: str = "forward and backward", step: int = 8) -> tuple[Fault]:
+    return (Fault(what, rank, step, phase),)
+
+
+CELLS = {
+    "SIGKILL in forward": Cell(SIGKILLED, one("kill"), plans="all"),
+    "SIGKILL of rank 0, which serves the store, in the update": Cell(
+        SIGKILLED, one("kill", 0, "update"), plans="all"
+    ),
+    "SIGKILL at the end of a step": Cell(SIGKILLED, one("kill", phase="step done")),
+    "SIGKILL while it waits for data": Cell(SIGKILLED, one("kill", phase="waiting for data")),
+    "SIGKILL during a save": Cell(SIGKILLED, one("kill", phase="checkpoint", step=5), plans="all"),
+    "SIGSTOP: a hang, which is one after 3 s": Cell(
+        "rank 1 is in forward and backward of step 7 since",
+        one("stop"),
+        ("cluster.hang_seconds=3",),
+        plans="all",
+    ),
+    "crash (SIGSEGV)": Cell("its process was killed by SIGSEGV", one("segfault", 0)),
+    "exit": Cell("its process left with exit code 7", one("exit")),
+    "exception": Cell("ValueError: injected", one("raise"), plans="all"),
+    "out of memory: a tensor": Cell("can't allocate memory", one("allocate")),
+    "out of memory: killed by the kernel": Cell(SIGKILLED, one("out of memory"), around="little memory"),
+    "gradients are NaN, once": Cell(
+        "step 8: the loss is ", one("nan", phase="update"), ("train.non_finite=retry",), plans="all"
+    ),
+    "a rank is slow for 2 s": Cell("", (Fault("sleep", 1, **IN_STEP_8, argument="2"),)),
+    "fork server killed": Cell("the fork server of node 0", one("kill fork server")),
+    "two ranks killed at once": Cell(
+        SIGKILLED, tuple(Fault("kill", rank, **IN_STEP_8, together=2) for rank in (0, 1)), plans="all"
+    ),
+    "another one killed during the recovery, joining": Cell(
+        SIGKILLED, (KILL, Fault("kill", 0, 0, "joining", generation=2)), attempt=2
+    ),
+    "another one killed during the recovery, building the model": Cell(
+        SIGKILLED, (KILL, Fault("kill", 0, 0, "building the model", generation=2)), attempt=2, plans="all"
+    ),
+    "a bit of a weight flips": Cell(
+        f"step 8: ranks 0 ({HOST}), 1 ({HOST}) should hold the same, but ", one("flip", phase="step done")
+    ),
+    "a bit flips in the copies in memory, then SIGKILL": Cell(
+        SIGKILLED, (*one("flip snapshot"), KILL), checkpoint=5, plans="all"
+    ),
+    "SIGKILL without copies in memory": Cell(SIGKILLED, (KILL,), (NO_COPIES,), checkpoint=5, plans="all"),
+    "a bit flips in the newest checkpoint, then SIGKILL": Cell(
+        SIGKILLED,
+        (Fault("flip checkpoint", 1, **IN_STEP_8, argument="6"), KILL),
+        (NO_COPIES, "checkpoint.every_steps=3"),
+        checkpoint=3,
+        plans="all",
+    ),
+    "the newest checkpoint is torn, then SIGKILL": Cell(
+        SIGKILLED,
+        (Fault("tear checkpoint", 1, **IN_STEP_8, argument="6"), KILL),
+        (NO_COPIES, "checkpoint.every_steps=3"),
+        checkpoint=3,
+    ),
+    "disk full at a save, then SIGKILL": Cell(
+        SIGKILLED, (*one("fill disk", 0, step=4), KILL, *one("free disk", 0, step=9)), around="little disk"
+    ),
+    "no permission to save, then SIGKILL": Cell(
+        SIGKILLED, (*one("deny", 0, step=4), KILL, *one("allow", 0, step=9)), around="permissions"
+    ),
+}
+EVERY_DAY = ("SIGKILL in forward", "a bit flips in the copies in memory, then SIGKILL")
+"""With shards, too."""
+
+
+def grid() -> list[Any]:
+    """Every fault on replicas, the most different ones under the other plans too."""
+    found = []
+    for plan in PLANS:
+        for name, cell in CELLS.items():
+            if plan == REPLICAS or cell.plans == "all":
+                marks = [pytest.mark.root] if cell.around.startswith("little") else []
+                if plan != REPLICAS and not (plan == SHARDS and name in EVERY_DAY):
+                    marks.append(pytest.mark.full)
+                found.append(pytest.param(plan, name, id=f"{plan}: {name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("plan", "name"), grid())
+def test_a_fault_costs_little_and_changes_no_bit(
+    desk: Desk,
+    whole_of: Callable[[tuple[str, ...]], Training],
+    note: Callable[[Row], None],
+    plan: str,
+    name: str,
+) -> None:
+    cell, whole = CELLS[name], whole_of(PLANS[plan])
+    run = f"{plan} {name}"
+    with surroundings(desk, run, cell) as (words, argument):
+        met = meet(
+            desk,
+            run,
+            *(replace(fault, argument=fault.argument or argument) for fault in cell.faults),
+            overrides=(*PLANS[plan], *cell.overrides),
+            before=words,
+        )
+        check_whole(met.ran, met.training, whole)
+        check_cost(met, cell)
+    [recovery] = met.recoveries or [{"source": "", "repeated_steps": 0}]
+    note(Row(name, plan, recovery["source"], recovery["repeated_steps"], met.longest_seconds))
+
+
+@contextmanager
+def surroundings(desk: Desk, run: str, cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Words before the command, and what to tell its faults."""
+    match cell.around:
+        case "":
+            yield (), ""
+        case "little memory":
+            with memory_group(64 << 20) as group:
+                yield (), str(group)
+        case "little disk":
+            folder = desk.folder / run_name(run) / "checkpoints"
+            folder.parent.mkdir()
+            with small_disk(folder, "4m"):
+                yield (), ""
+        case "permissions":
+            bound = ("setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override")
+            yield bound if os.geteuid() == 0 else (), ""
+
+
+def check_cost(met: Met, cell: Cell) -> None:
+    if not cell.failure:
+        assert met.recoveries == []
+        return
+    [recovery] = met.recoveries
+    assert cell.failure in recovery["failure"]
+    assert recovery["attempt"] == cell.attempt
+    if cell.checkpoint is None:
+        assert recovery["source"] == "memory"
+        assert recovery["repeated_steps"] <= 1, "the copy of the step before may have been under way"
+    else:
+        assert (recovery["source"], recovery["step"]) == ("checkpoint", cell.checkpoint)
+    assert met.ran.out.count("recovered from: ") == 1
+    assert "carrying on" not in met.ran.out, "one message for one recovery"
+    if cell.loses_a_save:
+        assert met.training.checkpoints() == ["step-00000010", "step-00000012"], "the one of step 5 failed"
+
+
+KINDS = ("kill", "exit", "raise", "segfault", "allocate", "kill fork server", "nan", "flip")
+PHASES = ("waiting for data", "forward and backward", "update", "step done")
+ONLY_IN = {"nan": ("update",), "flip": ("step done",)}
+AT_RANDOM = 4
+SEEDS = [int(seed) for seed in os.environ.get("WANMA_FAULT_SEEDS", "1 2").split()]
+
+
+def draw(seed: int) -> list[Fault]:
+    """Faults of one run: from its second step on, for before the first is done a failure is the end."""
+    dice = random.Random(seed)
+    faults = []
+    for what in dice.sample(KINDS, AT_RANDOM):
+        phase = dice.choice(ONLY_IN.get(what, PHASES))
+        faults.append(Fault(what, dice.randrange(2), dice.randint(2, STEPS - 1), phase))
+    return faults
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_faults_at_random_places_change_no_bit(
+    desk: Desk, whole: Training, note: Callable[[Row], None], seed: int
+) -> None:
+    faults = draw(seed)
+    print(f"seed {seed}: {faults}")
+    met = meet(desk, f"random {seed}", *faults, overrides=("cluster.retries=5",))
+    check_whole(met.ran, met.training, whole)
+    repeated = sum(recovery["repeated_steps"] for recovery in met.recoveries)
+    sources = " and ".join(sorted({recovery["source"] for recovery in met.recoveries}))
+    places = ", ".join(f"{one.what} in {one.step}" for one in sorted(faults, key=lambda one: one.step))
+    note(Row(f"at random, seed {seed}: {places}", REPLICAS, sources, repeated, met.longest_seconds))

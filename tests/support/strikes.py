@@ -1,0 +1,132 @@
+"""What a fault does, in the process of the rank that it strikes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WAIT_SECONDS = 30.0
+"""How long a strike waits for what it is to damage."""
+FILLER = "filler"
+
+
+def strike(what: str, argument: str, making: int, spec: Any) -> None:
+    """See `injection.Fault`.
+
+    Args:
+        making: the step that is being made, or was just finished.
+        spec: `WorkerSpec` of the rank.
+    """
+    checkpoints = Path(spec.run_directory) / "checkpoints"
+    match what:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "kill fork server":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)  # the kernel ends this process with its parent: soon, but not at once
+        case "exit":
+            os._exit(7)
+        case "raise":
+            raise ValueError("injected")
+        case "sleep":
+            time.sleep(float(argument))
+        case "allocate":
+            import torch
+
+            torch.empty(1 << 60, dtype=torch.uint8)
+        case "out of memory":
+            _eat(Path(argument))
+        case "flip":
+            from support.faults import flip_bit
+
+            flip_bit(next(iter(_trainer().state.weights().values())))
+        case "nan" | "spike":
+            from wanma.checkpoint.shards import local_part
+
+            for gradient in _trainer().state.updater.gradients():
+                local_part(gradient).mul_(float("nan") if what == "nan" else 1e6)
+        case "flip snapshot":
+            _flip_snapshots(spec.images, making - 1)
+        case "flip checkpoint" | "tear checkpoint":
+            _damage(checkpoints / f"step-{int(argument):08d}", tear=what == "tear checkpoint")
+        case "fill disk":
+            _fill(checkpoints)
+        case "free disk":
+            (checkpoints / FILLER).unlink()
+        case "deny":
+            checkpoints.chmod(0o555)
+        case "allow":
+            checkpoints.chmod(0o755)
+        case _:
+            raise AssertionError(f"unknown fault {what}")
+
+
+def _eat(group: Path) -> None:
+    """More memory than this control group has: the kernel kills."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    eaten = []
+    while True:
+        eaten.append(os.urandom(1 << 20))
+
+
+def _flip_snapshots(paths: tuple[str, ...], step: int) -> None:
+    """One bit in each of this rank's copies, as soon as one is of `step`: whichever is taken up is wrong."""
+    from wanma.checkpoint.image import HEAD_BYTES, read_head
+
+    def is_there() -> bool:
+        heads = [read_head(path) for path in paths]
+        return any(head is not None and head.complete and head.step >= step for head in heads)
+
+    _wait(is_there, f"a copy of step {step}")
+    for path in paths:
+        _flip(Path(path), HEAD_BYTES + 100)
+
+
+def _damage(checkpoint: Path, tear: bool) -> None:
+    """The largest file of a checkpoint, which may still be being written."""
+    _wait(checkpoint.exists, str(checkpoint))
+    largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    if tear:
+        os.truncate(largest, largest.stat().st_size // 2)
+    else:
+        _flip(largest, largest.stat().st_size // 2)
+
+
+def _flip(path: Path, offset: int) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        (byte,) = os.pread(descriptor, 1, offset)
+        os.pwrite(descriptor, bytes([byte ^ 8]), offset)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(folder: Path) -> None:
+    """Until nothing more fits; the folder is on a small disk of its own."""
+    with (folder / FILLER).open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} never came"
+        time.sleep(0.005)
+
+
+def _trainer() -> Any:
+    from wanma.training.trainer import Trainer
+
+    (trainer,) = (one for one in gc.get_objects() if isinstance(one, Trainer))
+    return trainer
