@@ -1,12 +1,12 @@
 """Room for small things in glibc's heap, apart from the tensors'.
 
 A tensor's place is aligned: glibc cuts slivers of 32 to 96 bytes off its ends. Where they go back to its
-caches of small pieces, the next small object (a tensor's own record, a node of autograd's graph) lives in one,
-between two tensors. The place that a tensor leaves is then too small for the next one of the very same size, by
-those bytes, and the heap grows by all of it: a pipeline's rank held 336 MiB of such holes beside 763 in use, and
-51 without them. So the tuned allocator has no such caches, which lets slivers join the place they were cut
-from; and small objects find what is set aside here, since glibc takes the piece that was freed first. A worker
-that is started by exec goes without.
+caches of small pieces, the next small object (a tensor's own record, a node of autograd's graph) lives in
+one, between two tensors. The place that a tensor leaves is then too small for the next one of the very same
+size, by those bytes, and the heap grows by all of it: a pipeline's rank held 336 MiB of such holes beside
+763 in use, and 51 without them. So the tuned allocator has no such caches, which lets slivers join the
+place they were cut from; and small objects find what is set aside here, since glibc takes the piece that
+was freed first. A worker that is started by exec goes without.
 """
 
 from __future__ import annotations
