@@ -115,10 +115,10 @@ def _of_rank(
     at_first_block = kept + in_block
     at_first_layer = later_share(kept_of_stages(rank, plan, setting)) * kept
     at_last_block = at_first_layer + block + in_block
-    in_backward = np.maximum(
-        np.maximum(held["reducing"] + at_first_block[:, None], held["made"] + at_last_block[:, None]),
-        held["added"] + at_first_layer[:, None],
-    )
+    at_head = kept + head + logits
+    in_blocks = np.maximum(held["reducing"] + at_first_block[:, None], held["made"] + at_last_block[:, None])
+    outside = np.maximum(held["last"] + at_head[:, None], held["added"] + at_first_layer[:, None])
+    in_backward = np.maximum(in_blocks, outside)
     at_end = held["final"] + held["receiving"] - held["let_go"]
     peak = np.maximum(held["accumulated"] + np.maximum(at_loss[:, None], in_backward), at_end)
     peak = peak + boundary

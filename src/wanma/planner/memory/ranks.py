@@ -1,8 +1,8 @@
 """Memory of a plan by kind: of its fullest rank, or of every pipeline rank.
 
-A rank is fullest at one of five moments: as the loss is computed, when all activations are kept; as backward
-enters its first block; as it comes to its last, when the gradients of the others are there; as it comes to
-what is before the blocks; or as it ends, when all gradients are there.
+A rank is fullest at one of six moments: as the loss is computed, when all activations are kept; as backward
+makes the head's gradient; as it enters its first block; as it comes to its last, when the gradients of the
+others are there; as it comes to what is before the blocks; or as it ends, when all gradients are there.
 What is there at other moments only does not add up. Pure functions, without torch.
 """
 
@@ -172,8 +172,8 @@ class RankMemory(NamedTuple):
     working: float
     """What backward makes beside them in one block, with what of it ran again or was fetched."""
     moments: tuple[Moment, ...]
-    """At the loss, as backward goes through its first block and its last, as it comes to what is before the
-    blocks, and as it ends."""
+    """At the loss, as backward goes through the head, its first block and its last, as it comes to what is
+    before the blocks, and as it ends."""
     plan: Plan
     software: Software
 
@@ -293,6 +293,7 @@ def _rank_memory(
     at_loss = Moment(
         state.accumulated, activations.kept + head, step.software.logits_copies * logits, boundary
     )
+    at_head = Moment(state.accumulated + state.last, activations.kept + head, logits, boundary)
     later = later_share(kept_of_stages(rank, plan, step))
     at_first_block = Moment(
         state.accumulated + state.reducing,
@@ -313,7 +314,7 @@ def _rank_memory(
         activations.kept,
         activations.away,
         activations.working,
-        (at_loss, at_first_block, at_last_block, at_first_layer, at_end),
+        (at_loss, at_head, at_first_block, at_last_block, at_first_layer, at_end),
         plan,
         step.software,
     )

@@ -52,6 +52,8 @@ class State(NamedTuple):
     """With an averaged copy of the weights, and what compressed gradients lost so far."""
     accumulated: float
     """Gradients that are there from one micro-batch to the next."""
+    last: float
+    """Gradients of what comes after the blocks, as one backward makes them: first of all."""
     reducing: float
     """What is there beside them while backward hands a block's gradients over."""
     made: float
@@ -129,6 +131,7 @@ def _copies(
         exchanged=0.0,
         optimizer=4 * (elements + shards * trained_share),
         accumulated=gradients,
+        last=0.0,
         reducing=0.0,
         made=0.0,
         added=0.0,
@@ -175,13 +178,14 @@ def _shards(
     if accumulates:
         accumulated = mine.held * master
         copied = 0.0 if one_unit or compute == master else unit * compute
-        reducing = 0.0 if one_unit or compute == master else (waiting + mine.block) * compute
+        block = 0.0 if one_unit else mine.block
+        reducing = 0.0 if compute == master else (waiting + block) * compute
         made = reducing
         final = accumulated + unit * master
     else:
         accumulated = shards * master if micro_batches > 1 else 0.0
         copied = 0.0 if one_unit else unit * (compute + master)
-        reducing = 0.0 if one_unit else waiting * compute + mine.block * (compute + master)
+        reducing = waiting * compute + (0.0 if one_unit else mine.block * (compute + master))
         made = mine.held * behind * compute if one_unit else reducing
         if micro_batches == 1 and not one_unit:
             made += behind * shards * master
@@ -200,6 +204,7 @@ def _shards(
     added = 0.0
     if plan.computes_with_state:  # gradients are summed where backward has put them
         gathered = exchanged = let_go = 0.0
+        reducing = 0.0 if accumulates else waiting * master
         made = 0.0 if accumulates else mine.held * behind * master
         added = mine.first * master if accumulates else 0.0
         final = mine.held * master
@@ -230,6 +235,7 @@ def _shards(
         exchanged=exchanged,
         optimizer=state + average + remainder * trained_share,
         accumulated=accumulated * trained_share,
+        last=waiting * compute * trained_share,
         reducing=reducing * trained_share,
         made=made * trained_share,
         added=added * trained_share,
