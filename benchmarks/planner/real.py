@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner.real --calibrate         # a minute at rest; again for a quieter one
     python -m benchmarks.planner.real --minutes 5         # runs what is not measured yet; again to carry on
+    python -m benchmarks.planner.real --memory --minutes 5   # peaks of runs with few steps; needs no quiet
     python -m benchmarks.planner.real --report
 
 A run's steps count only where other programs left the machine alone. Runs of two other models correct the
@@ -32,6 +33,8 @@ from wanma.planner.measure.calibration import Calibration, load_calibration
 
 STATE = RESULTS / "planner-real.json"
 RANKS = (1, 2, 4)
+MEMORY_STEPS = 5
+"""From the third step on a process hardly grows any more; the last one does not count."""
 WARM_UP = 2
 """First steps of a run, which do not count; nor does the last one, which saves."""
 TIMEOUT_SECONDS = 600.0
@@ -43,6 +46,8 @@ def main() -> None:
     try:
         if options.calibrate:
             _calibrate(state, options.seconds)
+        elif options.memory:
+            _measure_memory(state, options)
         elif not options.report:
             _run(state, options)
         text = report(state)
@@ -81,7 +86,7 @@ def _run(state: dict[str, Any], options: argparse.Namespace) -> None:
         if (options.model and name not in options.model) or (options.layout and layout not in options.layout):
             continue
         while quiet_steps(state, name, layout) < options.quiet and time.monotonic() < deadline:
-            taken = _train(name, layout, options)
+            taken = _train(name, layout, options.steps, options.foreign_limit)
             state["runs"].append(taken)
             _save(state)
             counted = sum(step["others"] <= options.foreign_limit for step in taken["steps"])
@@ -93,12 +98,28 @@ def quiet_steps(state: dict[str, Any], name: str, layout: str) -> int:
     return sum(step["others"] <= run["foreign_limit"] for run in runs for step in run["steps"])
 
 
-def _train(name: str, layout: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure_memory(state: dict[str, Any], options: argparse.Namespace) -> None:
+    """Of every case whose memory is not measured yet."""
+    deadline = time.monotonic() + options.minutes * 60
+    found = state.setdefault("memory", {})
+    for name, layout in cases():
+        if (options.model and name not in options.model) or (options.layout and layout not in options.layout):
+            continue
+        case = f"{name}, {layout}"
+        if case in found or time.monotonic() >= deadline:
+            continue
+        taken = _train(name, layout, MEMORY_STEPS, options.foreign_limit)
+        found[case] = {"bytes": taken["memory_bytes"], "date": taken["date"], "commit": taken["commit"]}
+        _save(state)
+        print(f"{case}: {taken['memory_bytes'] / 2**20:.0f} MiB", flush=True)
+
+
+def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str, Any]:
     """One run: its plan, its steps, and the peak of rank 0's memory before the last step, which saves: that
     takes a copy of the state, which forecasts do not count."""
     with tempfile.TemporaryDirectory(prefix="wanma-real-") as folder:
         job, run = Path(folder) / "job.toml", Path(folder) / "run"
-        job.write_text(job_text(name, layout, options.steps))
+        job.write_text(job_text(name, layout, steps))
         prepare(load_job(job).data)
         command = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(run)]
         environment = {
@@ -108,7 +129,7 @@ def _train(name: str, layout: str, options: argparse.Namespace) -> dict[str, Any
             run_command(command, environment, Path(folder) / "output.log", TIMEOUT_SECONDS)
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         planned = json.loads((run / "plan.json").read_text())
-    steps = [
+    timed = [
         {
             "seconds": record["step_seconds"],
             "phases": record["phases"],
@@ -122,11 +143,11 @@ def _train(name: str, layout: str, options: argparse.Namespace) -> dict[str, Any
         "settings": asdict(MODELS[name]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "foreign_limit": options.foreign_limit,
+        "foreign_limit": foreign_limit,
         "plan": planned["plan"],
         "cluster": discover().to_json(),
         "memory_bytes": max(record["memory_bytes"] for record in records[:-1]),
-        "steps": steps,
+        "steps": timed,
     }
 
 
@@ -143,6 +164,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--calibrate", action="store_true", help="measure operators and collectives first")
     add("--seconds", type=float, default=20.0, help="of that, for each number of ranks")
+    add("--memory", action="store_true", help="measure only peaks of memory")
     add("--report", action="store_true", help="only the report of what was measured")
     add("--minutes", type=float, default=5.0, help="start no run after this (default 5)")
     add("--steps", type=int, default=14, help="of a run (default 14)")

@@ -42,7 +42,7 @@ def report(state: Mapping[str, Any]) -> str:
     """All of it; what is missing is said."""
     if "calibration" not in state:
         return "Nothing is calibrated yet: python -m benchmarks.planner.real --calibrate\n"
-    rows = read_rows(state["runs"])
+    rows = read_rows(state)
     calibration = Calibration.from_json(state["calibration"])
     taught = [row for row in rows if MODELS[row.model].role == TAUGHT]
     checked = [row for row in rows if MODELS[row.model].role == CHECKED]
@@ -57,6 +57,7 @@ def report(state: Mapping[str, Any]) -> str:
     ]
     if checked:
         parts += ["## Models that no calibration has seen\n", _table(checked, calibration, after)]
+        parts += [_memory_verdict(checked, calibration)]
         parts += [_verdict(checked, calibration, "by measured rates"), _verdict(checked, after, "corrected")]
     if taught:
         parts += ["\n## Models that taught\n", _table(taught, calibration, after)]
@@ -67,9 +68,10 @@ def report(state: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def read_rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """One for every case with enough quiet steps, over all of its runs."""
-    rows = []
+def read_rows(state: Mapping[str, Any]) -> list[Row]:
+    """One for every case with enough quiet steps, over all of its runs; and its memory, where it was measured
+    (`real --memory`)."""
+    rows, runs, memories = [], state["runs"], state.get("memory", {})
     for name, layout in cases():
         own = [run for run in runs if (run["model"], run["layout"]) == (name, layout)]
         quiet = [step for run in own for step in run["steps"] if step["others"] <= run["foreign_limit"]]
@@ -77,7 +79,7 @@ def read_rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
             continue
         phases = {key: median(step["phases"][key] for step in quiet) for key in quiet[0]["phases"]}
         seconds = estimate([step["seconds"] for step in quiet])
-        memory = max(run["memory_bytes"] for run in own)
+        memory = memories.get(f"{name}, {layout}", {}).get("bytes")
         rows.append(
             Row(
                 name,
@@ -140,7 +142,7 @@ def _table(rows: Sequence[Row], before: Calibration, after: Calibration) -> str:
         assert plain.step is not None
         assert corrected.step is not None
         seconds = row.seconds.median
-        memory = row.observed.memory_bytes or 0
+        memory = row.observed.memory_bytes
         lines.append(
             [
                 row.model,
@@ -150,8 +152,8 @@ def _table(rows: Sequence[Row], before: Calibration, after: Calibration) -> str:
                 f"{plain.step.seconds / seconds - 1:+.1%}",
                 f"{corrected.step.seconds:.3f}",
                 f"{corrected.step.seconds / seconds - 1:+.1%}",
-                f"{memory / 2**20:,.0f}",
-                f"{plain.memory_bytes / memory - 1:+.1%}",
+                f"{memory / 2**20:,.0f}" if memory else "not yet",
+                f"{plain.memory_bytes / memory - 1:+.1%}" if memory else "",
                 str(row.steps),
             ]
         )
@@ -199,6 +201,21 @@ def _verdict(rows: Sequence[Row], calibration: Calibration, how: str) -> str:
             f"best measured ('{best.layout}'){', inside its interval' if inside else ''}"
         )
     return "\n".join(told) + "\n"
+
+
+def _memory_verdict(rows: Sequence[Row], calibration: Calibration) -> str:
+    errors = [
+        forecast_of(row, calibration).memory_bytes / row.observed.memory_bytes - 1
+        for row in rows
+        if row.observed.memory_bytes
+    ]
+    if not errors:
+        return "Memory: not measured yet.\n"
+    mean = sum(map(abs, errors)) / len(errors)
+    return (
+        f"Memory: {len(errors)} of {len(rows)} plans measured, mean error {mean:.1%}, {min(errors):+.1%} "
+        f"to {max(errors):+.1%}.\n"
+    )
 
 
 def _corrections(calibration: Calibration) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from wanma.elastic.heap import NO_SMALL_CACHES
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
 
 TUNED_ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
-    ":glibc.malloc.trim_threshold=17179869184"
+    f":glibc.malloc.trim_threshold=17179869184:{NO_SMALL_CACHES}"
 }
-"""glibc (2.35 and later) keeps freed tensors instead of returning their pages, and asks for huge pages.
+"""glibc (2.35 and later) keeps freed tensors instead of returning their pages, asks for huge pages, and lets
+no small object live in what it cuts off a tensor's place (`heap`).
 
 torch's own THP_MEM_ALLOC_ENABLE gains as much time, but together with the thresholds its aligned blocks
 leave holes: a rank grew to twice its memory within a hundred steps.

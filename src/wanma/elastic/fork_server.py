@@ -19,6 +19,7 @@ import subprocess
 import sys
 import traceback
 
+from wanma.elastic.heap import set_small_places_aside
 from wanma.elastic.messages import Exited, Fork, Message, Prepare, Ready, Signal, Spawn, Started, WorkerSpec
 from wanma.elastic.processes import die_with_parent, fork_obstacle
 from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
@@ -88,6 +89,7 @@ class ForkServer:
                 importlib.import_module(module)
             except Exception:
                 notes.append(f"{module} could not be imported beforehand:\n{traceback.format_exc()}")
+        set_small_places_aside(os.environ.get("GLIBC_TUNABLES", ""))
         gc.freeze()  # collections in the workers leave the shared pages alone, so they stay shared
         gc.enable()
         self._send(Ready(tuple(notes)))

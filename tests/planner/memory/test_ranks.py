@@ -147,7 +147,7 @@ def test_recomputing_keeps_what_it_must_and_one_block(mode: Recompute, share: fl
     plan = Plan(micro_batch=3, recompute=mode, recompute_share=share)
     kept = kept_activations(job(tmp_path, "fp32"), plan)
     here = rank(plan)
-    at_loss, in_block, *_ = here.moments
+    at_loss, _, in_block, *_ = here.moments
     assert at_loss.activations + at_loss.logits / 2 == pytest.approx(kept, rel=0.05)
     block = workload().layers[1].activation_elements_per_sample * 3 * 4  # while backward runs it again
     assert here.working > block
@@ -192,23 +192,30 @@ def test_a_billion_parameters_in_bf16_on_eight_gpus_by_hand() -> None:
     forecast = forecast_memory(BILLION, plan, "adamw")
     here = memory_of_ranks(BILLION, plan, "adamw")[0]
     shard = 1_200_000_000 // 8
-    # Master shard; embedding and head gathered, and two blocks of 50 M (one computes, one arrives).
-    assert forecast.parameters_bytes == shard * 4 + (200_000_000 + 2 * 50_000_000) * 2
     assert forecast.optimizer_bytes == 2 * shard * 4
+    # Master shard; embedding and head gathered, and two blocks of 50 M (one computes, one arrives).
+    gathered = (200_000_000 + 2 * 50_000_000) * 2
+    assert here.state.parameters == shard * 4 + gathered
     # The largest unit is embedding and head together: as computed, and as copied to be reduced.
     assert here.state.final == shard * 4 + 200_000_000 * (2 + 4)
     assert here.kept == 20 * 1_000_000 * 2 * 2
-    at_loss, in_block, _, at_end = here.moments
-    assert at_loss == (shard * 4, here.kept, 2 * 3_000_000 * 2 * 2, 0)
-    # One block's input and output have gradients; the logits are gone.
-    assert in_block == (here.state.final, here.kept + 2 * 62_500 * 2 * 2, 0, 0)
-    assert at_end == (here.state.final, 0, 0, 0)
-    # Fullest in the first block. What is gathered, comes and goes has an allowance, CUDA and NCCL their own.
-    assert forecast.activations_bytes == in_block.activations
-    gathered = (200_000_000 + 2 * 50_000_000) * 2
-    assert forecast.fragmentation_bytes == int(0.12 * (gathered + sum(in_block)))
+    at_loss, at_head, in_block, in_last, _, at_end = here.moments
+    assert at_loss == (shard * 4, here.kept, 2 * 3_000_000 * 2 * 2, 0, 0)
+    assert at_head == (shard * 4 + 100_000_000 * 2, here.kept, 3_000_000 * 2 * 2, 0, 0)
+    # One block's input and output have gradients; the logits are gone. The head's gradient waits for that of
+    # the embedding, the block's own is reduced; all beside the shards of the micro-batch before.
+    reducing = 100_000_000 * 2 + 50_000_000 * (2 + 4)
+    working = 2 * 62_500 * 2 * 2
+    assert in_block == (shard * 4 + reducing, here.kept + working, 0, 0, 0)
+    assert in_last == (shard * 4 + reducing, here.kept / 20 + working, 0, 0, 0)
+    assert at_end == (here.state.final, 0, 0, 0, -gathered)
+    # Fullest as backward ends, when what was gathered is gone. What is gathered, comes and goes has an
+    # allowance, CUDA and NCCL their own.
+    assert forecast.parameters_bytes == shard * 4
+    assert forecast.gradients_bytes == here.state.final
+    assert forecast.fragmentation_bytes == int(0.12 * (gathered + sum(at_end)))
     assert forecast.runtime_bytes == (600 + 256) << 20
-    assert forecast.tensor_bytes == here.state.parameters + here.state.optimizer + sum(in_block)
+    assert forecast.tensor_bytes == here.state.parameters + here.state.optimizer + sum(at_end)
     assert forecast.to_json()["tensor_bytes"] == forecast.tensor_bytes
 
 
@@ -269,18 +276,15 @@ def test_what_a_heap_holds_beyond_tensors_by_hand() -> None:
         return here.forecast.fragmentation_bytes - unused_shares(plan, here.software).passing * sum(here.peak)
 
     gradients = 1_200_000_000 * 4
-    once_more = (1_000_000 - 100_000) * 2 * 4  # of a block: all but its input, of 2 samples in fp32
-    assert holes("none") == pytest.approx(0.4 * gradients, abs=2)
-    assert holes("selective") == pytest.approx(0.4 * gradients, abs=2)
-    assert holes("full") == pytest.approx(gradients + 2 * once_more, abs=2)
-    assert holes("full", recompute_share=0.05) == pytest.approx(gradients + 2 * once_more, abs=2)
+    for recompute in ("none", "selective", "full"):
+        assert holes(recompute) == pytest.approx(0.2 * gradients, abs=2)
     # Each rank of tp has half of the parameters, and sums in every block.
     kept = memory_of_ranks(model, Plan(micro_batch=2, tp=2), "adamw")[0].kept
-    assert holes("none", tp=2) == pytest.approx(0.4 * gradients / 2 + 0.5 * kept, abs=2)
+    assert holes("none", tp=2) == pytest.approx(0.2 * (gradients / 2 + kept), abs=2)
     # One of two shards, reduced from a unit in fp32; the unit is copied to be gathered, and here nothing is
     # accumulated from one micro-batch to the next but whole gradients, in one unit of all parameters.
     final = memory_of_ranks(model, Plan(micro_batch=2, dp_shard=2, shard="optimizer"), "adamw")[0].state.final
-    assert holes("none", dp_shard=2, shard="optimizer") == pytest.approx(0.4 * final + gradients, abs=2)
+    assert holes("none", dp_shard=2, shard="optimizer") == pytest.approx(0.2 * (final + gradients), abs=2)
     on_gpu = memory_of_ranks(model, Plan(micro_batch=2, device="cuda"), "adamw")[0].state
     assert holes("full", device="cuda") == pytest.approx(0.12 * on_gpu.gathered, abs=2)
 
@@ -289,21 +293,38 @@ def test_a_pipeline_holds_the_logits_of_a_micro_batch_through_its_backward() -> 
     logits = 3_000_000 * 2 * 4
     alone = memory_of_ranks(BILLION, Plan(micro_batch=2), "adamw")[0]
     last = memory_of_ranks(BILLION, Plan(micro_batch=2, pp=2), "adamw")[1]
-    assert [moment.logits for moment in alone.moments] == [2 * logits, 0, 0, 0]
-    assert [moment.logits for moment in last.moments] == [2 * logits, logits, 0, 0]
+    assert [moment.logits for moment in alone.moments] == [2 * logits, logits, 0, 0, 0, 0]
+    assert [moment.logits for moment in last.moments] == [2 * logits, logits, logits, logits, 0, 0]
 
 
 def test_an_embeddings_gradient_is_made_beside_the_sum_of_those_before_it() -> None:
     embedding = BILLION.layers[0].parameters * 4
     once, often = (memory_of_ranks(BILLION, Plan(micro_batch=2), "adamw", micro_batches=n)[0] for n in (1, 2))
     assert once.state.added == 0
-    assert often.moments[2] == (often.state.final + embedding, 0, 0, 0)
+    assert often.moments[4] == (often.state.final + embedding, 0, 0, 0, 0)
     first = memory_of_ranks(BILLION, Plan(micro_batch=1, pp=4), "adamw", micro_batches=16)[0]
     # When backward comes to it, three of the four micro-batches in flight are still to go.
-    assert first.moments[2].gradients == first.state.accumulated + embedding
-    assert first.moments[2].activations == pytest.approx(0.75 * first.kept)
+    assert first.moments[4].gradients == first.state.accumulated + embedding
+    assert first.moments[4].activations == pytest.approx(0.75 * first.kept)
     later = memory_of_ranks(BILLION, Plan(micro_batch=1, pp=4), "adamw", micro_batches=16)[1]
     assert later.state.added == 0
+
+
+def test_backward_comes_to_its_last_block_beside_the_gradients_of_all_others() -> None:
+    here = memory_of_ranks(BILLION, Plan(micro_batch=2, recompute="full"), "adamw", micro_batches=1)[0]
+    block, inputs = 1_000_000 * 2 * 4, 62_500 * 2 * 4
+    others = (19 * 50_000_000 + 100_000_000) * 4
+    # Its input, what runs again, and the gradients of what it is given and gives.
+    assert here.moments[3] == (others, inputs + block + 2 * inputs, 0, 0, 0)
+    # The head's gradient is there since backward began.
+    assert [moment.gradients for moment in here.moments[:3]] == [0, 400_000_000, 400_000_000]
+    # Where sums of earlier micro-batches are there, gradients are added to them.
+    often = memory_of_ranks(BILLION, Plan(micro_batch=2), "adamw", micro_batches=2)[0]
+    assert often.moments[3].gradients == often.state.accumulated == 1_200_000_000 * 4
+    assert often.moments[1].gradients == often.state.accumulated + 400_000_000
+    # Each of two shards: as often, but for what of it this rank does not hold.
+    shared = memory_of_ranks(BILLION, Plan(dp_shard=2, shard="parameters"), "adamw", micro_batches=1)[0]
+    assert shared.moments[3].gradients == others / 2 + 100_000_000 * 4 + 50_000_000 * 8
 
 
 def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:

@@ -109,25 +109,27 @@ def _of_rank(
     logits, head = (table.logits, table.head) if len(stages) - 1 in numbers else (0.0, 0.0)
     boundary = boundary_bytes(table, plan, setting, numbers)
     held = states.held(parameters_of(rank, table, plan, stages), table, setting)
-    kept, working, again = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
+    kept, block, working = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
     at_loss = kept + head + setting.software.logits_copies * logits
-    at_first_block = kept + working + held_logits(logits, plan, setting.software) + table.travelling
+    in_block = working + held_logits(logits, plan, setting.software) + table.travelling
+    at_first_block = kept + in_block
     at_first_layer = later_share(kept_of_stages(rank, plan, setting)) * kept
-    in_backward = np.maximum(
-        held["reducing"] + at_first_block[:, None], held["added"] + at_first_layer[:, None]
-    )
-    peak = np.maximum(
-        held["accumulated"] + np.maximum(at_loss[:, None], in_backward), held["final"] + held["receiving"]
-    )
+    at_last_block = at_first_layer + block + in_block
+    at_head = kept + head + logits
+    in_blocks = np.maximum(held["reducing"] + at_first_block[:, None], held["made"] + at_last_block[:, None])
+    outside = np.maximum(held["last"] + at_head[:, None], held["added"] + at_first_layer[:, None])
+    in_backward = np.maximum(in_blocks, outside)
+    at_end = held["final"] + held["receiving"] - held["let_go"]
+    peak = np.maximum(held["accumulated"] + np.maximum(at_loss[:, None], in_backward), at_end)
     peak = peak + boundary
     lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan, setting.software)
     of_state = (
         shares.lasting * lasting + shares.gathered * held["gathered"] + shares.exchanged * held["exchanged"]
     )
-    scattered = np.where(again > 0, shares.scattered_again, shares.scattered)[:, None] * held["final"]
-    of_recompute = shares.again * again + (shares.summed * kept if plan.tp > 1 else 0.0)
+    of_state = of_state + shares.scattered * held["final"]
+    summed = shares.summed * kept if plan.tp > 1 else np.zeros_like(kept)
     used = lasting + held["runtime"] + peak
-    whole: Array = used + shares.passing * peak + of_state + scattered + of_recompute[:, None]
+    whole: Array = used + shares.passing * peak + of_state + summed[:, None]
     return whole
 
 
@@ -139,16 +141,15 @@ def _activations(
     mine: list[tuple[int, ...]],
     setting: Setting,
 ) -> tuple[Array, Array, Array]:
-    """Of each recompute bytes that wait for their backward on the device, that are beside them in it, and
-    that one block makes once more where nothing but its input is kept."""
+    """Of each recompute bytes that wait for their backward on the device, those of one block, and that are
+    beside them in it."""
     runs_again = np.array([kind != "none" for kind, _ in recomputes])
     shares = np.array([share for _, share in recomputes]) * runs_again
-    is_full = np.array([kind == "full" for kind, _ in recomputes])
     is_selective = np.array([kind == "selective" for kind, _ in recomputes])
     stays = plan.offload_activations == "nothing"
     kept = np.zeros(len(recomputes))
+    block = np.zeros(len(recomputes))
     deepest = np.zeros(len(recomputes))
-    repeated = np.zeros(len(recomputes))
     working = 0.0
     for counts, flight in zip(mine, kept_of_stages(rank, plan, setting), strict=True):
         blocks = sum(counts)
@@ -158,12 +159,13 @@ def _activations(
             if not count:
                 continue
             parts = kind.bytes
+            one = share * parts.costly * is_selective
             if stays:
-                kept += count * flight * ((1 - share) * parts.kept + share * parts.inputs)
-            kept += count * flight * share * parts.costly * is_selective
+                one = one + (1 - share) * parts.kept + share * parts.inputs
+            kept += count * flight * one
+            block = np.maximum(block, one * bool(flight))
             working = max(working, parts.working)
             here = again > 0 if stays else np.ones(len(recomputes), dtype=bool)
             deepest = np.maximum(deepest, parts.kept * here)
-            repeated = np.maximum(repeated, (parts.kept - parts.inputs) * (is_full & (again > 0)))
     around = 2 if plan.device == "cuda" and not stays else 1
-    return kept, working + around * deepest, repeated
+    return kept, block, working + around * deepest

@@ -1,7 +1,8 @@
 """Memory of a plan by kind: of its fullest rank, or of every pipeline rank.
 
-A rank is fullest at one of four moments: as the loss is computed, when all activations are kept; as backward
-enters its first block; as it comes to what is before the blocks; or as it ends, when all gradients are there.
+A rank is fullest at one of six moments: as the loss is computed, when all activations are kept; as backward
+makes the head's gradient; as it enters its first block; as it comes to its last, when the gradients of the
+others are there; as it comes to what is before the blocks; or as it ends, when all gradients are there.
 What is there at other moments only does not add up. Pure functions, without torch.
 """
 
@@ -44,47 +45,34 @@ class Unused(NamedTuple):
     """Of one unit's buffers (`State.exchanged`)."""
     scattered: float
     """Of all gradients, as backward ends."""
-    scattered_again: float
-    """Of them instead, where blocks run again from nothing but their inputs."""
     passing: float
     """Of gradients, activations, logits and buffers at their peak."""
-    again: float
-    """Of what one block makes once more where nothing but its input is kept, beside that."""
     summed: float
     """Of the kept activations once more, where tensor ranks sum in every block."""
 
 
-_ON_GPU = Unused(0.0, 0.12, 0.0, 0.0, 0.0, 0.12, 0.0, 0.0)
+_ON_GPU = Unused(0.0, 0.12, 0.0, 0.0, 0.12, 0.0)
 """Of torch's allocator: 10 to 16 % of what comes and goes in torchtitan's runs of December 2024, which say
 what they reserved (benchmarks/results/planner-memory.md)."""
 
-_ON_CPU = Unused(0.0, 0.0, 1.0, 0.4, 1.0, 0.2, 2.0, 0.5)
-"""Of glibc's heap, which keeps what was freed. What lasts is made before the first step and lies below all
-else, without holes (`training.optimizer`). Measured as the heap's size without what was in use in it
-(`mallinfo2`); what was in use was mostly within 20 MiB of the forecast. Chosen by the runs of "Models that
-taught" in benchmarks/planner/real_cases.py and, for gradients and exchanges, by some beside them. Stages with
-a large embedding, and replicas of one, hold up to a fifth more than this says, for reasons not yet found
-(benchmarks/results/planner-memory.md).
+_ON_CPU = Unused(0.0, 0.0, 0.2, 0.2, 0.2, 0.2)
+"""Of glibc's heap, which keeps what was freed, with the settings of `elastic.heap`. What lasts is made
+before the first step and lies below all else, without holes (`training.optimizer`). Recorded allocations of
+nine runs and what was alive at their peaks say where the rest has its holes; a fifth of each is the least
+with which none of the fitted runs of benchmarks/planner/memory_runs.py needs more than its forecast.
 
-*Passing*: an aligned block of memory needs some bytes more than its size while it is placed, and the slivers
-that it leaves are kept apart for small objects, so that the place of a tensor is too small for the next one
-of its size: what a block of the model makes and soon lets go, between what it keeps, leaves holes. With what
-follows they were 12 to 29 % of what comes and goes on one rank.
+*Passing*: while an aligned tensor is placed, its place needs up to 96 bytes more than it will have, so that
+one between two that stay is too small for the next of its size; and a large place is filled by what is
+small. 4 to 23 % of what comes and goes on one rank.
 
 *Scattered*: gradients lie where backward found room, and until the update nothing larger than the holes
-between them has room there: neither the next micro-batch's activations, nor the buffers that sum them. Where
-blocks run again, each leaves its gradients all over the room that the next one would need as a whole.
+between them has room there.
 
 *Exchanged*: FSDP2 gathers into one buffer and copies out of it, beside each other; and what it reduces
 gradients in finds no room of its size where shards of earlier gradients lie between the holes.
 
-*Summed*: a sum over tensor ranks leaves the places of its parts and of the collective's copy of them, in each
-half of a block. Without glibc's caches of small pieces these holes are half as large (170 MiB and 90 in one
-run), for up to a tenth more time in models of tiny tensors.
-
-*Again*: under full recompute a block makes its tensors, frees all but its output and makes them once more in
-backward, so that the heap between the kept outputs is holes. What six such runs held beyond the usual was 0.9
-to 2.6 blocks. Selective recompute leaves no such holes.
+*Summed*: a sum over tensor ranks leaves the places of its parts and of the collective's copy of them, in
+each half of a block.
 """
 
 
@@ -169,6 +157,8 @@ class Moment(NamedTuple):
     activations: float
     logits: float
     buffers: float
+    gone: float = 0.0
+    """Below zero: of what is gathered of the parameters, what is no longer there."""
 
 
 class RankMemory(NamedTuple):
@@ -181,11 +171,9 @@ class RankMemory(NamedTuple):
     """Where the plan offloads them to."""
     working: float
     """What backward makes beside them in one block, with what of it ran again or was fetched."""
-    again: float
-    """Of one block, what its backward makes once more where nothing but the input is kept."""
     moments: tuple[Moment, ...]
-    """At the loss, as backward goes through its first block, as it comes to what is before the blocks, and as
-    it ends."""
+    """At the loss, as backward goes through the head, its first block and its last, as it comes to what is
+    before the blocks, and as it ends."""
     plan: Plan
     software: Software
 
@@ -206,17 +194,17 @@ class RankMemory(NamedTuple):
             shares.lasting * lasting
             + shares.gathered * self.state.gathered
             + shares.exchanged * self.state.exchanged
-            + (shares.scattered_again if self.again else shares.scattered) * self.state.final
+            + shares.scattered * self.state.final
         )
         summed = shares.summed * self.kept if self.plan.tp > 1 else 0.0
-        return of_state + shares.passing * passing + shares.again * self.again + summed
+        return of_state + shares.passing * passing + summed
 
     @property
     def forecast(self) -> Forecast:
         peak, away = self.peak, {"nothing": 0.0, "host": self.state.host, "disk": self.state.disk}
         away[self.plan.offload_activations] += self.away
         return Forecast(
-            parameters_bytes=int(self.state.parameters),
+            parameters_bytes=int(self.state.parameters + peak.gone),
             gradients_bytes=int(peak.gradients),
             optimizer_bytes=int(self.state.optimizer),
             activations_bytes=int(peak.activations),
@@ -305,22 +293,28 @@ def _rank_memory(
     at_loss = Moment(
         state.accumulated, activations.kept + head, step.software.logits_copies * logits, boundary
     )
+    at_head = Moment(state.accumulated + state.last, activations.kept + head, logits, boundary)
+    later = later_share(kept_of_stages(rank, plan, step))
     at_first_block = Moment(
         state.accumulated + state.reducing,
         activations.kept + activations.working,
         held_logits(logits, plan, step.software),
         boundary + table.travelling,
     )
-    later = later_share(kept_of_stages(rank, plan, step))
+    at_last_block = Moment(
+        state.accumulated + state.made,
+        later * activations.kept + activations.block + activations.working,
+        held_logits(logits, plan, step.software),
+        boundary + table.travelling,
+    )
     at_first_layer = Moment(state.accumulated + state.added, later * activations.kept, 0.0, boundary)
-    at_end = Moment(state.final, 0.0, 0.0, boundary + state.receiving)
+    at_end = Moment(state.final, 0.0, 0.0, boundary + state.receiving, -state.let_go)
     return RankMemory(
         state,
         activations.kept,
         activations.away,
         activations.working,
-        activations.again,
-        (at_loss, at_first_block, at_first_layer, at_end),
+        (at_loss, at_head, at_first_block, at_last_block, at_first_layer, at_end),
         plan,
         step.software,
     )
@@ -351,19 +345,19 @@ class _Activations(NamedTuple):
 
     kept: float
     """On the device."""
+    block: float
+    """Of it, what one block keeps for one backward."""
     working: float
     """Beside it, while backward goes through a block: what it makes, and what ran again or was fetched."""
     away: float
     """Where the plan offloads them to."""
-    again: float
-    """Of one block, what it makes once more where nothing but its input is kept."""
 
 
 def _activations(
     rank: int, table: MemoryTable, plan: Plan, mine: list[tuple[int, ...]], step: Setting
 ) -> _Activations:
     flights = kept_of_stages(rank, plan, step)
-    kept = away = working = deepest = repeated = 0.0
+    kept = block = away = working = deepest = 0.0
     for counts, flight in zip(mine, flights, strict=True):
         blocks = sum(counts)
         again = math.ceil(round(blocks * plan.recompute_share, 9)) if plan.recompute != "none" else 0
@@ -378,14 +372,14 @@ def _activations(
                 kept += plain + costly
             else:  # the results that selective recompute keeps stay on the device
                 kept, away = kept + costly, away + plain
+            stays = costly + (plain if plan.offload_activations == "nothing" else 0.0)
+            block = max(block, stays / (count * flight) if flight else 0.0)
             working = max(working, parts.working)
             if again or plan.offload_activations != "nothing":
                 deepest = max(deepest, parts.kept)
-            if again and plan.recompute == "full":
-                repeated = max(repeated, parts.kept - parts.inputs)
     # While backward runs it again or fetches it, one block is here as a whole; on a GPU the next one comes.
     around = 2 if plan.device == "cuda" and plan.offload_activations != "nothing" else 1
-    return _Activations(kept, working + around * deepest, away, repeated)
+    return _Activations(kept, block, working + around * deepest, away)
 
 
 def kept_of_stages(rank: int, plan: Plan, step: Setting) -> tuple[int, ...]:

@@ -52,12 +52,18 @@ class State(NamedTuple):
     """With an averaged copy of the weights, and what compressed gradients lost so far."""
     accumulated: float
     """Gradients that are there from one micro-batch to the next."""
+    last: float
+    """Gradients of what comes after the blocks, as one backward makes them: first of all."""
     reducing: float
-    """What is there beside them while backward hands one unit's gradients over."""
+    """What is there beside them while backward hands a block's gradients over."""
+    made: float
+    """Gradients of what backward has gone through when it comes to its last block, with what reduces them."""
     added: float
     """Beside them, the last of a micro-batch's gradients, before it is added to the sum of those before."""
     final: float
     """All gradients, as backward ends, with what reduces them."""
+    let_go: float
+    """Of what is gathered, what is no longer there then."""
     receiving: float
     """Beside `final`, parts that come from others."""
     host: float
@@ -125,9 +131,12 @@ def _copies(
         exchanged=0.0,
         optimizer=4 * (elements + shards * trained_share),
         accumulated=gradients,
+        last=0.0,
         reducing=0.0,
+        made=0.0,
         added=0.0,
         final=gradients,
+        let_go=0.0,
         receiving=0.0,
         host=0.0,
         disk=0.0,
@@ -162,26 +171,41 @@ def _shards(
     whole_kind = plan.shard in ("nothing", "optimizer")
     one_unit = plan.device == "cpu" and whole_kind and not away
     unit = mine.held if one_unit else max(mine.ends, mine.block)
+    # What is no block is one unit, whose gradients wait for the last of them, whole.
+    waiting = mine.ends - mine.first
+    behind = max(1 - (mine.first + mine.block) / mine.held, 0.0) if mine.held else 0.0
     accumulates = micro_batches > 1 and (plan.pp > 1 or whole_kind)
     if accumulates:
         accumulated = mine.held * master
-        reducing = 0.0 if one_unit or compute == master else unit * compute
+        copied = 0.0 if one_unit or compute == master else unit * compute
+        block = 0.0 if one_unit else mine.block
+        reducing = 0.0 if compute == master else (waiting + block) * compute
+        made = reducing
         final = accumulated + unit * master
     else:
         accumulated = shards * master if micro_batches > 1 else 0.0
-        reducing = 0.0 if one_unit else unit * (compute + master)
+        copied = 0.0 if one_unit else unit * (compute + master)
+        reducing = waiting * compute + (0.0 if one_unit else mine.block * (compute + master))
+        made = mine.held * behind * compute if one_unit else reducing
+        if micro_batches == 1 and not one_unit:
+            made += behind * shards * master
         if one_unit and plan.shard_ranks == 1:
             final = mine.held * (compute + master)
         else:
             final = shards * master + unit * (compute + master)
     # Gloo's parts of a scattered sum come from all other ranks at once.
     receiving = unit * master * (1 - 1 / plan.shard_ranks) if plan.device == "cpu" else 0.0
+    # FSDP2 lets go of what it gathered before it reduces; but where that stays from one micro-batch to the
+    # next, gradients are reduced beside it, unless they wait for the last.
+    let_go = gathered * compute if by_block or accumulates or micro_batches == 1 else 0.0
 
-    exchanged = unit * compute + (reducing if accumulated else 0.0)
+    exchanged = unit * compute + (copied if accumulated else 0.0)
 
     added = 0.0
     if plan.computes_with_state:  # gradients are summed where backward has put them
-        gathered = exchanged = 0.0
+        gathered = exchanged = let_go = 0.0
+        reducing = 0.0 if accumulates else waiting * master
+        made = 0.0 if accumulates else mine.held * behind * master
         added = mine.first * master if accumulates else 0.0
         final = mine.held * master
         if plan.replicas > 1:
@@ -200,6 +224,7 @@ def _shards(
         of_shards = 0.0 if accumulates else shards * master
         elsewhere["host"] += average + shards * master * trained_share
         accumulated, final = max(accumulated - of_shards, 0.0), final - of_shards
+        made = max(made - behind * of_shards, 0.0)
         state = average = 0.0
     elif plan.offload_optimizer != "nothing":
         elsewhere[plan.offload_optimizer] += state
@@ -210,9 +235,12 @@ def _shards(
         exchanged=exchanged,
         optimizer=state + average + remainder * trained_share,
         accumulated=accumulated * trained_share,
+        last=waiting * compute * trained_share,
         reducing=reducing * trained_share,
+        made=made * trained_share,
         added=added * trained_share,
         final=final * trained_share,
+        let_go=let_go,
         receiving=receiving * trained_share,
         host=elsewhere["host"],
         disk=elsewhere["disk"],
