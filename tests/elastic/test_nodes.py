@@ -166,7 +166,7 @@ def test_garbage_at_the_rendezvous_harms_nobody(start: Any, rendezvous: str) -> 
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 2_000_000,
-        b'{"v":2,"g":0,"kind":"Leave","exit_code":1}\n',
+        b'{"v":3,"g":0,"kind":"Leave","exit_code":1}\n',
     ):
         with socket.create_connection((host, int(port))) as sock:
             try:

@@ -39,10 +39,11 @@ class Connection:
         sock.setblocking(False)
         loop.watch(sock, self._ready, selectors.EVENT_READ)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, generation: int | None = None) -> None:
+        """`generation`: that the message belongs to, where it is not the framer's."""
         if self.closed:
             return
-        self._outgoing += self.framer.frame(message)
+        self._outgoing += self.framer.frame(message, generation)
         self._write()
 
     def read(self) -> None:

@@ -39,8 +39,10 @@ from wanma.elastic.messages import (
     Stop,
     StopRequest,
     Waiting,
+    Was,
 )
 from wanma.elastic.recovery import Retries, newest_common
+from wanma.elastic.succession import Past
 from wanma.job.errors import EXIT_USAGE
 
 GATHER_SECONDS = 1.0
@@ -74,7 +76,14 @@ class _Peer:
 
 
 class Coordinator:
-    """One run's agreement between its nodes. `generation` counts the starts of its ranks."""
+    """One run's agreement between its nodes. `generation` counts the starts of its ranks.
+
+    Args:
+        claim: asked before each start; false: another coordinator has that generation, and whoever drives
+            this one sends its nodes there.
+        generation: the number of the newest start so far.
+        past: the run of a coordinator that has been lost, to be carried on.
+    """
 
     def __init__(
         self,
@@ -85,8 +94,13 @@ class Coordinator:
         send: Send,
         now: float,
         retries: int = 0,
+        *,
+        claim: Callable[[int], bool] = lambda generation: True,
+        generation: int = 0,
+        past: Past | None = None,
     ) -> None:
-        self.generation = 0
+        self.generation = generation
+        self._claim = claim
         self._state: Literal["meeting", "running", "halting", "over"] = "meeting"
         self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
         self._start_seconds = start_seconds
@@ -104,6 +118,16 @@ class Coordinator:
         self._recovery: Recovery | None = None
         self._ranks_by_node: tuple[int, ...] = ()
         """Of the newest generation."""
+        self._started = 0
+        """The newest generation that had ranks."""
+        self._awaited: set[int] = set()
+        """Nodes that are expected from a coordinator that was lost."""
+        if past is not None:
+            self._state, self._deadline = "halting", now + past.patience_seconds
+            self._cause = self._lost = past.failure
+            self._started, self._ranks_by_node = past.start.generation, past.start.ranks_by_node
+            self._awaited = set(past.survivors)
+            self._retries.take_up(past.start.recovery)
 
     @property
     def over(self) -> bool:
@@ -117,7 +141,7 @@ class Coordinator:
     def receive(self, peer: int, message: Message, now: float) -> None:
         """A message of a peer whose secret has been verified."""
         if isinstance(message, Join):
-            self._join(peer, message)
+            self._join(peer, message, now)
         elif peer in self._peers and not self.over:
             match message:
                 case StopRequest(exit_code):
@@ -164,6 +188,9 @@ class Coordinator:
         self._deadline = None
         if self._state == "meeting":
             self._nobody_came()
+        elif self._awaited:
+            self._awaited.clear()
+            self._when_halted(now)
         elif self._state == "halting":
             late = [peer for peer in self._peers.values() if peer.node >= 0 and peer.halted is None]
             who = ", ".join(f"node {peer.node} ({peer.join.host})" for peer in late)
@@ -177,13 +204,29 @@ class Coordinator:
 
     # Meeting -------------------------------------------------------------------------------------
 
-    def _join(self, peer: int, join: Join) -> None:
+    def _join(self, peer: int, join: Join, now: float) -> None:
         if reason := self._objection(join):
             self._send(peer, reason)
             return
         self._peers[peer] = _Peer(join, store_port=join.store_port)
+        if join.was is not None:
+            self._take_back(self._peers[peer], join.was)
         if self._state == "meeting" and len(self._peers) == self._nodes:
             self._start()
+        else:
+            self._when_halted(now)
+
+    def _take_back(self, peer: _Peer, was: Was) -> None:
+        """A node of the newest generation has its number again, unless another has it; its copies count."""
+        taken = {other.node for other in self._peers.values()}
+        if was.generation != self._started or was.node in taken or was.node >= len(self._ranks_by_node):
+            return
+        first = sum(self._ranks_by_node[: was.node])
+        peer.node, peer.ranks = was.node, range(first, first + self._ranks_by_node[was.node])
+        peer.halted = replace(was.halted, store_port=peer.store_port)
+        self._awaited.discard(was.node)
+        if self._state == "meeting":
+            self._choose()
 
     def _objection(self, join: Join) -> Refused | None:
         if self._state in ("running", "over") or len(self._peers) == self._nodes:
@@ -209,8 +252,12 @@ class Coordinator:
         return None
 
     def _start(self) -> None:
+        if not self._claim(self.generation + 1):
+            self._state, self._deadline = "over", None
+            return
         self._state = "running"
         self.generation += 1
+        self._started = self.generation
         self._deadline = self._echo = self._hang = self._lost = None
         self._standings.clear()
         new = {identity for identity, peer in self._peers.items() if peer.node < 0}
@@ -225,6 +272,7 @@ class Coordinator:
         self._ranks_by_node = tuple(peer.join.ranks for _, peer in by_node)
         world_size = sum(self._ranks_by_node)
         store = by_node[0][1]
+        host_node = next((peer.node for _, peer in by_node if peer.join.hosts), 0)
         first = 0
         for identity, peer in by_node:
             peer.ranks = range(first, first + peer.join.ranks)
@@ -239,6 +287,7 @@ class Coordinator:
                 store.store_port,
                 self._recovery,
                 self._ranks_by_node,
+                host_node,
             )
             first += peer.join.ranks
             self._send(identity, start)
@@ -327,7 +376,7 @@ class Coordinator:
     def _when_halted(self, now: float) -> None:
         """When no rank lives any more: give up, or start again as soon as all machines are here."""
         here = [peer for peer in self._peers.values() if peer.node >= 0]
-        if self._state != "halting" or any(peer.halted is None for peer in here):
+        if self._state != "halting" or self._awaited or any(peer.halted is None for peer in here):
             return
         assert self._cause is not None
         said = [peer.halted for peer in here if peer.halted is not None]
@@ -337,18 +386,7 @@ class Coordinator:
         if (ending := self._retries.objection(self._cause)) is not None:
             self._end(Abort(ending.exit_code, ending))
             return
-        held = [image for word in said for image in word.images]
-        # A lost node's partner has images of its ranks. If not, the new ranks say so, and all take the disk.
-        restore = newest_common(range(sum(self._ranks_by_node)), held)
-        restore = restore or newest_common((rank for peer in here for rank in peer.ranks), held)
-        assert self._retries.reached_step is not None
-        self._recovery = Recovery(
-            clip(self._cause.headline, FAILURE_LIMIT),
-            self._retries.reached_step,
-            self._retries.attempt,
-            restore if self._retries.trusts_memory else None,
-            self._retries.retried_steps,
-        )
+        self._choose()
         for peer in here:
             assert peer.halted is not None
             peer.store_port = peer.halted.store_port
@@ -357,6 +395,23 @@ class Coordinator:
             self._start()
         else:
             self._wait_for_machines(now)
+
+    def _choose(self) -> None:
+        """What the next generation takes up: the newest moment of which the nodes here hold all images."""
+        here = [peer for peer in self._peers.values() if peer.halted is not None]
+        held = [image for peer in here if peer.halted is not None for image in peer.halted.images]
+        # A lost node's partner has images of its ranks. If not, the new ranks say so, and all take the disk.
+        restore = newest_common(range(sum(self._ranks_by_node)), held)
+        restore = restore or newest_common((rank for peer in here for rank in peer.ranks), held)
+        assert self._cause is not None
+        assert self._retries.reached_step is not None
+        self._recovery = Recovery(
+            clip(self._cause.headline, FAILURE_LIMIT),
+            self._retries.reached_step,
+            self._retries.attempt,
+            restore if self._retries.trusts_memory else None,
+            self._retries.retried_steps,
+        )
 
     def _end(self, word: Abort | Over) -> None:
         self._state = "over"

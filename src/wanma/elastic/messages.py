@@ -18,6 +18,8 @@ class Message:
 
     scoped: ClassVar[bool] = True
     """Belongs to one generation; receivers drop it when that is not the current one."""
+    counted: ClassVar[bool] = True
+    """Part of the conversation that outlives its connection: sent again when that was lost on the way."""
 
 
 # Coordinator and supervisor: first contact ---------------------------------------------------------
@@ -28,6 +30,7 @@ class Challenge(Message):
     """Coordinator's first word."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
     nonce: str
 
 
@@ -36,6 +39,7 @@ class Answer(Message):
     """Supervisor's proof that it knows the secret, and its own challenge."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
     nonce: str
     proof: str
 
@@ -45,7 +49,32 @@ class Welcome(Message):
     """Coordinator's proof; every later line in both directions is signed."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
     proof: str
+
+
+@dataclass(frozen=True)
+class Attach(Message):
+    """Supervisor's first signed word on every connection: which conversation it belongs to."""
+
+    scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
+    session: str
+    received: int
+    """Messages of it that have arrived; those after them are sent again."""
+
+
+@dataclass(frozen=True)
+class Attached(Message):
+    """Coordinator's answer."""
+
+    scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
+    coordinator: str
+    """A name that no other process has."""
+    known: bool
+    """False: the conversation begins; one of that name, if there was any, has been given up."""
+    received: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +97,21 @@ class Join(Message):
     address: str
     store_port: int
     node_rank: int | None = None
+    presence_port: int = 0
+    """Listens as long as the supervisor lives, on the address that it is connected from."""
+    hosts: bool = False
+    """The coordinator lives in this supervisor."""
+    was: Was | None = None
+    """What it was when it lost its coordinator."""
+
+
+@dataclass(frozen=True)
+class Was:
+    """A node whose ranks have been ended, but whose copies of the state are there."""
+
+    generation: int
+    node: int
+    halted: Halted
 
 
 # Coordinator and supervisor: the run ---------------------------------------------------------------
@@ -75,9 +119,11 @@ class Join(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """I am here."""
+    """I am here, and have taken in so many of your messages."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
+    received: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +173,20 @@ class Start(Message):
     """None: the first generation."""
     ranks_by_node: tuple[int, ...] = ()
     """How many ranks each node has."""
+    host_node: int = 0
+    """The node that the coordinator lives on."""
+
+
+@dataclass(frozen=True)
+class Moved(Message):
+    """Another coordinator has claimed a newer generation: end your ranks, and join it."""
+
+    scoped: ClassVar[bool] = False
+    generation: int
+    place: str
+    coordinator: str
+    host: str
+    node: int | None
 
 
 @dataclass(frozen=True)
@@ -317,6 +377,8 @@ class WorkerSpec:
     """Rank of another node whose images this one takes -> two files for them, to be written in turn."""
     ranks_by_node: tuple[int, ...] = ()
     restart: Restart | None = None
+    claimed: bool = False
+    """The generation has a claim in the run directory."""
 
 
 @dataclass(frozen=True)

@@ -188,8 +188,7 @@ class Supervisor:
 
     def _coordinator_lost(self, reason: str) -> None:
         if self._ending is None:
-            cause = f"lost the coordinator at {self._launch.rendezvous}: {reason}"
-            self._end(Abort(1, Failure(cause, hint=LOST_HINT)))
+            self._end(Abort(1, Failure(reason, hint=LOST_HINT)))
 
     def _end(self, ending: Abort | Over) -> None:
         """From here on only the deaths of the ranks matter."""

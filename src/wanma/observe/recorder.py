@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from wanma.job.run_directory import RunDirectory
@@ -62,12 +62,22 @@ class Recorder:
         run: where the files go.
         sinks: opened here, closed by `close`.
         first_step: number of the first step to be recorded: 1, or the one after the checkpoint.
+        still_mine: called before each record; raises when another process records the run now.
 
     Raises:
-        WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened).
+        WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened); also, of
+            every method, what `still_mine` raises.
     """
 
-    def __init__(self, run: RunDirectory, sinks: Sequence[Sink], first_step: int) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        sinks: Sequence[Sink],
+        first_step: int,
+        still_mine: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._still_mine = still_mine
+        still_mine()
         self._sinks: list[Sink] = []
         self._lost: dict[str, int] = {}
         """Name of a failing sink → events lost since it began to fail."""
@@ -105,6 +115,7 @@ class Recorder:
                 self._tell(self._sinks, f"{sink.name} may be cut short: {_reason(error)}", "warning")
 
     def _write(self, event: Event) -> None:
+        self._still_mine()
         for sink in self._sinks:
             try:
                 sink.write(event)
