@@ -353,7 +353,6 @@ class RemoteLink:
             return
         assert self._vacancy is not None
         if self._halted is not None:
-            self._vacancy.vote()
             if self._vacancy.look():
                 self._hang_up()
                 self._place = resolve(self._vacancy.claim.place)

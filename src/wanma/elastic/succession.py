@@ -94,6 +94,9 @@ class Vacancy:
     """Nodes whose coordinators have been lost."""
 
     def __post_init__(self) -> None:
+        self._silent = True
+        """This node has not heard of the claim's coordinator for `lost_seconds`, or knows it dead."""
+        self._voted: set[int] = set()
         self._watch(self.claim)
 
     def _watch(self, claim: Claim) -> None:
@@ -115,13 +118,18 @@ class Vacancy:
     def follow(self, claim: Claim) -> None:
         """Another coordinator has the run, dead or alive."""
         self._watch(claim)
-        self.dead, self.since = False, time.monotonic()
+        self.dead, self._silent, self.since = False, False, time.monotonic()
 
     def may_claim(self) -> bool:
+        """Asked again and again, once no rank of this node lives; it votes by that."""
         now = time.monotonic()
         pulse = claims.pulse(self.run, self.claim.generation)
         if pulse != self._pulse:
             self._pulse, self._moved = pulse, now
+        self._silent = self._silent or self.dead or now - self.since > self.lost_seconds
+        if self._silent and self.claim.generation not in self._voted:
+            claims.vote(self.run, self.claim.generation, self.start.node_rank)
+            self._voted.add(self.claim.generation)
         line = successors(len(self.start.ranks_by_node), self.gone)
         if self.start.node_rank not in line:
             return False
@@ -131,19 +139,16 @@ class Vacancy:
                 still_seconds=now - self._moved,
                 lost_seconds=self.lost_seconds,
                 nodes=len(self.start.ranks_by_node),
-                votes=len(claims.votes(self.run, self.start.generation)),
+                votes=len(claims.votes(self.run, self.claim.generation)),
                 place_in_line=line.index(self.start.node_rank),
                 waited_seconds=now - self.since,
             )
         )
 
-    def vote(self) -> None:
-        """This node has ended its ranks."""
-        claims.vote(self.run, self.start.generation, self.start.node_rank)
-
     def withdraw(self) -> None:
-        """It has found a coordinator."""
-        claims.withdraw(self.run, self.start.generation, self.start.node_rank)
+        """This node has found a coordinator."""
+        for generation in self._voted:
+            claims.withdraw(self.run, generation, self.start.node_rank)
 
     def past(self, own_host: str) -> Past:
         """What this node carries on as coordinator."""
