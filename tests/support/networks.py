@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -114,9 +115,9 @@ class Proxy:
         """Reset what goes through now; new connections are passed on."""
         dropped, self._open = self._open, []
         for sock in dropped:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            # Not `close`: the thread that reads it would keep it open.
-            sock.shutdown(socket.SHUT_RD)
+            with contextlib.suppress(OSError):  # its own ends have closed it already
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                sock.shutdown(socket.SHUT_RD)  # wakes the thread that reads it, which closes it
 
     def close(self) -> None:
         self._server.close()
