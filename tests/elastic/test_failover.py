@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from support.injection import VARIABLE, Fault, injected
@@ -117,3 +119,43 @@ def test_without_a_shared_run_directory_the_run_ends_with_its_host(
     first.process.kill()
     assert second.end() == 1
     assert second.message.startswith(f"lost the coordinator at {rendezvous}: its process has ended")
+
+
+@pytest.mark.slow
+def test_a_host_that_stood_still_finds_itself_followed_and_writes_nothing_more(
+    start: Any, rendezvous: str, tmp_path: Path
+) -> None:
+    """As a virtual machine that was paused: it has not noticed anything."""
+    common = {
+        "rendezvous": rendezvous,
+        "retries": 3,
+        "run_directory": str(tmp_path / "run"),
+        "payload": str(tmp_path / "lines"),
+        "lost_seconds": 2,
+    }
+    (tmp_path / "lines").touch()
+    first = start("a", "write_lines", node_rank=0, **common)
+    wait_for_listener(rendezvous)
+    second = start("b", "write_lines", node_rank=1, **common)
+    wait_for(lambda: lines(tmp_path).count(1) > 5)
+    machine = psutil.Process(first.process.pid)
+    paused = [machine, *machine.children(recursive=True)]
+    for process in paused:
+        process.suspend()
+    while "hosts the run from now on" not in second.until("message")["text"]:
+        pass
+    third = start("c", "write_lines", node_rank=0, **common)
+    wait_for(lambda: lines(tmp_path).count(2) > 5)
+    for process in reversed(paused):
+        process.resume()
+    assert first.end() == 9
+    assert "has its 2 machines already" in first.message
+    second.process.send_signal(signal.SIGINT)
+    assert (second.end(), third.end()) == (130, 130), (second.lines, third.lines)
+    written = lines(tmp_path)
+    assert written == sorted(written), "start 1 wrote nothing after start 2 had begun"
+
+
+def lines(folder: Path) -> list[int]:
+    """Which start wrote each line."""
+    return [int(line) for line in (folder / "lines").read_text().split()]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk, Training
+from support.nodes import Machines
 
 HERE = Path(__file__).parent
 COMMON = ("text.toml", "train.steps=12", "checkpoint.snapshots=1")
@@ -21,3 +22,13 @@ def whole(desk: Desk) -> Training:
     ran = desk.run("train", *COMMON, "--run-dir", "whole")
     assert ran.code == 0, ran.text
     return desk.training("whole")
+
+
+@pytest.fixture(scope="session")
+def untroubled(desk: Desk) -> Training:
+    """The run on two machines that nothing happens to."""
+    both = Machines(desk, "untroubled")
+    both.start(0)
+    both.start(1)
+    assert [one.code for one in both.end()] == [0, 0]
+    return desk.training("untroubled")

@@ -3,68 +3,11 @@
 from __future__ import annotations
 
 import signal
-import socket
 from typing import Any
 
-import pytest
-
-from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
+from support.command import Desk, Ran, Training, assert_bitwise_equal
 from support.injection import Fault, injected, struck
-from support.supervisors import wait_for_listener
-
-SHARDED = (
-    "text.toml",
-    "train.steps=12",
-    "checkpoint.snapshots=1",
-    "parallel.dp_replicate=1",
-    "parallel.dp_shard=2",
-    "parallel.shard=parameters",
-    "cluster.nodes=2",
-)
-
-
-@pytest.fixture(scope="module")
-def untroubled(desk: Desk) -> Training:
-    """The run on two machines that nothing happens to."""
-    both = Machines(desk, "untroubled")
-    both.start(0)
-    both.start(1)
-    assert [one.code for one in both.end()] == [0, 0]
-    return desk.training("untroubled")
-
-
-class Machines:
-    """The commands of one run on several machines, which are this one."""
-
-    def __init__(self, desk: Desk, name: str, *overrides: str, **environment: str) -> None:
-        self._desk, self._name, self._overrides = desk, name, overrides
-        self._environment = environment
-        self.training = desk.training(name)
-        self.running: dict[int, Running] = {}
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self._place = f"127.0.0.1:{sock.getsockname()[1]}"
-
-    def start(self, node: int) -> None:
-        self.running[node] = self._desk.start(
-            "train",
-            *SHARDED,
-            *self._overrides,
-            f"cluster.rendezvous={self._place}",
-            f"cluster.node_rank={node}",
-            "--run-dir",
-            self._name,
-            **self._environment,
-        )
-        wait_for_listener(self._place)  # the first to come holds the meeting place, whose loss ends the run
-
-    def lose(self, node: int) -> None:
-        """All its processes and all its memory are gone at once."""
-        self.running[node].kill_all()
-        self.running.pop(node).end()
-
-    def end(self) -> list[Ran]:
-        return [self.running[node].end() for node in sorted(self.running)]
+from support.nodes import Machines
 
 
 def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Training]:

@@ -99,7 +99,9 @@ def test_ranks_of_an_older_start_record_nothing_more(tmp_path: Path) -> None:
     recorder = Recorder(run, [JsonLinesSink()], 1, Fence(tmp_path, 1).check)
     recorder.message("before")
     claims.make(tmp_path, claim(2, "other"))
-    with pytest.raises(WanmaError, match=r"start 1 of this run has been followed by start 2, .* 10.0.0.1:29500"):
+    with pytest.raises(
+        WanmaError, match=r"start 1 of this run has been followed by start 2, .* 10.0.0.1:29500"
+    ):
         recorder.message("after")
     with pytest.raises(WanmaError, match="followed by start 2"):
         Recorder(run, [JsonLinesSink()], 1, Fence(tmp_path, 1).check)
