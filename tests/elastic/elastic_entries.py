@@ -241,6 +241,6 @@ def write_lines(worker: Any, payload: bytes) -> None:
         leave_image(worker, step)
         if worker.rank == 0:
             worker.still_mine()
-            with open(payload.decode(), "a") as file:
+            with Path(payload.decode()).open("a") as file:
                 file.write(f"{worker.generation}\n")
         time.sleep(0.01)

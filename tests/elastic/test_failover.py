@@ -109,6 +109,29 @@ def test_a_host_that_dies_before_the_start_is_replaced(
     assert ends == [0, 0, 0]
 
 
+def test_a_second_coordinator_that_finds_the_run_claimed_elsewhere_joins_there(
+    start_node: Any, rendezvous: str, tmp_path: Path
+) -> None:
+    """The machine is started again before the others have noticed, and opens a meeting of its own."""
+    first = start_node("a", node_rank=0)
+    wait_for_listener(rendezvous)
+    second = start_node("b", node_rank=1)
+    wait_for(lambda: list((tmp_path / "marks").iterdir()))
+    second.process.send_signal(signal.SIGSTOP)
+    first.process.kill()
+    first.end()
+    third = start_node("c", node_rank=0)
+    wait_for_listener(rendezvous)
+    second.process.send_signal(signal.SIGCONT)
+    assert (second.end(), third.end()) == (0, 0), (second.lines, third.lines)
+    assert any("another process answers in its place" in text for text in second.texts)
+    claim = claims.newest(tmp_path / "run")
+    assert claim is not None
+    assert (claim.generation, claim.node) == (2, 1)
+    assert claim.place != rendezvous
+    assert steps(third) == STEPS[3:]
+
+
 def test_without_a_shared_run_directory_the_run_ends_with_its_host(
     start_node: Any, rendezvous: str, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ def test_garbage_is_refused_and_nothing_else_happens(garbage: bytes) -> None:
 @given(st.sampled_from(sorted(KINDS)), st.dictionaries(st.text(max_size=8), JSON, max_size=3), st.data())
 def test_fields_of_a_wrong_type_are_refused(name: str, extra: dict[str, Any], data: st.DataObject) -> None:
     names = [field.name for field in fields(KINDS[name])]  # type: ignore[arg-type]
-    value = {"v": 2, "g": 0, "kind": name, **extra, **{key: data.draw(JSON) for key in names}}
+    value = {"v": 3, "g": 0, "kind": name, **extra, **{key: data.draw(JSON) for key in names}}
     try:
         _, message = decode(json.dumps(value).encode())
     except ProtocolError:
@@ -84,11 +84,11 @@ def test_fields_of_a_wrong_type_are_refused(name: str, extra: dict[str, Any], da
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b'{"v":2,"g":0,"kind":"Start","generation":1}', "lacks a field"),
-        (b'{"v":2,"g":0,"kind":"Beat","more":1}', "unknown fields ['more']"),
-        (b'{"v":2,"g":0,"kind":"Stop","exit_code":true}', "Stop.exit_code is not int"),
-        (b'{"v":2,"g":0,"kind":"Format","exit_code":1}', "unknown message 'Format'"),
-        (b'{"v":2,"g":-1,"kind":"Beat"}', "generation -1"),
+        (b'{"v":3,"g":0,"kind":"Start","generation":1}', "lacks a field"),
+        (b'{"v":3,"g":0,"kind":"Beat","more":1}', "unknown fields ['more']"),
+        (b'{"v":3,"g":0,"kind":"Stop","exit_code":true}', "Stop.exit_code is not int"),
+        (b'{"v":3,"g":0,"kind":"Format","exit_code":1}', "unknown message 'Format'"),
+        (b'{"v":3,"g":-1,"kind":"Beat"}', "generation -1"),
         (b'["v"]', "not a message"),
         (b"[" * 100_000, "not JSON"),
     ],
@@ -102,7 +102,7 @@ def test_a_malformed_line_is_named(line: bytes, complaint: str) -> None:
 def test_another_version_has_an_error_of_its_own() -> None:
     with pytest.raises(VersionError) as error:
         decode(b'{"v":1,"g":0,"kind":"Beat"}')
-    assert str(error.value) == "protocol version 1, this is version 2"
+    assert str(error.value) == "protocol version 1, this is version 3"
 
 
 def test_a_line_without_end_is_cut_off_at_the_limit() -> None:
@@ -171,6 +171,7 @@ def test_a_proof_needs_the_secret_the_role_and_both_nonces() -> None:
 def test_start_is_one_readable_line() -> None:
     start = Start(1, 0, 0, 4, "10.0.0.1", 40000)
     assert encode(start) == (
-        b'{"v":2,"g":0,"kind":"Start","generation":1,"node_rank":0,"first_rank":0,'
-        b'"world_size":4,"store_host":"10.0.0.1","store_port":40000,"recovery":null,"ranks_by_node":[]}\n'
+        b'{"v":3,"g":0,"kind":"Start","generation":1,"node_rank":0,"first_rank":0,'
+        b'"world_size":4,"store_host":"10.0.0.1","store_port":40000,"recovery":null,"ranks_by_node":[],'
+        b'"host_node":0}\n'
     )

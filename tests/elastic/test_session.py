@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.elastic.connection import Connection
+from wanma.elastic.failure import Failure
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import Beat, Failed, Message, Start, Stop
-from wanma.elastic.failure import Failure
 from wanma.elastic.session import Session
 
 
@@ -30,7 +30,7 @@ class Wire:
             side.detach()
         received = [side.received for side in self.sides]
         for number, sock in enumerate(socket.socketpair()):
-            connection = Connection(self.loop, sock, "wire", self._taker(number), lambda reason: None)
+            connection = Connection(self.loop, sock, "wire", self._taker(number), lambda _reason: None)
             self.sides[number].attach(connection, received[1 - number])
 
     def _taker(self, number: int):  # type: ignore[no-untyped-def]  # a callback
@@ -65,9 +65,9 @@ def test_whatever_is_cut_all_arrives_once_and_in_order(events: list[str]) -> Non
                 sent[1 - int(side)].append(message)
                 wire.sides[int(side)].send(message)
             case ["beat"]:
-                for side in wire.sides:
-                    assert side.connection is not None
-                    side.connection.send(Beat(side.received))
+                for session in wire.sides:
+                    assert session.connection is not None
+                    session.connection.send(Beat(session.received))
             case ["cut"]:
                 wire.connect()
             case ["read"]:

@@ -89,7 +89,7 @@ def test_a_sign_of_life_shows_and_votes_are_counted(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "generations").write_text("a file")
-    with pytest.raises(WanmaError, match="cannot claim generation 1 of the run in .*generations/1"):
+    with pytest.raises(WanmaError, match=r"cannot claim generation 1 of the run in .*generations/1"):
         claims.make(tmp_path, claim(1))
 
 

@@ -42,7 +42,7 @@ from wanma.elastic.messages import (
     Was,
 )
 from wanma.elastic.recovery import Retries, newest_common
-from wanma.elastic.succession import Past
+from wanma.elastic.succession import LOST_HINT, Past
 from wanma.job.errors import EXIT_USAGE
 
 GATHER_SECONDS = 1.0
@@ -56,7 +56,6 @@ REPORT_LIMIT = 256 * 1024
 """Characters of a hang report that travel."""
 FAILURE_LIMIT = 2000
 """Characters of a failure that a new generation is told of."""
-LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
 
 Send = Callable[[int, Message], None]
 
@@ -95,7 +94,7 @@ class Coordinator:
         now: float,
         retries: int = 0,
         *,
-        claim: Callable[[int], bool] = lambda generation: True,
+        claim: Callable[[int], bool] = lambda _generation: True,
         generation: int = 0,
         past: Past | None = None,
     ) -> None:

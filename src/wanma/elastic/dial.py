@@ -14,14 +14,13 @@ from wanma.elastic.loop import Loop
 from wanma.elastic.messages import Answer, Attach, Attached, Challenge, Message, Refused, Welcome
 from wanma.elastic.network import Place
 from wanma.elastic.protocol import line_keys, new_nonce, proof, proof_holds
-from wanma.job.errors import WanmaError
 
 CONNECT_SECONDS = 5.0
 GREETING_SECONDS = 10.0
 """How long either side may take to prove itself."""
 
 
-MissKind = Literal["refused", "silent", "mute", "stranger"]
+MissKind = Literal["refused", "silent", "mute", "stranger", "denied"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,9 @@ class Miss:
     kind: MissKind
     """Refused: nothing listens there, so whatever did has ended. Silent: this says nothing about the other
     side. Mute: something listens but says nothing, as a stopped process would. Stranger: something listens
-    that is no coordinator of this run."""
+    that is no coordinator of this run. Denied: a coordinator says that the secrets differ."""
     reason: str
+    hint: str = ""
 
 
 class Dial:
@@ -42,8 +42,6 @@ class Dial:
         attach: asked for when it is due; other connections of the conversation are closed by then.
         on_message, on_closed: of the connection, once it is attached.
 
-    Raises:
-        WanmaError: later, out of the loop: the coordinator refuses this machine.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class Dial:
                 self._timer.cancel()
                 self._on_open(self._connection, self._address, message)
             case Refused(reason, hint):
-                raise WanmaError(reason, hint)
+                self._miss("denied", reason, hint)
             case _:
                 self._miss("stranger", f"it says {type(message).__name__} before it has proved itself")
 
@@ -127,10 +125,10 @@ class Dial:
         else:
             self._miss("stranger", reason)
 
-    def _miss(self, kind: MissKind, reason: str) -> None:
+    def _miss(self, kind: MissKind, reason: str, hint: str = "") -> None:
         if not self._over:
             self.cancel()
-            self._on_miss(Miss(kind, reason))
+            self._on_miss(Miss(kind, reason, hint))
 
 
 class Connecting:

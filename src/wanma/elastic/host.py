@@ -60,7 +60,7 @@ class DrivenCoordinator:
         place: str,
         loop: Loop,
         send: Callable[[int, Message], None],
-        claim: Callable[[int], bool] = lambda generation: True,
+        claim: Callable[[int], bool] = lambda _generation: True,
         generation: int = 0,
         past: Past | None = None,
     ) -> None:

@@ -84,7 +84,7 @@ class RemoteLink:
         self._wait = 0.05
         self._heard = self._since = time.monotonic()
         self._deadline = time.monotonic() + launch.start_seconds
-        self._trying: int | None = None
+        self._trying: Claim | None = None
         """The claim whose place is tried; None: the rendezvous."""
         self._missed: set[int] = set()
         """Claims at whose places nobody is."""
@@ -124,18 +124,18 @@ class RemoteLink:
     # Seeking -------------------------------------------------------------------------------------
 
     def _seek(self) -> None:
-        """Where the run meets: as the newest claim says, or at the rendezvous, perhaps by hosting it there."""
+        """Try where the run meets: as the newest claim says, or at the rendezvous, perhaps as its host."""
         if self._state != "seeking":
             return
-        claim = claims.newest(self._launch.run_directory)
+        claim = self._newest()
         if (
             claim is not None
             and claim.place not in ("", self._rendezvous.text)
             and claim.ended is None
             and claim.generation not in self._missed
         ):
-            if self._trying != claim.generation:
-                self._trying, self._since = claim.generation, time.monotonic()
+            if self._trying is None or self._trying.generation != claim.generation:
+                self._trying, self._since = claim, time.monotonic()
             self._place = resolve(claim.place)
         else:
             self._trying, self._place = None, self._rendezvous
@@ -146,8 +146,11 @@ class RemoteLink:
     def _seek_on(self, miss: Miss) -> None:
         now = time.monotonic()
         if self._trying is not None:
-            if miss.kind in ("refused", "stranger") or now - self._since > self._launch.lost_seconds:
-                self._missed.add(self._trying)
+            nobody = miss.kind in ("refused", "stranger", "denied")
+            if nobody or now - self._since > self._launch.lost_seconds:
+                self._missed.add(self._trying.generation)
+        elif miss.kind == "denied":
+            raise WanmaError(miss.reason, miss.hint)
         elif miss.kind in ("stranger", "mute"):
             raise self._not_wanma(miss.reason)
         elif now + self._wait > self._deadline:
@@ -157,6 +160,13 @@ class RemoteLink:
                 "or raise cluster.start_seconds",
             )
         self._later(self._seek)
+
+    def _newest(self) -> Claim | None:
+        try:
+            return claims.newest(self._launch.run_directory)
+        except OSError as error:
+            logger.warning("where the run meets cannot be read: %s", error)
+            return None
 
     def _not_wanma(self, reason: str) -> WanmaError:
         return WanmaError(
@@ -203,9 +213,14 @@ class RemoteLink:
         if self._state == "closed":
             connection.close()
         elif self._state == "seeking":
-            self._join(connection, address, attached, None)
+            if self._trying is not None and self._trying.coordinator != attached.coordinator:
+                connection.close()
+                self._seek_on(Miss("stranger", "another run's coordinator"))
+            else:
+                self._join(connection, address, attached, None)
         elif self._state == "orphaned":
-            assert self._vacancy is not None and self._halted is not None
+            assert self._vacancy is not None
+            assert self._halted is not None
             if attached.coordinator == self._vacancy.claim.coordinator:
                 was = Was(self._vacancy.start.generation, self._vacancy.start.node_rank, self._halted)
                 self._vacancy.withdraw()
@@ -251,7 +266,7 @@ class RemoteLink:
     def _missed_it(self, miss: Miss) -> None:
         self._dial = None
         logger.info("%s: %s; trying again", self._place.text, miss.reason)
-        gone = miss.kind in ("refused", "stranger")
+        gone = miss.kind in ("refused", "stranger", "denied")
         if self._state == "seeking":
             self._seek_on(miss)
         elif self._state == "orphaned":
@@ -341,8 +356,7 @@ class RemoteLink:
     def _its_claim(self) -> Claim | None:
         """What the coordinator has claimed; None: that cannot be seen in this machine's run directory."""
         assert self._start is not None
-        run = self._launch.run_directory
-        for claim in (claims.newest(run), claims.read(run, self._start.generation)):
+        for claim in (self._newest(), claims.read(self._launch.run_directory, self._start.generation)):
             if claim is not None and claim.coordinator == self._coordinator:
                 return claim
         return None
@@ -353,9 +367,10 @@ class RemoteLink:
             return
         assert self._vacancy is not None
         if self._halted is not None:
-            if self._vacancy.look():
-                self._hang_up()
-                self._place = resolve(self._vacancy.claim.place)
+            try:
+                self._look(self._vacancy)
+            except OSError as error:  # the next look may succeed; the deadline stands
+                logger.warning("the claims of the run cannot be read: %s", error)
             ended = self._vacancy.claim.ended
             if ended is not None and (ended == 0 or ended in STOPPED):
                 self._on_message(Over(ended))
@@ -365,18 +380,23 @@ class RemoteLink:
                 return
             if time.monotonic() > self._deadline:
                 self._on_lost(
-                    f"lost the coordinator at {self._place.text}: {self._vacancy.reason}. It was neither seen to "
-                    f"end nor reached again within {self._launch.start_seconds:.0f} s (cluster.start_seconds), "
-                    "and it still shows signs of life in the run directory, so the run was not carried on beside it"
+                    f"lost the coordinator at {self._place.text}: {self._vacancy.reason}. It was "
+                    f"neither reached again within {self._launch.start_seconds:.0f} s (cluster.start_seconds) "
+                    "nor seen to have ended, so the run was not carried on beside it"
                 )
                 return
-            if self._vacancy.may_claim():
-                self._take_over(self._vacancy)
             self._call()
         self._loop.call_later(SEARCH_SECONDS, self._search)
 
+    def _look(self, vacancy: Vacancy) -> None:
+        if vacancy.look():
+            self._hang_up()
+            self._place = resolve(vacancy.claim.place)
+        if vacancy.claim.ended is None and vacancy.may_claim():
+            self._take_over(vacancy)
+
     def _take_over(self, vacancy: Vacancy) -> None:
-        """Claim the run and host it here: at the rendezvous' port, which firewalls let through, if it is free."""
+        """Claim the run and host it here, if it is free at the rendezvous' port: firewalls let it through."""
         place = place_at(self._address, self._rendezvous.address[1])
         if (listener := listen_at(place)) is None:
             listener = listen_anywhere(self._address)

@@ -36,7 +36,7 @@ def open_link(
     on_message: OnMessage,
     on_lost: OnLost,
 ) -> Link:
-    """Join the run; `on_message` gets the coordinator's words, `on_lost` the reason when it has gone for good.
+    """Join the run; `on_message` gets the coordinator's words, `on_lost` why it has gone for good.
 
     Raises:
         WanmaError: no place, no secret; later, out of the loop: nobody there, refused, not wanma.

@@ -17,6 +17,7 @@ from wanma.elastic.messages import Start
 from wanma.job import claims
 from wanma.job.claims import Claim
 
+LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
 TURN_SECONDS = 2.0
 """How long each node in the line of successors has before the next one tries."""
 
@@ -160,6 +161,6 @@ class Vacancy:
             f"node {node} ({host}) was lost: {self.reason}; {own_host} hosts the run now",
             node=node,
             host=host,
-            hint="look at that machine; the same command on every machine carries on from the last checkpoint",
+            hint=LOST_HINT,
         )
         return Past(self.start, frozenset(survivors), failure, self.lost_seconds)

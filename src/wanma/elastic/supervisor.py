@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable
 
-from wanma.elastic.coordinator import LOST_HINT
 from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch, Outcome, host_name
@@ -49,6 +48,7 @@ from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
+from wanma.elastic.succession import LOST_HINT
 from wanma.elastic.team import Team
 from wanma.elastic.told import ended_text, joined_text, started_again_text, stopping_text
 from wanma.job.run_directory import RunDirectory, write_atomically

@@ -1,4 +1,4 @@
-"""Who may write into a run directory: each start of a run's ranks on several machines claims its number there.
+"""Who may write into a run directory: each start of ranks on several machines claims its number there.
 
     generations/7           created exclusively by the coordinator of start 7, before any of its ranks lives
     generations/7.lost.2    node 2 no longer hears that coordinator, and has ended its ranks
@@ -136,7 +136,7 @@ class Fence:
     generation: int
 
     def check(self) -> None:
-        """Raises `WanmaError` when another start has followed."""
+        """Raises `WanmaError` when another start has followed, `OSError` when that cannot be told."""
         if not _closed(_path(self.run, self.generation)):
             return
         mine, theirs = read(self.run, self.generation), newest(self.run)
@@ -184,7 +184,7 @@ def _vote(run: Path, generation: int, node: int) -> Path:
 
 def _generations(run: Path) -> list[int]:
     try:
-        names = os.listdir(run / FOLDER)
+        names = [path.name for path in (run / FOLDER).iterdir()]
     except FileNotFoundError:
         return []
     return sorted(int(name) for name in names if name.isdecimal())

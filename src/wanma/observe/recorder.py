@@ -115,9 +115,9 @@ class Recorder:
                 self._tell(self._sinks, f"{sink.name} may be cut short: {_reason(error)}", "warning")
 
     def _write(self, event: Event) -> None:
-        self._still_mine()
         for sink in self._sinks:
             try:
+                self._still_mine()  # where that cannot be told, the record is lost like any other
                 sink.write(event)
             except OSError as error:
                 self._lost[sink.name] = self._lost.get(sink.name, 0) + 1
