@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from wanma.checkpoint import writer
 from wanma.checkpoint.folder import best
 from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.job import claims
+from wanma.job.claims import Claim, Fence
 from wanma.job.errors import WanmaError
 
 
@@ -428,3 +431,15 @@ def test_state_that_is_no_json_is_refused_at_once_and_leaves_nothing(tmp_path: P
 def test_keeping_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WanmaError, match="keep is 0"):
         Checkpointer(tmp_path, keep=0)
+
+
+def test_ranks_whose_run_others_carry_on_commit_nothing_more(tmp_path: Path) -> None:
+    claim = Claim(1, "10.0.0.1:29500", "one", "host")
+    claims.make(tmp_path, claim)
+    folder = tmp_path / "checkpoints"
+    with Checkpointer(folder, still_mine=Fence(tmp_path, 1).check) as checkpointer:
+        assert saved(checkpointer, 10).error is None
+        claims.make(tmp_path, replace(claim, generation=2, coordinator="other"))
+        failed = saved(checkpointer, 20)
+    assert "followed by start 2" in str(failed.error)
+    assert names(folder) == ["step-00000010"]

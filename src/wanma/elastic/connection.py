@@ -33,6 +33,8 @@ class Connection:
     ) -> None:
         self.framer = Framer()
         self.closed = False
+        self.nonsense = False
+        """It ended because the other side does not speak this protocol."""
         self._loop, self._socket, self._name = loop, sock, name
         self._on_message, self._on_closed = on_message, on_closed
         self._outgoing = bytearray()
@@ -86,6 +88,7 @@ class Connection:
                 self._on_message(message)
         except ProtocolError as error:
             logger.warning("%s: %s; ending the connection", self._name, error)
+            self.nonsense = True
             self._end(str(error))
 
     def _write(self) -> None:

@@ -120,10 +120,9 @@ class Dial:
     def _closed(self, reason: str) -> None:
         if self._open:
             self._on_closed(reason)
-        elif self._challenge is None and reason == "it closed the connection":
-            self._miss("silent", reason)
         else:
-            self._miss("stranger", reason)
+            assert self._connection is not None
+            self._miss("stranger" if self._connection.nonsense else "silent", reason)
 
     def _miss(self, kind: MissKind, reason: str, hint: str = "") -> None:
         if not self._over:

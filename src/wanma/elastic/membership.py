@@ -99,6 +99,11 @@ class RemoteLink:
         self._seek()
         self._beat()
 
+    @property
+    def place(self) -> str:
+        """Where the coordinator is, or is looked for."""
+        return self._place.text
+
     def send(self, message: Message) -> None:
         """To the coordinator; while there is none, what cannot wait is done here."""
         if self._state in ("attached", "cut"):
@@ -381,7 +386,7 @@ class RemoteLink:
             if time.monotonic() > self._deadline:
                 self._on_lost(
                     f"lost the coordinator at {self._place.text}: {self._vacancy.reason}. It was "
-                    f"neither reached again within {self._launch.start_seconds:.0f} s (cluster.start_seconds) "
+                    f"not reached again within {self._launch.start_seconds:.0f} s (cluster.start_seconds) "
                     "nor seen to have ended, so the run was not carried on beside it"
                 )
                 return

@@ -23,6 +23,10 @@ from wanma.job.errors import WanmaError
 class Link(Protocol):
     """A supervisor's way to its coordinator."""
 
+    @property
+    def place(self) -> str:
+        """Where that is."""
+
     def send(self, message: Message) -> None: ...
 
     def close(self, linger: bool) -> None: ...
@@ -57,6 +61,8 @@ def open_link(
 class LocalLink:
     """The coordinator of a run of one node lives in the supervisor."""
 
+    place = "this machine"
+
     def __init__(self, launch: Launch, loop: Loop, make_join: MakeJoin, on_message: OnMessage) -> None:
         self._generation = 0
         """As on the wire: words that belong to another generation than the newest are dropped."""
@@ -73,7 +79,7 @@ class LocalLink:
                 self._generation = message.generation
             on_message(message)
 
-        self._driven = DrivenCoordinator(launch, "this machine", loop, deliver)
+        self._driven = DrivenCoordinator(launch, self.place, loop, deliver)
         self._driven.receive(0, make_join("127.0.0.1"))
 
     def send(self, message: Message) -> None:

@@ -167,7 +167,7 @@ class Supervisor:
                 if message.recovery is not None and message.first_rank > 0:
                     self._message(started_again_text(message.recovery), level="warning")
                 if first and self._launch.nodes > 1:
-                    text = joined_text(self._launch, message)
+                    text = joined_text(self._launch, message, self._link.place)
                     self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
                 self._fork_when_ready()
             case Stop(exit_code):
