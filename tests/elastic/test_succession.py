@@ -97,6 +97,20 @@ def test_votes_against_one_coordinator_are_none_against_the_next(vacancy: Vacanc
     assert vacancy.may_claim()
 
 
+def test_a_claim_that_is_being_written_is_waited_for_and_one_that_never_is_followed(vacancy: Vacancy) -> None:
+    torn = vacancy.run / "generations" / "8"
+    torn.write_text('{"generation": 8')
+    assert vacancy.look()
+    assert vacancy.claim.place == ""
+    assert not vacancy.may_claim()
+    time.sleep(0.3)
+    assert vacancy.may_claim(), "its writer shows no signs of life"
+    torn.unlink()
+    claims.make(vacancy.run, Claim(8, "10.0.0.3:1", "second", "host-2", node=2))
+    assert not vacancy.look(), "the same number"
+    assert vacancy.claim.place == "10.0.0.3:1"
+
+
 def successor(waits: set[int], nodes: int = 3, retries: int = 3) -> tuple[Coordinator, list[Any]]:
     said: list[Any] = []
     past = Past(start(nodes=nodes), frozenset(waits), Failure("node 0 was lost", node=0), 20)

@@ -390,11 +390,13 @@ class RemoteLink:
                     "nor seen to have ended, so the run was not carried on beside it"
                 )
                 return
-            self._call()
+            if self._vacancy.claim.place:
+                self._call()
         self._loop.call_later(SEARCH_SECONDS, self._search)
 
     def _look(self, vacancy: Vacancy) -> None:
-        if vacancy.look():
+        vacancy.look()
+        if vacancy.claim.place and vacancy.claim.place != self._place.text:
             self._hang_up()
             self._place = resolve(vacancy.claim.place)
         if vacancy.claim.ended is None and vacancy.may_claim():

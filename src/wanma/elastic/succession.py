@@ -109,12 +109,12 @@ class Vacancy:
     def look(self) -> bool:
         """Take in what the run directory says; true when another coordinator has claimed the run."""
         newest = claims.newest(self.run)
-        if newest is None or newest.generation <= self.claim.generation:
-            # Whoever ends a run says so in the claim that is known already.
-            self.claim = newest or self.claim
-            return False
-        self.follow(newest)
-        return True
+        if newest is not None and newest.generation > self.claim.generation:
+            self.follow(newest)
+            return True
+        if newest is not None and newest.generation == self.claim.generation:
+            self.claim = newest  # whole now, or closed: whoever ends a run says so there
+        return False
 
     def follow(self, claim: Claim) -> None:
         """Another coordinator has the run, dead or alive."""
