@@ -17,22 +17,30 @@ logger = logging.getLogger("wanma.elastic")
 
 
 class Beacon:
-    """Calls `on_followed(claim)` in the loop, once, when a claim newer than `held` appears.
+    """Calls `on_followed(claim)` in the loop, once, when another's claim appears that is newer than `held`.
 
     Looks in a thread of its own: a shared file system that stands still must not keep the heartbeats back.
 
     Args:
+        name: the coordinator's.
         held: the newest claim so far, the coordinator's own or one that it is to follow.
         seconds: between two looks.
     """
 
     def __init__(
-        self, loop: Loop, run: Path, held: int, seconds: float, on_followed: Callable[[Claim], None]
+        self,
+        loop: Loop,
+        run: Path,
+        name: str,
+        held: int,
+        seconds: float,
+        on_followed: Callable[[Claim], None],
     ) -> None:
         self.held = held
         self.mine = False
         """Whether `held` is the coordinator's own, which is then kept alive."""
-        self._loop, self._run, self._seconds, self._on_followed = loop, run, seconds, on_followed
+        self._loop, self._run, self._name = loop, run, name
+        self._seconds, self._on_followed = seconds, on_followed
         self._newest: Claim | None = None
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -52,7 +60,8 @@ class Beacon:
         while not self._done.wait(self._seconds):
             try:
                 newest = claims.newest(self._run)
-                if newest is not None and newest.generation > self.held and newest.place:
+                # The coordinator may be about to claim the next number, so `held` alone does not tell.
+                if newest is not None and newest.generation > self.held and self._is_another_s(newest):
                     self._newest = newest
                     break
                 if self.mine:
@@ -63,6 +72,9 @@ class Beacon:
                     logger.warning("%s: no sign of life can be left there: %s", self._run, error)
                 failing = True
         self._writer.close()  # wakes the loop
+
+    def _is_another_s(self, claim: Claim) -> bool:
+        return claim.place != "" and claim.coordinator != self._name
 
     def _heard(self, _events: int) -> None:
         self.close()

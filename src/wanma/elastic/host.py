@@ -161,6 +161,7 @@ class Host:
         self._beacon = Beacon(
             loop,
             launch.run_directory,
+            self.name,
             held,
             min(BEACON_SECONDS, launch.lost_seconds / 4),
             self._followed,
