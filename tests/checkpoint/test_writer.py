@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from wanma.checkpoint import writer
 from wanma.checkpoint.folder import best
 from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.job import claims
+from wanma.job.claims import Claim, Fence
 from wanma.job.errors import WanmaError
 from wanma.job.retry import Patience
 
@@ -452,3 +455,15 @@ def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_no
     assert (result.error is None) == (tries == 2)
     if tries == 2:
         assert verify(tmp_path / "step-00000001") == []
+
+
+def test_ranks_whose_run_others_carry_on_commit_nothing_more(tmp_path: Path) -> None:
+    claim = Claim(1, "10.0.0.1:29500", "one", "host")
+    claims.make(tmp_path, claim)
+    folder = tmp_path / "checkpoints"
+    with Checkpointer(folder, still_mine=Fence(tmp_path, 1).check) as checkpointer:
+        assert saved(checkpointer, 10).error is None
+        claims.make(tmp_path, replace(claim, generation=2, coordinator="other"))
+        failed = saved(checkpointer, 20)
+    assert "followed by start 2" in str(failed.error)
+    assert names(folder) == ["step-00000010"]

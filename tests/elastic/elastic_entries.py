@@ -203,3 +203,44 @@ def leave_image(worker: Any, step: int) -> None:
 def wait_forever() -> None:
     while True:
         time.sleep(60)
+
+
+def steps_on_the_network(worker: Any, payload: bytes) -> None:
+    """Twelve steps, each with an all-reduce over the network and a copy of the state."""
+    import torch
+    import torch.distributed as dist
+
+    step = worker.images.restore_step or 0
+    if worker.restart is not None and worker.rank == 0:
+        worker.control.event({"kind": "restart", "step": step, **vars(worker.restart)})
+    store = worker.store
+    if store is None:
+        store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=worker.world_size)
+    while step < 12:
+        step += 1
+        worker.control.progress(step, "forward")
+        total = torch.tensor([float(step)])
+        dist.all_reduce(total)
+        assert total.item() == step * worker.world_size
+        worker.control.step_done(step)
+        leave_image(worker, step)
+        if worker.rank == 0:
+            worker.control.event({"kind": "step", "step": step, "generation": worker.generation})
+        time.sleep(0.2)
+    dist.destroy_process_group()
+
+
+def write_lines(worker: Any, payload: bytes) -> None:
+    """Rank 0 writes its generation every few milliseconds, as long as it may."""
+    step = worker.images.restore_step or 0
+    while not worker.control.stop_requested():
+        step += 1
+        worker.control.progress(step, "forward")
+        worker.control.step_done(step)
+        leave_image(worker, step)
+        if worker.rank == 0:
+            worker.still_mine()
+            with Path(payload.decode()).open("a") as file:
+                file.write(f"{worker.generation}\n")
+        time.sleep(0.01)

@@ -28,7 +28,8 @@ def test_a_node_says_where_it_met_the_others_and_what_it_runs(ranks: int, said: 
         Path("runs/gpt"), "a:b", nodes=2, ranks_per_node=ranks, rendezvous="10.0.0.1:29500", node_rank=None
     )
     start = Start(1, node_rank=1, first_rank=4, world_size=8, store_host="10.0.0.1", store_port=1)
-    assert joined_text(launch, start) == f"joined the run at 10.0.0.1:29500: this is node 1 of 2, {said}"
+    told = joined_text(launch, start, "10.0.0.3:29500")
+    assert told == f"joined the run at 10.0.0.3:29500: this is node 1 of 2, {said}"
 
 
 FAILED = Abort(1, Failure("ValueError: no", rank=1, node=1, host="b"))

@@ -9,6 +9,7 @@ import pytest
 
 from support.command import Desk, Training
 from support.fault_table import PROPERTY, Row
+from support.nodes import SHARDED, Machines
 from support.recovered import COMMON
 
 HERE = Path(__file__).parent
@@ -49,3 +50,13 @@ def note(record_property: Callable[[str, Any], None]) -> Callable[[Row], None]:
         record_property(PROPERTY, dataclasses.asdict(row))
 
     return note
+
+
+@pytest.fixture(scope="session")
+def untroubled(desk: Desk) -> Training:
+    """The run on two machines that nothing happens to."""
+    both = Machines(desk, "untroubled", *SHARDED)
+    both.start(0)
+    both.start(1)
+    assert [one.code for one in both.end()] == [0, 0]
+    return desk.training("untroubled")

@@ -6,35 +6,14 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from support.command import Desk, Ran, Training
 from support.fault_table import Row
 from support.injection import Fault, injected, struck
-from support.nodes import Machines
+from support.nodes import SHARDED, Machines
 from support.recovered import check_whole
 
 Note = Callable[[Row], None]
 PLAN = "ZeRO-3 on 2 machines"
-SHARDED = (
-    "text.toml",
-    "train.steps=12",
-    "checkpoint.snapshots=1",
-    "parallel.dp_replicate=1",
-    "parallel.dp_shard=2",
-    "parallel.shard=parameters",
-    "cluster.nodes=2",
-)
-
-
-@pytest.fixture(scope="module")
-def untroubled(desk: Desk) -> Training:
-    """The run on two machines that nothing happens to."""
-    both = Machines(desk, "untroubled", *SHARDED)
-    both.start(0)
-    both.start(1)
-    assert [one.code for one in both.end()] == [0, 0]
-    return desk.training("untroubled")
 
 
 def lose_in_step_8(desk: Desk, name: str, *overrides: str) -> tuple[Ran, Training]:

@@ -35,7 +35,7 @@ class Fault:
     out of memory (`argument`: folder of a control group); flip (a bit of a weight, at the phase step done),
     nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), slow (from then on
     each forward and backward takes `argument` seconds more). What shows only later: flip snapshot (all of the
-    rank's), flip checkpoint and tear checkpoint (`argument`: of which step), fill disk and free disk, deny and
+    rank's), flip checkpoint, tear checkpoint (`argument`: of which step), fill disk, free disk, deny and
     allow (writing into the folder of checkpoints)."""
     rank: int = 1
     step: int = 3

@@ -7,6 +7,16 @@ import socket
 from support.command import Desk, Ran, Running
 from support.supervisors import wait_for_listener
 
+SHARDED = (
+    "text.toml",
+    "train.steps=12",
+    "checkpoint.snapshots=1",
+    "parallel.dp_replicate=1",
+    "parallel.dp_shard=2",
+    "parallel.shard=parameters",
+    "cluster.nodes=2",
+)
+
 
 class Machines:
     """The commands of one run on several machines, which are this one.
@@ -34,7 +44,7 @@ class Machines:
             self._name,
             **self._environment,
         )
-        wait_for_listener(self._place)  # the first to come holds the meeting place, whose loss ends the run
+        wait_for_listener(self._place)  # the first to come hosts the coordinator
 
     def lose(self, node: int) -> None:
         """All its processes and all its memory are gone at once."""

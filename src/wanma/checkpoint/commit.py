@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,18 @@ from wanma.checkpoint.format import MANIFEST, Box, FileEntry, Manifest, Shard, T
 from wanma.job.errors import WanmaError
 
 
-def commit(partial: Path, meeting: Meeting, step: int, metric: float | None, state_json: str) -> Path:
+def commit(
+    partial: Path,
+    meeting: Meeting,
+    step: int,
+    metric: float | None,
+    state_json: str,
+    still_mine: Callable[[], None] = lambda: None,
+) -> Path:
     """Wait for every rank's part, then make the checkpoint appear whole.
+
+    Args:
+        still_mine: raises when these ranks may no longer write into the run.
 
     Returns:
         the committed folder.
@@ -34,6 +45,7 @@ def commit(partial: Path, meeting: Meeting, step: int, metric: float | None, sta
         os.fsync(file.fileno())
     meeting.tidy()
     sync_folder(partial)
+    still_mine()
     return publish(partial, step)
 
 

@@ -87,6 +87,7 @@ class Checkpointer:
             of this rank's stage.
         deadline_seconds: how long rank 0 waits for the other ranks' parts after its own.
         room: what the copy of what is being saved lies in; None: host memory.
+        still_mine: called before a checkpoint is committed; raises when these ranks no longer may.
 
     Raises:
         WanmaError: `folder` cannot be written to.
@@ -106,6 +107,7 @@ class Checkpointer:
         replicas: Sequence[int] | None = None,
         deadline_seconds: float = 600.0,
         room: Room | None = None,
+        still_mine: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise WanmaError(
@@ -118,6 +120,7 @@ class Checkpointer:
         self._deadline_seconds = deadline_seconds
         self._retention = Retention(Keep(keep, keep_best, keep_every_steps))
         self._in_use = in_use
+        self._still_mine = still_mine
         self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), room)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -257,7 +260,7 @@ class Checkpointer:
             result = replace(result, write_seconds=time.perf_counter() - began)
             job.meeting.post(table)
             if self._rank == 0:
-                commit(job.partial, job.meeting, job.step, job.metric, job.state_json)
+                commit(job.partial, job.meeting, job.step, job.metric, job.state_json, self._still_mine)
             else:
                 job.meeting.follow(final)
             result = replace(

@@ -33,16 +33,19 @@ class Connection:
     ) -> None:
         self.framer = Framer()
         self.closed = False
+        self.nonsense = False
+        """It ended because the other side does not speak this protocol."""
         self._loop, self._socket, self._name = loop, sock, name
         self._on_message, self._on_closed = on_message, on_closed
         self._outgoing = bytearray()
         sock.setblocking(False)
         loop.watch(sock, self._ready, selectors.EVENT_READ)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, generation: int | None = None) -> None:
+        """`generation`: that the message belongs to, where it is not the framer's."""
         if self.closed:
             return
-        self._outgoing += self.framer.frame(message)
+        self._outgoing += self.framer.frame(message, generation)
         self._write()
 
     def read(self) -> None:
@@ -85,6 +88,7 @@ class Connection:
                 self._on_message(message)
         except ProtocolError as error:
             logger.warning("%s: %s; ending the connection", self._name, error)
+            self.nonsense = True
             self._end(str(error))
 
     def _write(self) -> None:

@@ -39,8 +39,10 @@ from wanma.elastic.messages import (
     Stop,
     StopRequest,
     Waiting,
+    Was,
 )
 from wanma.elastic.recovery import Retries, newest_common, newest_whole
+from wanma.elastic.succession import LOST_HINT, Past
 from wanma.job.errors import EXIT_USAGE
 
 GATHER_SECONDS = 1.0
@@ -54,7 +56,6 @@ REPORT_LIMIT = 256 * 1024
 """Characters of a hang report that travel."""
 FAILURE_LIMIT = 2000
 """Characters of a failure that a new generation is told of."""
-LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
 
 Send = Callable[[int, Message], None]
 
@@ -77,7 +78,14 @@ class Peer:
 
 
 class Coordinator:
-    """One run's agreement between its nodes. `generation` counts the starts of its ranks."""
+    """One run's agreement between its nodes. `generation` counts the starts of its ranks.
+
+    Args:
+        claim: asked before each start; false: another coordinator has that generation, and whoever drives
+            this one sends its nodes there.
+        generation: the number of the newest start so far.
+        past: the run of a coordinator that has been lost, to be carried on.
+    """
 
     def __init__(
         self,
@@ -88,8 +96,13 @@ class Coordinator:
         send: Send,
         now: float,
         retries: int = 0,
+        *,
+        claim: Callable[[int], bool] = lambda _generation: True,
+        generation: int = 0,
+        past: Past | None = None,
     ) -> None:
-        self.generation = 0
+        self.generation = generation
+        self._claim = claim
         self._state: Literal["meeting", "running", "halting", "over"] = "meeting"
         self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
         self._start_seconds = start_seconds
@@ -107,6 +120,16 @@ class Coordinator:
         self._recovery: Recovery | None = None
         self._ranks_by_node: tuple[int, ...] = ()
         """Of the newest generation."""
+        self._started = 0
+        """The newest generation that had ranks."""
+        self._awaited: set[int] = set()
+        """Nodes that are expected from a coordinator that was lost."""
+        if past is not None:
+            self._state, self._deadline = "halting", now + past.patience_seconds
+            self._cause = self._lost = past.failure
+            self._started, self._ranks_by_node = past.start.generation, past.start.ranks_by_node
+            self._awaited = set(past.survivors)
+            self._retries.take_up(past.start.recovery)
 
     @property
     def over(self) -> bool:
@@ -170,6 +193,9 @@ class Coordinator:
         self._deadline = None
         if self._state == "meeting":
             self._meeting_is_late()
+        elif self._awaited:
+            self._awaited.clear()
+            self._when_halted(now)
         elif self._state == "halting":
             late = [peer for peer in self._peers.values() if peer.node >= 0 and peer.halted is None]
             who = ", ".join(f"node {peer.node} ({peer.join.host})" for peer in late)
@@ -188,13 +214,29 @@ class Coordinator:
             self._send(peer, reason)
             return
         self._peers[peer] = Peer(join, store_port=join.store_port)
+        if join.was is not None:
+            self._take_back(self._peers[peer], join.was)
         if self._state == "meeting":
             self._gather(now)
+        else:
+            self._when_halted(now)
 
     def _gather(self, now: float) -> None:  # noqa: ARG002  (who needs fewer than all may wait a little)
         """Start as soon as all are here."""
         if len(self._peers) == self._nodes:
             self._start()
+
+    def _take_back(self, peer: Peer, was: Was) -> None:
+        """A node of the newest generation has its number again, unless another has it; its copies count."""
+        taken = {other.node for other in self._peers.values()}
+        if was.generation != self._started or was.node in taken or was.node >= len(self._ranks_by_node):
+            return
+        first = sum(self._ranks_by_node[: was.node])
+        peer.node, peer.ranks = was.node, range(first, first + self._ranks_by_node[was.node])
+        peer.halted = replace(was.halted, store_port=peer.store_port)
+        self._awaited.discard(was.node)
+        if self._state == "meeting":
+            self._choose()
 
     def _gather_again(self, now: float) -> None:
         """After a generation has ended, or a loss before the next one."""
@@ -247,15 +289,20 @@ class Coordinator:
         return peer.node if peer.node >= 0 else peer.join.node_rank
 
     def _start(self) -> None:
+        if not self._claim(self.generation + 1):
+            self._state, self._deadline = "over", None
+            return
         by_node = self._seated()
         self._state = "running"
         self.generation += 1
+        self._started = self.generation
         self._deadline = self._echo = self._hang = self._lost = None
         self._standings.clear()
         self._ranks_by_node = self._ranks_of(by_node)
         world_size = sum(self._ranks_by_node)
         plan, forecast = self._planned()
         store = by_node[0][1]
+        host_node = next((peer.node for _, peer in by_node if peer.join.hosts), -1)
         first = 0
         for (identity, peer), ranks in zip(by_node, self._ranks_by_node, strict=True):
             peer.ranks = range(first, first + ranks)
@@ -272,6 +319,7 @@ class Coordinator:
                 self._ranks_by_node,
                 plan,
                 forecast,
+                host_node,
             )
             first += ranks
             self._send(identity, start)
@@ -392,7 +440,7 @@ class Coordinator:
     def _when_halted(self, now: float) -> None:
         """When no rank lives any more: give up, or start again as soon as the machines for it are here."""
         here = self._running()
-        if self._state != "halting" or any(peer.halted is None for peer in here):
+        if self._state != "halting" or self._awaited or any(peer.halted is None for peer in here):
             return
         said = [peer.halted for peer in here if peer.halted is not None]
         for word in said:
@@ -402,7 +450,20 @@ class Coordinator:
             if (ending := self._retries.objection(self._cause)) is not None:
                 self._end(Abort(ending.exit_code, ending))
                 return
-        held = [image for word in said for image in word.images]
+        self._choose()
+        for peer in here:
+            assert peer.halted is not None
+            peer.store_port = peer.halted.store_port
+        self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """No rank lives, and the run shall go on."""
+        self._gather_again(now)
+
+    def _choose(self) -> None:
+        """What the next generation takes up: the newest moment of which the nodes here hold all images."""
+        here = self._running()
+        held = [image for peer in here if peer.halted is not None for image in peer.halted.images]
         # A lost node's partner has images of its ranks. If not, the new ranks say so, and all take the disk.
         restore = newest_whole(held, sum(self._ranks_by_node))
         restore = restore or newest_common((rank for peer in here for rank in peer.ranks), held)
@@ -414,14 +475,6 @@ class Coordinator:
             restore if self._cause is None or self._retries.trusts_memory else None,
             self._retries.retried_steps,
         )
-        for peer in here:
-            assert peer.halted is not None
-            peer.store_port = peer.halted.store_port
-        self._go_on(now)
-
-    def _go_on(self, now: float) -> None:
-        """No rank lives, and the run shall go on."""
-        self._gather_again(now)
 
     def _end(self, word: Abort | Over) -> None:
         self._state = "over"

@@ -18,6 +18,8 @@ class Message:
 
     scoped: ClassVar[bool] = True
     """Belongs to one generation; receivers drop it when that is not the current one."""
+    counted: ClassVar[bool] = True
+    """Part of the conversation that outlives its connection: sent again when that was lost on the way."""
 
 
 # Coordinator and supervisor: first contact ---------------------------------------------------------
@@ -28,6 +30,7 @@ class Challenge(Message):
     """Coordinator's first word."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
     nonce: str
 
 
@@ -36,6 +39,7 @@ class Answer(Message):
     """Supervisor's proof that it knows the secret, and its own challenge."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
     nonce: str
     proof: str
 
@@ -45,7 +49,32 @@ class Welcome(Message):
     """Coordinator's proof; every later line in both directions is signed."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
     proof: str
+
+
+@dataclass(frozen=True)
+class Attach(Message):
+    """Supervisor's first signed word on every connection: which conversation it belongs to."""
+
+    scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
+    session: str
+    received: int
+    """Messages of it that have arrived; those after them are sent again."""
+
+
+@dataclass(frozen=True)
+class Attached(Message):
+    """Coordinator's answer."""
+
+    scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
+    coordinator: str
+    """A name that no other process has."""
+    known: bool
+    """False: the conversation begins; one of that name, if there was any, has been given up."""
+    received: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +99,21 @@ class Join(Message):
     node_rank: int | None = None
     is_warm: bool = False
     """As `Warm` says it."""
+    presence_port: int = 0
+    """Listens as long as the supervisor lives, on the address that it is connected from."""
+    hosts: bool = False
+    """The coordinator lives in this supervisor."""
+    was: Was | None = None
+    """What it was when it lost its coordinator."""
+
+
+@dataclass(frozen=True)
+class Was:
+    """A node whose ranks have been ended, but whose copies of the state are there."""
+
+    generation: int
+    node: int
+    halted: Halted
 
 
 @dataclass(frozen=True)
@@ -84,9 +128,11 @@ class Warm(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """I am here."""
+    """I am here, and have taken in so many of your messages."""
 
     scoped: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
+    received: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +190,20 @@ class Start(Message):
     """What all are to run, as `Plan.to_json`; None: what the command that started them has planned."""
     forecast: dict[str, Any] | None = None
     """Of that plan, as `Forecast.to_json`."""
+    host_node: int = 0
+    """The node that the coordinator lives on; negative: it has no ranks."""
+
+
+@dataclass(frozen=True)
+class Moved(Message):
+    """Another coordinator has claimed a newer generation: end your ranks, and join it."""
+
+    scoped: ClassVar[bool] = False
+    generation: int
+    place: str
+    coordinator: str
+    host: str
+    node: int | None
 
 
 @dataclass(frozen=True)
@@ -363,6 +423,8 @@ class WorkerSpec:
     """Rank of another node whose images this one takes -> two files for them, to be written in turn."""
     ranks_by_node: tuple[int, ...] = ()
     restart: Restart | None = None
+    claimed: bool = False
+    """The generation has a claim in the run directory."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,13 @@ def resolve(rendezvous: str) -> Place:
     return place
 
 
+def place_at(host: str, port: int) -> Place:
+    """A place from an address and a port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    text = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+    return Place(text, family, (host, port))
+
+
 def listen_at(place: Place) -> socket.socket | None:
     """A listening socket; None when the address is another machine's, or another process has it.
 

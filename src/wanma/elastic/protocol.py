@@ -81,6 +81,8 @@ class Framer:
     def __init__(self) -> None:
         self.generation = 0
         """Scoped messages of another generation are dropped; the holder sets it."""
+        self.counted = 0
+        """Messages taken in, those that were dropped included, that are `Message.counted`."""
         self._buffer = bytearray()
         self._keys: tuple[bytes, bytes] | None = None
         self._sent = self._received = 0
@@ -89,8 +91,10 @@ class Framer:
         """Sign from the next line on, in both directions."""
         self._keys = (send_key, receive_key)
 
-    def frame(self, message: Message) -> bytes:
-        line = encode(message, self.generation if message.scoped else 0)
+    def frame(self, message: Message, generation: int | None = None) -> bytes:
+        """One line; `generation`: that the message belongs to, where it is not the current one."""
+        generation = self.generation if generation is None else generation
+        line = encode(message, generation if message.scoped else 0)
         if self._keys is None:
             return line
         mac = _line_mac(self._keys[0], self._sent, line)
@@ -116,6 +120,7 @@ class Framer:
             if self._keys is not None:
                 line = self._verified(line, self._keys[1])
             generation, message = decode(line)
+            self.counted += message.counted
             if not message.scoped or generation == self.generation:
                 return message
         return None

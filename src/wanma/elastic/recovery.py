@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from wanma.elastic.failure import Failure
-from wanma.elastic.messages import HeldImage, Image
+from wanma.elastic.messages import HeldImage, Image, Recovery
 from wanma.job.errors import EXIT_USAGE
 
 
@@ -30,6 +30,12 @@ class Retries:
         """Steps that failures have asked to be made again, in that order."""
         self._limit = limit
         self._odd: Counter[str] = Counter()
+
+    def take_up(self, recovery: Recovery | None) -> None:
+        """Count on from what another coordinator said last; None: it had not counted any."""
+        if recovery is not None:
+            self.reached_step, self.attempt = recovery.reached_step, recovery.attempt
+            self.retried_steps = recovery.retried_steps
 
     def may_help(self, failure: Failure) -> bool:
         """Whether a recovery is worth considering at all."""

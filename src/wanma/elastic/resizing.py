@@ -27,12 +27,14 @@ from wanma.elastic.messages import (
     Pause,
     Paused,
     Reached,
+    Start,
     StopRequest,
     Waiting,
     Warm,
 )
 from wanma.elastic.recovery import newest_whole
 from wanma.elastic.size import Decision, Situation, choose_nodes, spare_text
+from wanma.elastic.succession import Past
 from wanma.job.plan import Plan
 from wanma.job.worker import Change
 
@@ -63,8 +65,22 @@ class ResizingCoordinator(Coordinator):
         ask: Ask,
         min_nodes: int,
         join_seconds: float,
+        claim: Callable[[int], bool] = lambda _generation: True,
+        generation: int = 0,
+        past: Past | None = None,
     ) -> None:
-        super().__init__(nodes, job_hash, place, start_seconds, send, now, retries)
+        super().__init__(
+            nodes,
+            job_hash,
+            place,
+            start_seconds,
+            send,
+            now,
+            retries,
+            claim=claim,
+            generation=generation,
+            past=past,
+        )
         self._ask, self._min_nodes, self._join_seconds = ask, min_nodes, join_seconds
         self._patience = now + start_seconds
         self._is_last_call = False
@@ -74,7 +90,7 @@ class ResizingCoordinator(Coordinator):
         """Machines whose ranks need not wait for imports any more; those that have gone may be among them."""
         self._questions = 0
         self._open_question: int | None = None
-        self._decision: Decision | None = None
+        self._decision = decision_of(past.start) if past is not None else None
         """Of the newest generation."""
         self._told: tuple[Plan, int] | None = None
         """Plan and machines of the newest generation that finished a step."""
@@ -124,7 +140,7 @@ class ResizingCoordinator(Coordinator):
     @property
     def _is_waiting(self) -> bool:
         """While the planner is asked how to go on, ranks are about to start: they finish a step first."""
-        return self._state == "meeting" and not (self._is_deciding and self.generation > 0)
+        return self._state == "meeting" and not (self._is_deciding and self._started > 0)
 
     @property
     def _is_closed(self) -> bool:
@@ -140,13 +156,13 @@ class ResizingCoordinator(Coordinator):
 
     def _stands_by(self, peer: int) -> bool:
         """Whether it has no ranks while the run goes on."""
-        return self.generation > 0 and peer in self._peers and self._peers[peer].node < 0
+        return self._started > 0 and peer in self._peers and self._peers[peer].node < 0
 
     def _join(self, peer: int, join: Join, now: float) -> None:
         super()._join(peer, join, now)
         if join.is_warm:
             self._warm.add(peer)
-        if self._state != "meeting" and peer in self._peers:
+        if self._state != "meeting" and self._stands_by(peer):
             self._send(peer, Waiting("the run goes on without this machine, which stands by"))
             self._consider_growth()
 
@@ -154,7 +170,7 @@ class ResizingCoordinator(Coordinator):
         """Go on as soon as enough machines are here; at first, wait a little for more."""
         here = len(self._peers)
         is_enough = here >= self._min_nodes
-        if here == self._nodes or (is_enough and self.generation > 0):
+        if here == self._nodes or (is_enough and self._started > 0):
             self._is_deciding, self._deadline = True, None
             self._ask_planner()
         elif is_enough and not self._is_last_call:
@@ -168,7 +184,7 @@ class ResizingCoordinator(Coordinator):
             self._wait_for_machines(now)
 
     def _left(self, now: float) -> None:
-        if self._state == "meeting" and self.generation > 0:
+        if self._state == "meeting" and self._started > 0:
             self._gather_again(now)
         elif self._state == "meeting":
             if self._is_deciding or len(self._peers) < self._min_nodes:  # there is another last call
@@ -336,3 +352,9 @@ class ResizingCoordinator(Coordinator):
         self._broadcast(
             Waiting(spare_text(len(self._peers), self._nodes, len(self._ranks_by_node), decision))
         )
+
+
+def decision_of(start: Start) -> Decision:
+    """What a coordinator that was lost had decided."""
+    plan = Plan.from_json(start.plan) if start.plan is not None else None
+    return Decision(plan, len(start.ranks_by_node), "", start.forecast)

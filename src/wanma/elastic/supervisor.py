@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable
 
-from wanma.elastic.coordinator import LOST_HINT
 from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch, Outcome, host_name
@@ -54,6 +53,7 @@ from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
+from wanma.elastic.succession import LOST_HINT
 from wanma.elastic.team import Team
 from wanma.elastic.told import ended_text, joined_text, started_again_text, stopping_text
 from wanma.job.plan import Plan
@@ -176,7 +176,7 @@ class Supervisor:
                 if message.recovery is not None and message.first_rank > 0:
                     self._message(started_again_text(message.recovery), level="warning")
                 if first and self._launch.nodes > 1:
-                    text = joined_text(self._launch, message)
+                    text = joined_text(self._launch, message, self._link.place)
                     self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
                 self._fork_when_ready()
             case Stop(exit_code):
@@ -218,8 +218,7 @@ class Supervisor:
 
     def _coordinator_lost(self, reason: str) -> None:
         if self._ending is None:
-            cause = f"lost the coordinator at {self._launch.rendezvous}: {reason}"
-            self._end(Abort(1, Failure(cause, hint=LOST_HINT)))
+            self._end(Abort(1, Failure(reason, hint=LOST_HINT)))
 
     def _end(self, ending: Abort | Over) -> None:
         """From here on only the deaths of the ranks matter."""

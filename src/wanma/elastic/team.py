@@ -93,6 +93,7 @@ class Team:
                 guests=images.for_guests(number, start.ranks_by_node, restore) if images is not None else {},
                 ranks_by_node=start.ranks_by_node,
                 restart=restart,
+                claimed=launch.nodes > 1,
             )
             rank = LocalRank(spec, loop, on_message)
             self.ranks.append(rank)

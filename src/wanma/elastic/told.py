@@ -10,7 +10,7 @@ STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
 """Exit code of a run that was asked to stop → by what."""
 
 
-def joined_text(launch: Launch, start: Start) -> str:
+def joined_text(launch: Launch, start: Start, place: str) -> str:
     """Where this node met the others, which one it is, which ranks run here and where their logs are."""
     nodes = len(start.ranks_by_node) or launch.nodes
     first, last = start.first_rank, start.first_rank + launch.ranks_per_node - 1
@@ -18,7 +18,7 @@ def joined_text(launch: Launch, start: Start) -> str:
     run = RunDirectory(launch.run_directory)
     logs = str(run.log(first)) if first == last else f"{run.log(first)} to {run.log(last).name}"
     return (
-        f"joined the run at {launch.rendezvous}: this is node {start.node_rank} of {nodes}, "
+        f"joined the run at {place}: this is node {start.node_rank} of {nodes}, "
         f"with {ranks} of {start.world_size} (both counted from 0)\n  logs of this node: {logs}"
     )
 

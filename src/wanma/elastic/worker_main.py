@@ -34,6 +34,7 @@ from wanma.elastic.messages import (
 )
 from wanma.elastic.processes import die_with_parent
 from wanma.elastic.protocol import Framer, decode
+from wanma.job.claims import Fence
 from wanma.job.imports import import_object
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event, Images, Worker
@@ -129,6 +130,7 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
             images=_images(spec),
             restart=spec.restart,
             ranks_by_node=spec.ranks_by_node,
+            fence=Fence(Path(spec.run_directory), spec.generation) if spec.claimed else None,
         )
         entry(worker, os.pread(payload, os.fstat(payload).st_size, 0))
     except SystemExit as leave:

@@ -8,6 +8,7 @@ runs/NAME/
     events.jsonl        validations, checkpoints, messages, starts and ends
     logs/rank-N.log     standard output and error of each rank
     checkpoints/        step-00000100/ ...; see docs/checkpoints.md
+    generations/        which start of the ranks was hosted where; see `claims`
     scratch/            what is offloaded to disk, while the run lasts
     report.html         self-contained
 """

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from wanma.job.claims import Fence
+
 Event = dict[str, Any]
 """One JSON-able record with a `kind`: start, recovery, step, validation, checkpoint, message, finish."""
 
@@ -145,6 +147,13 @@ class Worker:
     """None: these are the first ranks of the command."""
     ranks_by_node: tuple[int, ...] = ()
     """How many ranks each node has; empty where nobody has said so, on one node."""
+    fence: Fence | None = None
+    """Looked at before anything is written into the run directory; None: nobody else could follow."""
+
+    def still_mine(self) -> None:
+        """Raises `WanmaError` when other ranks have taken the run over."""
+        if self.fence is not None:
+            self.fence.check()
 
     @property
     def node_ranks(self) -> range:

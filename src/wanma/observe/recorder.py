@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from wanma.job.run_directory import RunDirectory
@@ -62,12 +62,22 @@ class Recorder:
         run: where the files go.
         sinks: opened here, closed by `close`.
         first_step: number of the first step to be recorded: 1, or the one after the checkpoint.
+        still_mine: called before each record; raises when another process records the run now.
 
     Raises:
-        WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened).
+        WanmaError: a sink cannot start (an optional package is missing, a file cannot be opened); also, of
+            every method, what `still_mine` raises.
     """
 
-    def __init__(self, run: RunDirectory, sinks: Sequence[Sink], first_step: int) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        sinks: Sequence[Sink],
+        first_step: int,
+        still_mine: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._still_mine = still_mine
+        still_mine()
         self._sinks: list[Sink] = []
         self._lost: dict[str, int] = {}
         """Name of a failing sink → events lost since it began to fail."""
@@ -107,6 +117,7 @@ class Recorder:
     def _write(self, event: Event) -> None:
         for sink in self._sinks:
             try:
+                self._still_mine()  # where that cannot be told, the record is lost like any other
                 sink.write(event)
             except OSError as error:
                 self._lost[sink.name] = self._lost.get(sink.name, 0) + 1

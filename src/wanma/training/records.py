@@ -20,7 +20,7 @@ def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
     sinks: list[Sink] = [JsonLinesSink(), ForwardSink(worker.control)]
     if job.observe.tensorboard:
         sinks.append(TensorBoardSink())
-    return Recorder(RunDirectory(worker.run_directory), sinks, first_step)
+    return Recorder(RunDirectory(worker.run_directory), sinks, first_step, worker.still_mine)
 
 
 class StepLog:

@@ -110,6 +110,7 @@ class Trainer:
             in_use=self._uploads.in_use,
             replicas=self._stage_ranks(),
             room=self._room_for_saves(),
+            still_mine=worker.still_mine,
         )
         resumed = resume(self.state, job, plan, worker, data_fingerprint)
         self._replicas = ReplicaCheck(

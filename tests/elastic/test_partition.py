@@ -1,0 +1,113 @@
+"""The network between two nodes fails for a while, drops connections, or is slow."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.networks import Cable, Proxy, cable, long_cable
+from support.supervisors import wait_for_listener
+from wanma.job import claims
+
+SECRET = "0123456789abcdef"
+
+
+@pytest.fixture
+def proxy(rendezvous: str) -> Iterator[Proxy]:
+    proxy = Proxy(rendezvous)
+    yield proxy
+    proxy.close()
+
+
+def test_a_dropped_connection_is_made_again_and_nothing_said_is_lost(
+    start: Any, rendezvous: str, proxy: Proxy
+) -> None:
+    first = start("a", "until_stopped", node_rank=0, rendezvous=rendezvous)
+    wait_for_listener(rendezvous)
+    second = start("b", "until_stopped", node_rank=1, rendezvous=proxy.address)
+    first.until("start")
+    for count in range(2, 5):
+        proxy.drop()
+        deadline = time.monotonic() + 10
+        while proxy.connections < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    proxy.drop()
+    second.process.send_signal(signal.SIGINT)
+    assert (first.end(), second.end()) == (130, 130), (first.lines, second.lines)
+    assert "stopping in order after this step: Ctrl-C on another node" in first.texts
+    assert not any("lost" in text for node in (first, second) for text in node.texts)
+
+
+@pytest.fixture
+def pair(start: Any, tmp_path: Path) -> Any:
+    """Start two nodes whose ranks make steps together over a network."""
+
+    def pair(between: Cable, **changes: Any) -> tuple[Any, Any]:
+        common = {
+            "rendezvous": f"{between.addresses[0]}:29500",
+            "secret": SECRET,
+            "retries": 3,
+            "preload": ["torch"],
+            "run_directory": str(tmp_path / "run"),
+            **changes,
+        }
+        one, other = (
+            start(name, "steps_on_the_network", namespace=between.names[rank], node_rank=rank, **common)
+            for rank, name in enumerate("ab")
+        )
+        while one.until("step")["step"] < 2:
+            pass
+        return one, other
+
+    return pair
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_cut_shorter_than_the_deadline_costs_nothing_but_time(pair: Any) -> None:
+    with cable() as between:
+        first, second = pair(between, lost_seconds=10)
+        between.pull()
+        time.sleep(3)
+        between.plug_in()
+        assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
+    assert {line["generation"] for line in first.lines if line["kind"] == "step"} == {1}
+    assert [line["step"] for line in first.lines if line["kind"] == "step"] == list(range(1, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_path: Path) -> None:
+    with cable() as between:
+        first, second = pair(between, lost_seconds=2)
+        between.pull()
+        while "is missing" not in first.until("message")["text"]:
+            pass
+        while "the ranks here are ended" not in second.until("message")["text"]:
+            pass
+        time.sleep(5)
+        newest = claims.newest(tmp_path / "run")
+        assert newest is not None
+        assert newest.generation == 1, "both live, as both see in the run directory"
+        between.plug_in()
+        assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
+    done = [line["step"] for line in first.lines if line["kind"] == "step"]
+    assert done == list(range(1, 13)), "each step once"
+    [restart] = [line for line in first.lines if line["kind"] == "restart"]
+    assert restart["attempt"] == 1
+    assert any("takes part again" in text for text in second.texts)
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_slow_network_is_no_failure(pair: Any) -> None:
+    with long_cable(0.05) as between:
+        first, second = pair(between, lost_seconds=4)
+        assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
+    assert {line["generation"] for line in first.lines if line["kind"] == "step"} == {1}

@@ -1,0 +1,115 @@
+"""Claims: a number is claimed once, whoever tries; what has been followed writes nothing any more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanma.job import claims
+from wanma.job.claims import Claim, Fence
+from wanma.job.errors import WanmaError
+from wanma.job.run_directory import RunDirectory
+from wanma.observe.jsonl import JsonLinesSink
+from wanma.observe.recorder import Recorder
+
+
+def claim(generation: int, name: str = "one") -> Claim:
+    return Claim(generation, "10.0.0.1:29500", name, "host", 0)
+
+
+def _try(folder: str, name: str, barrier: Any, won: Any) -> None:
+    barrier.wait()
+    won.put((name, claims.make(Path(folder), claim(1, name))))
+
+
+def test_of_many_that_claim_a_generation_one_has_it(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, won = context.Barrier(4), context.Queue()
+    tries = [context.Process(target=_try, args=(str(tmp_path), str(n), barrier, won)) for n in range(4)]
+    for one in tries:
+        one.start()
+    results = dict(won.get() for _ in tries)
+    for one in tries:
+        one.join()
+    [winner] = [name for name, has in results.items() if has]
+    newest = claims.newest(tmp_path)
+    assert newest is not None
+    assert newest.coordinator == winner
+    assert claims.make(tmp_path, claim(1, winner)), "to claim what one has is no mistake"
+
+
+def test_a_claim_closes_the_older_ones_before_anybody_starts_under_it(tmp_path: Path) -> None:
+    assert claims.newest(tmp_path) is None
+    for generation in (1, 2, 4):
+        assert claims.make(tmp_path, claim(generation))
+    followed = [found.followed for n in (1, 2, 4) if (found := claims.read(tmp_path, n)) is not None]
+    assert followed == [True, True, False]
+    assert claims.read(tmp_path, 3) is None
+
+
+def test_a_claim_whose_writer_died_over_it_counts_but_leads_nowhere(tmp_path: Path) -> None:
+    assert claims.make(tmp_path, claim(1))
+    (tmp_path / "generations" / "2").write_text('{"generation": 2, "pla')
+    newest = claims.newest(tmp_path)
+    assert newest is not None
+    assert (newest.generation, newest.place) == (2, "")
+    assert not claims.make(tmp_path, claim(2, "other"))
+    assert claims.make(tmp_path, claim(3, "other"))
+
+
+def test_the_end_of_a_run_is_no_successor(tmp_path: Path) -> None:
+    claims.make(tmp_path, claim(1))
+    claims.end(tmp_path, 1, 130)
+    found = claims.read(tmp_path, 1)
+    assert found is not None
+    assert (found.followed, found.ended) == (False, 130)
+    Fence(tmp_path, 1).check()
+
+
+def test_a_sign_of_life_shows_and_votes_are_counted(tmp_path: Path) -> None:
+    claims.make(tmp_path, claim(1))
+    os.utime(tmp_path / "generations" / "1", (1, 1))
+    before = claims.pulse(tmp_path, 1)
+    claims.beat(tmp_path, 1)
+    assert claims.pulse(tmp_path, 1) != before
+    assert claims.pulse(tmp_path, 2) == -1
+    for node in (1, 2):
+        claims.vote(tmp_path, 1, node)
+    claims.vote(tmp_path, 12, 0)
+    claims.withdraw(tmp_path, 1, 1)
+    assert claims.votes(tmp_path, 1) == {2}
+    newest = claims.newest(tmp_path)
+    assert newest is not None
+    assert newest.generation == 1, "a vote is no claim"
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generations").write_text("a file")
+    with pytest.raises(WanmaError, match=r"cannot claim generation 1 of the run in .*generations/1"):
+        claims.make(tmp_path, claim(1))
+
+
+def test_ranks_of_an_older_start_record_nothing_more(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    claims.make(tmp_path, claim(1))
+    recorder = Recorder(run, [JsonLinesSink()], 1, Fence(tmp_path, 1).check)
+    recorder.message("before")
+    claims.make(tmp_path, claim(2, "other"))
+    with pytest.raises(
+        WanmaError, match=r"start 1 of this run has been followed by start 2, .* 10.0.0.1:29500"
+    ):
+        recorder.message("after")
+    with pytest.raises(WanmaError, match="followed by start 2"):
+        Recorder(run, [JsonLinesSink()], 1, Fence(tmp_path, 1).check)
+    text = run.events.read_text()
+    assert "before" in text
+    assert "after" not in text
+    recorder.close()
+
+
+def test_where_no_claim_is_seen_there_is_no_fence(tmp_path: Path) -> None:
+    Fence(tmp_path, 1).check()
