@@ -32,12 +32,14 @@ class Fault:
 
     what: str
     """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; flip (a bit of a weight, at the phase
-    step done), nan and spike (the rank's gradients, at the phase update)."""
+    step done), nan and spike (the rank's gradients, at the phase update); sleep (for `seconds`), slow (from
+    now on each forward and backward takes so much longer), slow upload (each file takes so much longer)."""
     rank: int = 1
     step: int = 3
     phase: str = "forward and backward"
     generation: int | None = None
     """Only in this one; None: in whichever comes there first."""
+    seconds: float = 0.0
 
 
 def injected(folder: Path, *faults: Fault) -> dict[str, str]:
@@ -103,7 +105,7 @@ class Probe:
         making = step + (phase in ("waiting for data", "forward and backward", "update"))
         for number, fault in self._faults.items():
             if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
-                _strike(fault.what)
+                _strike(fault.what, fault.seconds)
 
     def _is_first(self, number: int) -> bool:
         """A mark is made once, whoever else comes there in a later generation."""
@@ -149,8 +151,18 @@ def install() -> None:
     worker_main._run = probed
 
 
-def _strike(what: str) -> None:
+def _strike(what: str, seconds: float) -> None:
     match what:
+        case "sleep":
+            time.sleep(seconds)
+        case "slow":
+            from wanma.training.forward_backward import ForwardBackward
+
+            _delay(ForwardBackward, "__call__", seconds)
+        case "slow upload":
+            from wanma.checkpoint.storage import Storage
+
+            _delay(Storage, "put", seconds)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
@@ -175,6 +187,16 @@ def _strike(what: str) -> None:
                 local_part(gradient).mul_(float("nan") if what == "nan" else 1e6)
         case _:
             raise AssertionError(f"unknown fault {what}")
+
+
+def _delay(kind: type, method: str, seconds: float) -> None:
+    quick = getattr(kind, method)
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(seconds)
+        return quick(*arguments, **keywords)
+
+    setattr(kind, method, slow)
 
 
 def _trainer() -> Any:

@@ -140,6 +140,9 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         hang_seconds=job.cluster.hang_seconds,
         job_hash=_agreed(job, plan),
         retries=job.cluster.retries,
+        grace_seconds=job.cluster.grace_seconds,
+        requeue_code=job.cluster.requeue_code,
+        upload=job.checkpoint.upload,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from wanma.elastic.failure import Failure, clip
+from wanma.elastic.grace import share_images
 from wanma.elastic.hang import hang_report
 from wanma.elastic.messages import (
     Abort,
@@ -27,12 +28,15 @@ from wanma.elastic.messages import (
     Hung,
     Inspect,
     Join,
+    Late,
     Leave,
     Message,
     Moving,
     Over,
     Recovery,
     Refused,
+    Rescue,
+    Rescued,
     Standing,
     Standings,
     Start,
@@ -87,7 +91,7 @@ class Coordinator:
         retries: int = 0,
     ) -> None:
         self.generation = 0
-        self._state: Literal["meeting", "running", "halting", "over"] = "meeting"
+        self._state: Literal["meeting", "running", "halting", "rescuing", "over"] = "meeting"
         self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
         self._start_seconds = start_seconds
         self._peers: dict[int, _Peer] = {}
@@ -104,6 +108,10 @@ class Coordinator:
         self._recovery: Recovery | None = None
         self._ranks_by_node: tuple[int, ...] = ()
         """Of the newest generation."""
+        self._stop_until: float | None = None
+        """When everything will be killed that was asked to stop; None: nobody has said so."""
+        self._rescuers: dict[int, Rescued | None] = {}
+        """Peers that write what memory holds → what they answered."""
 
     @property
     def over(self) -> bool:
@@ -120,8 +128,10 @@ class Coordinator:
             self._join(peer, message)
         elif peer in self._peers and not self.over:
             match message:
-                case StopRequest(exit_code):
-                    self._stop(exit_code)
+                case StopRequest():
+                    self._stop(message, now)
+                case Rescued() if self._state == "rescuing":
+                    self._rescued(peer, message)
                 case Leave(exit_code):
                     self._end(Abort(exit_code))
                 case Failed(failure):
@@ -136,6 +146,8 @@ class Coordinator:
         match message:
             case Finished():
                 self._finished(peer)
+            case Late() if self._stop_until is not None:
+                self._halt(Failure("the step under way would not have ended in time"), now)
             case Hung():
                 self._hung(peer, message, now)
             case Moving():
@@ -153,6 +165,8 @@ class Coordinator:
         self._lost = Failure(cause, node=gone.node, host=gone.join.host, hint=LOST_HINT)
         if self._state == "meeting":
             self._wait_for_machines(now)
+        elif self._state == "rescuing":
+            self._rescued(peer, Rescued("", cause))
         else:
             self._failed(self._lost, now)
             self._when_halted(now)
@@ -164,6 +178,8 @@ class Coordinator:
         self._deadline = None
         if self._state == "meeting":
             self._nobody_came()
+        elif self._state == "rescuing":
+            self._conclude_rescue("it was not written in time")
         elif self._state == "halting":
             late = [peer for peer in self._peers.values() if peer.node >= 0 and peer.halted is None]
             who = ", ".join(f"node {peer.node} ({peer.join.host})" for peer in late)
@@ -273,13 +289,21 @@ class Coordinator:
 
     # Running -------------------------------------------------------------------------------------
 
-    def _stop(self, exit_code: int) -> None:
-        """In order: ranks that are just being started again finish a step first, so that nothing is lost."""
-        self._exit_code = self._exit_code or exit_code
+    def _stop(self, request: StopRequest, now: float) -> None:
+        """In order: ranks that are just being started again finish a step first, so that nothing is lost.
+
+        Where everything is about to be killed and no rank lives, what memory holds is written at once.
+        """
+        self._exit_code = self._exit_code or request.exit_code
+        if request.seconds is not None:
+            self._stop_until = min(self._stop_until or now + request.seconds, now + request.seconds)
         if self._state == "meeting":
-            self._end(Abort(self._exit_code))
+            if self._stop_until is not None and self._cause is not None:
+                self._rescue(now)
+            else:
+                self._end(Abort(self._exit_code))
         else:
-            self._broadcast(Stop(self._exit_code))
+            self._broadcast(Stop(self._exit_code, request.seconds, request.what))
 
     def _failed(self, failure: Failure, now: float) -> None:
         if self._state == "halting":
@@ -317,9 +341,13 @@ class Coordinator:
 
     def _fail(self, failure: Failure, now: float, report: str = "") -> None:
         """This generation is done for."""
-        if self._exit_code or not self._retries.may_help(failure):
+        preempted = self._stop_until is not None and any(peer.node >= 0 for peer in self._peers.values())
+        if (self._exit_code and not preempted) or not self._retries.may_help(failure):
             self._end(Abort(failure.exit_code, failure, report))
             return
+        self._halt(failure, now, report)
+
+    def _halt(self, failure: Failure, now: float, report: str = "") -> None:
         self._state, self._cause = "halting", failure
         self._deadline = now + HALT_SECONDS
         self._broadcast(Halt(report))
@@ -330,6 +358,9 @@ class Coordinator:
         if self._state != "halting" or any(peer.halted is None for peer in here):
             return
         assert self._cause is not None
+        if self._stop_until is not None:
+            self._rescue(now)
+            return
         said = [peer.halted for peer in here if peer.halted is not None]
         for word in said:
             self._retries.reached(word.reached_step)
@@ -357,6 +388,41 @@ class Coordinator:
             self._start()
         else:
             self._wait_for_machines(now)
+
+    def _rescue(self, now: float) -> None:
+        """No rank lives, and everything will be killed soon: have the copies in memory written."""
+        assert self._stop_until is not None
+        here = {name: peer for name, peer in self._peers.items() if peer.halted is not None}
+        nodes = {name: (peer.ranks, peer.halted.images) for name, peer in here.items() if peer.halted}
+        ranks = range(sum(self._ranks_by_node))
+        if (shared := share_images(ranks, nodes)) is None:
+            self._conclude_rescue("the machines hold no whole copy in memory")
+            return
+        image, shares = shared
+        self._state, self._deadline = "rescuing", self._stop_until
+        self._rescuers = dict.fromkeys(shares)
+        for name, mine in shares.items():
+            self._send(name, Rescue(image, mine, len(ranks), self._stop_until - now))
+
+    def _rescued(self, peer: int, answer: Rescued) -> None:
+        if peer in self._rescuers:
+            self._rescuers[peer] = answer
+        answers = [answer for answer in self._rescuers.values() if answer is not None]
+        error = next((answer.error for answer in answers if answer.error), "")
+        if error or len(answers) == len(self._rescuers):
+            self._conclude_rescue(error)
+
+    def _conclude_rescue(self, error: str) -> None:
+        assert self._cause is not None
+        why = clip(self._cause.headline, FAILURE_LIMIT)
+        texts = [answer.text for answer in self._rescuers.values() if answer is not None and answer.text]
+        if error:
+            note = f"nothing was saved at the end: {error} ({why})\n  the same command carries on from the "
+            note += "newest checkpoint"
+        else:
+            note = f"{why}, so the copy in memory was saved: {' '.join(texts)}\n  "
+            note += "the same command carries on from it"
+        self._end(Abort(self._exit_code, note=note))
 
     def _end(self, word: Abort | Over) -> None:
         self._state = "over"

@@ -41,6 +41,12 @@ class Launch:
     """Machines whose jobs differ refuse to work together."""
     retries: int = 0
     """How often the ranks are started again after a failure, without a new step between; 0: never."""
+    grace_seconds: float = 30.0
+    """From a SIGTERM to the SIGKILL that follows it."""
+    requeue_code: int = 143
+    """Exit code of a run that SIGTERM or SIGUSR1 stopped."""
+    upload: str | None = None
+    """URL where a copy of each checkpoint goes."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:
@@ -56,7 +62,8 @@ class Outcome:
     """How the run ended on this node."""
 
     exit_code: int
-    """0: every rank of every node finished; 130 and 143: stopped by SIGINT and SIGTERM; else a failure's."""
+    """0: every rank of every node finished; 130: stopped by SIGINT; `requeue_code`: by SIGTERM or SIGUSR1;
+    else a failure's."""
     failure: Failure | None = None
     """The one cause, the same on every node; None when nothing failed."""
 

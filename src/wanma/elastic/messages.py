@@ -162,14 +162,51 @@ class StopRequest(Message):
 
     scoped: ClassVar[bool] = False
     exit_code: int
+    seconds: float | None = None
+    """Until everything here will be killed; None: nobody will."""
+    what: str = ""
+    """What asked for it, in words."""
 
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Ask your ranks to finish their step and leave."""
+    """Ask your ranks to finish their step and leave. Fields as of `StopRequest`."""
 
     scoped: ClassVar[bool] = False
     exit_code: int
+    seconds: float | None = None
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class Late(Message):
+    """The ranks will not have finished their step in the time that `Stop` leaves."""
+
+
+@dataclass(frozen=True)
+class Rescue(Message):
+    """Your ranks are gone: make a checkpoint of what memory holds of them, together with the other nodes.
+
+    Answered by `Rescued`.
+    """
+
+    image: Image
+    ranks: tuple[int, ...]
+    """Whose images this node writes."""
+    world_size: int
+    """Of the ranks that left the images."""
+    seconds: float
+    """Until everything will be killed."""
+
+
+@dataclass(frozen=True)
+class Rescued(Message):
+    """What has become of `Rescue` on this node."""
+
+    text: str
+    """What was saved and where; only of the node that commits."""
+    error: str = ""
+    """Why nothing was."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +282,8 @@ class Abort(Message):
     exit_code: int
     failure: Failure | None = None
     report: str = ""
+    note: str = ""
+    """What was saved, or why nothing was, when a stop ran out of time."""
 
 
 @dataclass(frozen=True)

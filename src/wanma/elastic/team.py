@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from wanma.elastic.board import Board
+from wanma.elastic.board import Board, Position
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch
 from wanma.elastic.loop import Loop
@@ -112,8 +112,11 @@ class Team:
     @property
     def reached_step(self) -> int | None:
         """The newest step that one of the ranks has finished; None: none has."""
-        positions = (self.board.read(rank.spec.local_rank) for rank in self.ranks)
-        return max((position.done for position in positions if position.done is not None), default=None)
+        return max((at.done for at in self.positions() if at.done is not None), default=None)
+
+    def positions(self) -> list[Position]:
+        """Where the ranks stand."""
+        return [self.board.read(rank.spec.local_rank) for rank in self.ranks]
 
     def rank(self, number: int) -> LocalRank:
         return self.ranks[number - self.start.first_rank]

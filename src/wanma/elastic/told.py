@@ -5,9 +5,10 @@ from __future__ import annotations
 from wanma.elastic.launch import Launch
 from wanma.elastic.messages import Abort, Over, Recovery, Start
 from wanma.job.run_directory import RunDirectory
+from wanma.observe.units import duration_text
 
 STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
-"""Exit code of a run that was asked to stop → by what."""
+"""Exit code of a run that was asked to stop → by what, where nothing else tells it."""
 
 
 def joined_text(launch: Launch, start: Start) -> str:
@@ -27,13 +28,20 @@ def started_again_text(recovery: Recovery) -> str:
     return f"{recovery.failure}\n  the ranks of all nodes are started again"
 
 
-def stopping_text(exit_code: int, here: bool) -> str:
-    """That the run stops after this step, and who asked for it: this node's user or another's."""
-    what = STOPPED.get(exit_code, f"exit code {exit_code}")
+def stopping_text(exit_code: int, here: bool, what: str = "", seconds: float | None = None) -> str:
+    """That the run stops after this step, and who asked for it: this node's user or another's.
+
+    Args:
+        what: asked for it, in words; empty: the exit code tells.
+        seconds: until everything is killed.
+    """
+    what = what or STOPPED.get(exit_code, f"exit code {exit_code}")
     if not here:
         what += " on another node"
     elif exit_code == 130:
         what += " (again: leave at once)"
+    if seconds is not None:
+        what += f", {duration_text(seconds)} are left (cluster.grace_seconds)"
     return f"stopping in order after this step: {what}"
 
 
@@ -49,6 +57,8 @@ def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool)
         if ending.exit_code:
             return f"the run was stopped in order on all {nodes} nodes; the same command on each carries on"
         return f"the run is finished on all {nodes} nodes"
+    if ending.note:
+        return ""  # it tells all
     if ending.failure is None:
         return "the run was ended at once, as asked for; the same command on every node carries on"
     failure = ending.failure

@@ -292,6 +292,12 @@ class ClusterSection(Section):
     retries: int = Field(
         3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
     )
+    grace_seconds: float = Field(
+        30.0, gt=0, description="from SIGTERM to the SIGKILL that follows: what is to be saved is by then"
+    )
+    requeue_code: int = Field(
+        143, ge=1, le=255, description="exit code after SIGTERM or SIGUSR1, by which the scheduler requeues"
+    )
 
     @model_validator(mode="after")
     def _place(self) -> ClusterSection:

@@ -32,6 +32,12 @@ class Control(Protocol):
     def stop_requested(self) -> bool:
         """The user or the engine asked for an orderly end at the next step boundary."""
 
+    def stop_until(self) -> float | None:
+        """When, on the monotonic clock, the process will be killed by who asked for that; None: unknown."""
+
+    def leaving(self, step: int) -> None:
+        """Note that all ranks have agreed to stop after `step`: this one saves, and ends."""
+
 
 class Unsupervised:
     """A `Control` for a process that nobody watches."""
@@ -51,6 +57,12 @@ class Unsupervised:
 
     def stop_requested(self) -> bool:
         return False
+
+    def stop_until(self) -> float | None:
+        return None
+
+    def leaving(self, step: int) -> None:
+        pass
 
 
 @dataclass(frozen=True)
