@@ -98,7 +98,8 @@ def _write(
 def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:
     """Who writes what, of parts that several ranks hold: by rank, the names of tensors.
 
-    Large parts first, each to the holder that has least to write so far; so every node comes to the same.
+    First what only one holds, then large parts before small ones, each to the holder that has least to write
+    so far; so every node comes to the same.
     """
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     sizes: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
@@ -112,7 +113,7 @@ def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:
             for size in part:
                 sizes[box] *= size
     shares: dict[int, set[str]] = {rank: set() for rank in bytes_of}
-    for box in sorted(holders, key=lambda box: (-sizes[box], box)):
+    for box in sorted(holders, key=lambda box: (len(holders[box]) > 1, -sizes[box], box)):
         rank = min(holders[box], key=lambda rank: (bytes_of[rank], rank))
         bytes_of[rank] += sizes[box]
         shares[rank].add(box[0])
