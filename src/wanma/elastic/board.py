@@ -14,11 +14,15 @@ import time
 from dataclasses import dataclass
 
 _HEAD_BYTES = 64
-_SLOT_BYTES = 128
+_SLOT_BYTES = 192
 _SLOT = struct.Struct("<QqQqQQQ?48sQ")
 """calls, step, changes of step, step done, when it was done and time in nanoseconds, main thread, whether it
 is leaving, phase, calls again: a reader that sees the two counts differ has caught a write half-way and
 reads again."""
+_WORK = struct.Struct("<QqddQ")
+"""steps, group, seconds of waiting for data and of computing in all of them, steps again."""
+_WORK_OFFSET = 128
+"""In a slot."""
 _UNTIL = struct.Struct("<d")
 _UNTIL_OFFSET = 8
 """In the head, of the time until which ranks that stop have to be gone; 0: no such time."""
@@ -46,6 +50,17 @@ class Position:
     """When, on this machine's monotonic clock."""
     main_thread: int
     """Identity of the thread that reported."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank has taken for itself since its process began, without waiting for other ranks."""
+
+    steps: int
+    group: int
+    """Ranks of the same number have the same to do."""
+    data_seconds: float
+    compute_seconds: float
 
 
 class Board:
@@ -92,6 +107,15 @@ class Board:
         finished = done if calls and done != _NO_STEP else None
         return Position(calls, step, changes, finished, done_at / 1e9, leaving, name, at / 1e9, thread)
 
+    def work(self, local_rank: int) -> Work:
+        """What a rank has done so far."""
+        offset = _HEAD_BYTES + local_rank * _SLOT_BYTES + _WORK_OFFSET
+        for _ in range(100):
+            steps, group, data_seconds, compute_seconds, check = _WORK.unpack_from(self._memory, offset)
+            if steps == check:
+                break
+        return Work(steps, group, data_seconds, compute_seconds)
+
     def close(self) -> None:
         self._memory.close()
         os.close(self.descriptor)
@@ -107,6 +131,23 @@ class BoardWriter:
         self._done = _NO_STEP
         self._done_at = 0
         self._leaving = False
+        self._steps = 0
+        self._data_seconds = self._compute_seconds = 0.0
+
+    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+        """Add what a step took."""
+        self._steps += 1
+        self._data_seconds += data_seconds
+        self._compute_seconds += compute_seconds
+        _WORK.pack_into(
+            self._memory,
+            self._offset + _WORK_OFFSET,
+            self._steps,
+            group,
+            self._data_seconds,
+            self._compute_seconds,
+            self._steps,
+        )
 
     def step_done(self, step: int) -> None:
         self._done, self._done_at = step, time.monotonic_ns()

@@ -33,6 +33,7 @@ from wanma.elastic.messages import (
     Message,
     Moving,
     Over,
+    RankWork,
     Recovery,
     Refused,
     Rescue,
@@ -43,8 +44,10 @@ from wanma.elastic.messages import (
     Stop,
     StopRequest,
     Waiting,
+    Works,
 )
 from wanma.elastic.recovery import Retries, newest_common
+from wanma.elastic.stragglers import Stragglers
 from wanma.job.errors import EXIT_USAGE
 
 GATHER_SECONDS = 1.0
@@ -89,8 +92,11 @@ class Coordinator:
         send: Send,
         now: float,
         retries: int = 0,
+        slow_factor: float = 1.5,
     ) -> None:
         self.generation = 0
+        self._slow_factor = slow_factor
+        self._stragglers = Stragglers(slow_factor)
         self._state: Literal["meeting", "running", "halting", "rescuing", "over"] = "meeting"
         self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
         self._start_seconds = start_seconds
@@ -150,6 +156,8 @@ class Coordinator:
                 self._halt(Failure("the step under way would not have ended in time"), now)
             case Hung():
                 self._hung(peer, message, now)
+            case Works(works):
+                self._judge(works, now)
             case Moving():
                 self._peers[peer].hung = False
             case Standings(standings):
@@ -229,6 +237,7 @@ class Coordinator:
         self.generation += 1
         self._deadline = self._echo = self._hang = self._lost = None
         self._standings.clear()
+        self._stragglers = Stragglers(self._slow_factor)
         new = {identity for identity, peer in self._peers.items() if peer.node < 0}
         for peer in self._peers.values():
             if peer.node < 0 and peer.join.node_rank is not None:
@@ -336,6 +345,11 @@ class Coordinator:
             summary, report = hang_report(standings, self._hang.seconds, self._hang.limit)
             hint = "the stacks are in logs/hang-report.txt of the run directory"
             self._fail(Failure(clip(summary), hint=hint), now, clip(report, REPORT_LIMIT))
+
+    def _judge(self, works: tuple[RankWork, ...], now: float) -> None:
+        for slow in self._stragglers.hear(works, sum(self._ranks_by_node), now):
+            peer = next(peer for peer in self._peers.values() if slow.rank in peer.ranks)
+            self._broadcast(replace(slow, node=peer.node, host=peer.join.host))
 
     # The end, or a new beginning -----------------------------------------------------------------
 

@@ -32,7 +32,14 @@ class DrivenCoordinator:
     def __init__(self, launch: Launch, place: str, loop: Loop, send: Callable[[int, Message], None]) -> None:
         now = time.monotonic()
         self._coordinator = Coordinator(
-            launch.nodes, launch.job_hash, place, launch.start_seconds, send, now, launch.retries
+            launch.nodes,
+            launch.job_hash,
+            place,
+            launch.start_seconds,
+            send,
+            now,
+            launch.retries,
+            launch.slow_factor,
         )
         self._loop = loop
         self._timer: Timer | None = None

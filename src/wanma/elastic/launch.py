@@ -45,6 +45,8 @@ class Launch:
     """From a SIGTERM to the SIGKILL that follows it."""
     requeue_code: int = 143
     """Exit code of a run that SIGTERM or SIGUSR1 stopped."""
+    slow_factor: float = 1.5
+    """A rank that takes so many times its peers' time is told."""
     upload: str | None = None
     """URL where a copy of each checkpoint goes."""
 

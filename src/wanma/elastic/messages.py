@@ -230,6 +230,46 @@ class Finished(Message):
 
 
 @dataclass(frozen=True)
+class RankWork:
+    """What one rank has taken for itself since its process began; see `board.Work`."""
+
+    rank: int
+    steps: int
+    group: int
+    data_seconds: float
+    compute_seconds: float
+
+
+@dataclass(frozen=True)
+class Works(Message):
+    """What the ranks of this node have done so far; told every few seconds."""
+
+    works: tuple[RankWork, ...]
+
+
+@dataclass(frozen=True)
+class Slow(Message):
+    """A rank is slow beside its peers, or is so no longer."""
+
+    rank: int
+    is_slow: bool
+    phase: str
+    """In which it loses most."""
+    ratio: float
+    """Its seconds to its peers'."""
+    seconds: float
+    """Per step, of its own work, in the newest window; so are the next two."""
+    peers_seconds: float
+    """Median."""
+    best_seconds: float
+    """The least it took in any window."""
+    steps: int
+    """For how many this has been so."""
+    node: int = 0
+    host: str = ""
+
+
+@dataclass(frozen=True)
 class Hung(Message):
     """No rank of this node has moved for so long."""
 

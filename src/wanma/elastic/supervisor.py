@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from wanma.elastic.coordinator import LOST_HINT
 from wanma.elastic.departure import Departure
@@ -38,6 +39,7 @@ from wanma.elastic.messages import (
     Over,
     Ready,
     Rescue,
+    Slow,
     Standings,
     Start,
     Started,
@@ -45,14 +47,16 @@ from wanma.elastic.messages import (
     StopRequest,
     Waiting,
     Whereabouts,
+    Works,
 )
 from wanma.elastic.network import address_of, interface_of, listen_anywhere
 from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
+from wanma.elastic.stragglers import WINDOW_SECONDS
 from wanma.elastic.team import Team
-from wanma.elastic.told import ended_text, joined_text, started_again_text, stopping_text
+from wanma.elastic.told import ended_text, joined_text, slow_text, started_again_text, stopping_text
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
 
@@ -198,10 +202,18 @@ class Supervisor:
                     self._inspect(self._team)
             case Halt(report):
                 self._halt(report)
+            case Slow():
+                self._tell_slow(message)
             case Waiting(text):
                 self._message(text, level="warning")
             case Abort() | Over():
                 self._end(message)
+
+    def _tell_slow(self, slow: Slow) -> None:
+        text = slow_text(slow)
+        self._message(text, level="warning" if slow.is_slow else "info")
+        if self._start is not None and self._start.first_rank == 0:
+            self._on_event({"kind": "slow_rank", **asdict(slow), "text": text})
 
     def _coordinator_lost(self, reason: str) -> None:
         if self._ending is None:
@@ -371,6 +383,19 @@ class Supervisor:
             team.board.request_stop(self._departure.until)
         self._departure.watch(team)
         self._loop.call_later(team.watch.period, lambda: self._look(team))
+        self._loop.call_later(self._works_period, lambda: self._tell_works(team))
+
+    def _tell_works(self, team: Team) -> None:
+        """What the ranks here have done, to be compared with the others."""
+        if self._ending is not None or team is not self._team or team.gone or self._halting:
+            return
+        self._link.send(Works(team.works()))
+        self._loop.call_later(self._works_period, lambda: self._tell_works(team))
+
+    @property
+    def _works_period(self) -> float:
+        """Of very many nodes each speaks less often: the coordinator hears a hundred of them a second."""
+        return max(WINDOW_SECONDS / 2, self._launch.nodes / 100)
 
     def _environment(self) -> dict[str, str]:
         """Additions for the workers; torch's sockets stay on the interface that the nodes share."""

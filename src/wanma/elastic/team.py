@@ -12,7 +12,7 @@ from wanma.elastic.board import Board, Position
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch
 from wanma.elastic.loop import Loop
-from wanma.elastic.messages import Fork, Inspect, Message, Signal, Standing, Start, WorkerSpec
+from wanma.elastic.messages import Fork, Inspect, Message, RankWork, Signal, Standing, Start, WorkerSpec
 from wanma.elastic.node import Node
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.watch import Watch
@@ -117,6 +117,14 @@ class Team:
     def positions(self) -> list[Position]:
         """Where the ranks stand."""
         return [self.board.read(rank.spec.local_rank) for rank in self.ranks]
+
+    def works(self) -> tuple[RankWork, ...]:
+        """What the ranks have done for themselves so far."""
+        works = ((rank.spec.rank, self.board.work(rank.spec.local_rank)) for rank in self.ranks)
+        return tuple(
+            RankWork(rank, work.steps, work.group, work.data_seconds, work.compute_seconds)
+            for rank, work in works
+        )
 
     def rank(self, number: int) -> LocalRank:
         return self.ranks[number - self.start.first_rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wanma.elastic.launch import Launch
-from wanma.elastic.messages import Abort, Over, Recovery, Start
+from wanma.elastic.messages import Abort, Over, Recovery, Slow, Start
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.units import duration_text
 
@@ -43,6 +43,18 @@ def stopping_text(exit_code: int, here: bool, what: str = "", seconds: float | N
     if seconds is not None:
         what += f", {duration_text(seconds)} are left (cluster.grace_seconds)"
     return f"stopping in order after this step: {what}"
+
+
+def slow_text(slow: Slow) -> str:
+    """Which rank is slow, in what, by how much, and whether it has ever been better."""
+    who = f"rank {slow.rank} ({slow.host})"
+    if not slow.is_slow:
+        return f"{who} is no longer slow: {slow.ratio:.2f} times its peers for the last {slow.steps} steps"
+    return (
+        f"{who} is slow: {slow.ratio:.1f} times its peers for the last {slow.steps} steps, most of it in "
+        f"{slow.phase}\n  of its own work it takes {duration_text(slow.seconds)} a step, its peers "
+        f"{duration_text(slow.peers_seconds)}; its own best was {duration_text(slow.best_seconds)}"
+    )
 
 
 def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool) -> str:

@@ -99,6 +99,7 @@ class Supervised:
         self._channel = channel
         self.progress = writer.write
         self.step_done = writer.step_done
+        self.worked = writer.worked
         self.stop_requested = board.stop_requested
         self.stop_until = board.stop_until
         self.leaving = writer.leave

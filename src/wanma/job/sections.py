@@ -292,6 +292,9 @@ class ClusterSection(Section):
     retries: int = Field(
         3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
     )
+    slow_factor: float = Field(
+        1.5, gt=1, description="a rank that takes so many times its peers' time for its own work is told"
+    )
     grace_seconds: float = Field(
         30.0, gt=0, description="from SIGTERM to the SIGKILL that follows: what is to be saved is by then"
     )

@@ -26,6 +26,15 @@ class Control(Protocol):
     def step_done(self, step: int) -> None:
         """Note that optimizer step `step` is finished: only new ones count as progress after a failure."""
 
+    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+        """Note what this rank took for itself in the step just finished, whatever it waited for others.
+
+        Args:
+            group: ranks of the same number have the same to do.
+            data_seconds: waiting for data.
+            compute_seconds: forward and backward; 0 where waiting cannot be told from it.
+        """
+
     def event(self, event: Event) -> None:
         """Pass an event to the supervisor's console; rank 0 only."""
 
@@ -49,6 +58,9 @@ class Unsupervised:
         pass
 
     def step_done(self, step: int) -> None:
+        pass
+
+    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
         pass
 
     def event(self, event: Event) -> None:

@@ -40,6 +40,7 @@ from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
 from wanma.training.update import Agreement, agree, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
+from wanma.training.work import OwnWork
 
 WAIT_SECONDS = 5.0
 """Between two signs of life while a checkpoint is being written."""
@@ -128,6 +129,7 @@ class Trainer:
             compare=self._replicas.compare,
         )
         self._log = StepLog(job, worker)
+        self._own_work = OwnWork(plan, grid, worker.control)
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
@@ -235,6 +237,7 @@ class Trainer:
         self._log.step(
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
+        self._own_work.step(phases, self._global_batch)
         self._write_record(agreement, seconds, phases)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
