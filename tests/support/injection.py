@@ -33,7 +33,8 @@ class Fault:
     what: str
     """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; flip (a bit of a weight, at the phase
     step done), nan and spike (the rank's gradients, at the phase update); sleep (for `seconds`), slow (from
-    now on each forward and backward takes so much longer), slow upload (each file takes so much longer)."""
+    now on each forward and backward takes so much longer), slow upload (each file takes so much longer),
+    wrong product (of the matrices that the health check multiplies)."""
     rank: int = 1
     step: int = 3
     phase: str = "forward and backward"
@@ -159,6 +160,17 @@ def _strike(what: str, seconds: float) -> None:
             from wanma.training.forward_backward import ForwardBackward
 
             _delay(ForwardBackward, "__call__", seconds)
+        case "wrong product":
+            from wanma.hardware import health
+
+            right = health.product
+
+            def wrong(*factors: Any) -> Any:
+                found = right(*factors)
+                found[5, 77] += 4
+                return found
+
+            health.product = wrong
         case "slow upload":
             from wanma.checkpoint.storage import Storage
 

@@ -95,6 +95,8 @@ class Coordinator:
         slow_factor: float = 1.5,
     ) -> None:
         self.generation = 0
+        self._unfit: dict[int, Failure] = {}
+        """Nodes that have failed a health check → which."""
         self._slow_factor = slow_factor
         self._stragglers = Stragglers(slow_factor)
         self._state: Literal["meeting", "running", "halting", "rescuing", "over"] = "meeting"
@@ -315,6 +317,8 @@ class Coordinator:
             self._broadcast(Stop(self._exit_code, request.seconds, request.what))
 
     def _failed(self, failure: Failure, now: float) -> None:
+        if failure.unfit and failure.node is not None:
+            self._unfit.setdefault(failure.node, failure)
         if self._state == "halting":
             assert self._cause is not None
             if failure.exit_code == EXIT_USAGE or (self._cause.consequence and not failure.consequence):
@@ -356,7 +360,9 @@ class Coordinator:
     def _fail(self, failure: Failure, now: float, report: str = "") -> None:
         """This generation is done for."""
         preempted = self._stop_until is not None and any(peer.node >= 0 for peer in self._peers.values())
-        if (self._exit_code and not preempted) or not self._retries.may_help(failure):
+        replaceable = failure.unfit and self._nodes > 1 and not self._exit_code
+        helps = replaceable or (self._retries.may_help(failure) and not failure.unfit)
+        if (self._exit_code and not preempted) or not helps:
             self._end(Abort(failure.exit_code, failure, report))
             return
         self._halt(failure, now, report)
@@ -375,9 +381,13 @@ class Coordinator:
         if self._stop_until is not None:
             self._rescue(now)
             return
+        here = self._set_aside(here)
         said = [peer.halted for peer in here if peer.halted is not None]
         for word in said:
             self._retries.reached(word.reached_step)
+        if self._cause.unfit and self._retries.reached_step is None:
+            self._meet_again(here, now)  # nothing has been done yet: as at first
+            return
         self._cause = self._retries.noted(self._cause)
         if (ending := self._retries.objection(self._cause)) is not None:
             self._end(Abort(ending.exit_code, ending))
@@ -394,6 +404,9 @@ class Coordinator:
             restore if self._retries.trusts_memory else None,
             self._retries.retried_steps,
         )
+        self._meet_again(here, now)
+
+    def _meet_again(self, here: list[_Peer], now: float) -> None:
         for peer in here:
             assert peer.halted is not None
             peer.store_port = peer.halted.store_port
@@ -402,6 +415,16 @@ class Coordinator:
             self._start()
         else:
             self._wait_for_machines(now)
+
+    def _set_aside(self, here: list[_Peer]) -> list[_Peer]:
+        """Send nodes away that have failed a health check; returns the others."""
+        for name, peer in list(self._peers.items()):
+            if peer.node >= 0 and (failure := self._unfit.get(peer.node)) is not None:
+                del self._peers[name]
+                self._lost = replace(failure, cause=f"{failure.cause}; that machine is set aside")
+                self._send(name, Abort(failure.exit_code, failure))
+        self._unfit.clear()
+        return [peer for peer in here if peer in self._peers.values()]
 
     def _rescue(self, now: float) -> None:
         """No rank lives, and everything will be killed soon: have the copies in memory written."""

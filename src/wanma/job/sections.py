@@ -292,6 +292,10 @@ class ClusterSection(Section):
     retries: int = Field(
         3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
     )
+    health_check: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="of devices and links, before ranks begin; auto: on several nodes, or after a failure",
+    )
     slow_factor: float = Field(
         1.5, gt=1, description="a rank that takes so many times its peers' time for its own work is told"
     )

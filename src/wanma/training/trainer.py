@@ -29,6 +29,7 @@ from wanma.parallel.scratch import Scratch
 from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
+from wanma.training.health import Health
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
@@ -306,6 +307,13 @@ class Trainer:
         """Tell the user something, once: rank 0 speaks."""
         if self._recorder is not None:
             self._recorder.message(text, level)
+
+    def tell_health(self, health: Health) -> None:
+        """Record what the check before the start has found."""
+        if self._recorder is not None:
+            self._recorder.event("health", **health.fields, text=health.text)
+            for warning in health.warnings:
+                self.message(warning, "warning")
 
     def finish(self, outcome: str) -> None:
         """Wait for saves under way and record the end.
