@@ -20,18 +20,20 @@ from wanma.elastic.messages import HeldImage, Image
 SECONDS = st.floats(0, 1e4)
 
 
-@given(SECONDS, SECONDS, st.integers(0, 10**12), SECONDS, st.none() | SECONDS)
+@given(SECONDS, SECONDS, st.integers(0, 10**12), SECONDS, st.none() | SECONDS, st.sampled_from([1, 2]))
 def test_a_step_is_given_up_now_or_at_the_last_moment_at_which_the_copy_can_be_written(
-    now: float, grace: float, copy_bytes: int, step_age: float, step_seconds: float | None
+    now: float, grace: float, copy_bytes: int, step_age: float, step_seconds: float | None, places: int
 ) -> None:
     until, began = now + grace, now - step_age
-    at = give_up_at(now, until, copy_bytes, began, step_seconds)
-    latest = last_moment(until, copy_bytes)
+    at = give_up_at(now, until, copy_bytes, began, step_seconds, places)
+    latest = last_moment(until, copy_bytes, places)
     assert at == (now if latest <= now else at)
     assert at in (now, latest)
     if at == latest > now:
         assert step_seconds is None or began + step_seconds <= latest, "the step is expected to end by then"
-        assert latest + BEGIN_SECONDS + copy_bytes / BYTES_PER_SECOND + LEAVE_SECONDS <= until + 1e-6
+        assert (
+            latest + places * (BEGIN_SECONDS + copy_bytes / BYTES_PER_SECOND) + LEAVE_SECONDS <= until + 1e-6
+        )
 
 
 def test_a_step_of_a_minute_is_given_up_at_once_within_thirty_seconds_of_grace() -> None:
@@ -39,8 +41,9 @@ def test_a_step_of_a_minute_is_given_up_at_once_within_thirty_seconds_of_grace()
     assert give_up_at(100, 130, 0, 95, 20.0) == 130 - LEAVE_SECONDS - BEGIN_SECONDS
     assert give_up_at(100, 130, 0, 95, None) == 130 - LEAVE_SECONDS - BEGIN_SECONDS
     four = int(4 * BYTES_PER_SECOND)
-    assert give_up_at(100, 130, four, 95, 27.9) == 123, "a copy that takes four seconds to write"
-    assert give_up_at(100, 130, four, 95, 28.1) == 100
+    assert give_up_at(100, 130, four, 95, 26.9) == 122, "a copy that takes four seconds to write"
+    assert give_up_at(100, 130, four, 95, 27.1) == 100
+    assert give_up_at(100, 130, four, 95, 20.9, places=2) == 116, "and as many to upload"
 
 
 def position(done: int | None, at: float = 0.0) -> Position:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from pathlib import Path
 
 from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
 from support.injection import Fault, injected, struck
+from support.supervisors import wait_for_listener
 
 COMMON = ("text.toml", "train.steps=12", "checkpoint.snapshots=1", "checkpoint.every_steps=0")
 FOREVER = Fault("sleep", rank=1, step=8, phase="forward and backward", seconds=600)
@@ -41,12 +43,12 @@ def check_carries_on(desk: Desk, training: Training, whole: Training, step: int)
 def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_saved(
     desk: Desk, whole: Training, tmp_path: Path
 ) -> None:
-    grace = ("cluster.grace_seconds=5", "cluster.requeue_code=75", f"checkpoint.upload={tmp_path}/bucket")
+    grace = ("cluster.grace_seconds=9", "cluster.requeue_code=75", f"checkpoint.upload={tmp_path}/bucket")
     marks = desk.folder / "marks-long"
     running = desk.start("train", *COMMON, *grace, "--run-dir", "long", **injected(marks, FOREVER))
-    ran = preempt(running, marks, 5)
+    ran = preempt(running, marks, 9)
     assert ran.code == 75, ran.text
-    assert "stopping in order after this step: SIGTERM, 5.00 s are left (cluster.grace_seconds)" in ran.out
+    assert "stopping in order after this step: SIGTERM, 9.00 s are left (cluster.grace_seconds)" in ran.out
     assert (
         "would not have ended in time, so the copy in memory was saved: checkpoint of step 7 in " in ran.out
     )
@@ -60,6 +62,40 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_sav
     ran = desk.run("checkpoint", "verify", "long")
     assert ran.code == 0, ran.text
     check_carries_on(desk, training, whole, 7)
+
+
+def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: Desk) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    grace = (
+        "cluster.grace_seconds=6",
+        "cluster.nodes=2",
+        f"cluster.rendezvous={place}",
+        "--run-dir",
+        "nodes",
+    )
+    marks = desk.folder / "marks-nodes"
+    environment = injected(marks, FOREVER)
+    machines = []
+    for node in (0, 1):
+        arguments = (*COMMON, *grace, f"cluster.node_rank={node}")
+        machines.append(desk.start("train", *arguments, **environment))
+        wait_for_listener(place)
+    machines[0].until(lambda: bool(struck(marks)))
+    for machine in machines:
+        machine.signal(signal.SIGTERM)
+    for ran in [machine.end(20) for machine in machines]:
+        assert ran.code == 143, ran.text
+        assert ran.out.count("stopping in order after this step: SIGTERM") == 1
+        assert ran.out.count("so the copy in memory was saved: checkpoint of step 7 in ") == 1
+    training = desk.training("nodes")
+    assert training.checkpoints() == ["step-00000007"]
+    sizes = [path.stat().st_size for path in (training.path / "checkpoints").rglob("*.safetensors")]
+    assert len(sizes) == 2, "replicas: each holds all, and each wrote a part"
+    assert max(sizes) < 0.7 * sum(sizes)
+    verified = desk.run("checkpoint", "verify", "nodes")
+    assert verified.code == 0, verified.text
 
 
 def test_an_upload_that_does_not_end_in_time_is_left_and_the_checkpoint_is_on_disk(

@@ -114,7 +114,8 @@ class Departure:
         if not copies or any(position.leaving for position in positions):
             return  # there is nothing else to write, or the ranks are saving
         now = time.monotonic()
-        at = give_up_at(now, self.until, copies, self._pace.began, self._pace.step_seconds)
+        places = 2 if self._launch.upload is not None else 1
+        at = give_up_at(now, self.until, copies, self._pace.began, self._pace.step_seconds, places)
         if at <= now:
             self._send(Late())
         else:

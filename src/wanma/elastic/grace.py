@@ -17,10 +17,10 @@ from wanma.elastic.recovery import newest_common
 
 LEAVE_SECONDS = 2.0
 """Before the kill: to end the ranks, tell the other nodes and leave with the exit code."""
-BEGIN_SECONDS = 1.0
-"""To kill the ranks and start the process that writes what memory holds."""
-BYTES_PER_SECOND = 250e6
-"""At which a node surely writes: a shared disk that many write to at once."""
+BEGIN_SECONDS = 2.0
+"""To kill the ranks and start the process that writes what memory holds, on a busy machine."""
+BYTES_PER_SECOND = 100e6
+"""At which a node surely writes: to a shared disk that many write to at once."""
 
 
 def leave_at(until: float) -> float:
@@ -28,13 +28,22 @@ def leave_at(until: float) -> float:
     return until - LEAVE_SECONDS
 
 
-def last_moment(until: float, copy_bytes: int) -> float:
-    """When writing `copy_bytes` of this node has to begin at the latest."""
-    return leave_at(until) - BEGIN_SECONDS - copy_bytes / BYTES_PER_SECOND
+def last_moment(until: float, copy_bytes: int, places: int = 1) -> float:
+    """When writing `copy_bytes` of this node has to begin at the latest.
+
+    Args:
+        places: where they are written to, one after the other: the disk, and a URL.
+    """
+    return leave_at(until) - places * (BEGIN_SECONDS + copy_bytes / BYTES_PER_SECOND)
 
 
 def give_up_at(
-    now: float, until: float, copy_bytes: int, step_began: float, step_seconds: float | None
+    now: float,
+    until: float,
+    copy_bytes: int,
+    step_began: float,
+    step_seconds: float | None,
+    places: int = 1,
 ) -> float:
     """When the step under way is to be given up for the copy in memory.
 
@@ -44,7 +53,7 @@ def give_up_at(
     Args:
         step_seconds: as measured before; None: unknown, so the last moment decides.
     """
-    latest = last_moment(until, copy_bytes)
+    latest = last_moment(until, copy_bytes, places)
     if latest <= now or (step_seconds is not None and step_began + step_seconds > latest):
         return now
     return latest

@@ -74,8 +74,8 @@ def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | Non
     """Run this node's ranks to their end, whatever that is; no process of theirs survives the call.
 
     Args:
-        on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message` and,
-            on several nodes, `joined` when all have come.
+        on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message`; on
+            several nodes `joined` when all have come; where rank 0 is, `slow_rank`.
         node: a fork server started earlier by `Node.start`; it is used up.
 
     Raises:
@@ -210,10 +210,10 @@ class Supervisor:
                 self._end(message)
 
     def _tell_slow(self, slow: Slow) -> None:
-        text = slow_text(slow)
-        self._message(text, level="warning" if slow.is_slow else "info")
+        text, level = slow_text(slow), "warning" if slow.is_slow else "info"
+        self._message(text, level)
         if self._start is not None and self._start.first_rank == 0:
-            self._on_event({"kind": "slow_rank", **asdict(slow), "text": text})
+            self._on_event({"kind": "slow_rank", **asdict(slow), "level": level, "text": text})
 
     def _coordinator_lost(self, reason: str) -> None:
         if self._ending is None:
