@@ -147,3 +147,16 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
     assert "stopping in order after this step: SIGUSR1\n" in ran.out
     assert "stopping in order after this step: SIGTERM, 30 s are left (cluster.grace_seconds)\n" in ran.out
     assert desk.training("twice").checkpoints() == []
+
+
+def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk) -> None:
+    marks = desk.folder / "marks-nothing"
+    keys = ("checkpoint.snapshots=off", "cluster.grace_seconds=4", "--run-dir", "nothing")
+    running = desk.start("train", *COMMON, *keys, **injected(marks, FOREVER))
+    ran = preempt(running, marks, 4)
+    assert ran.code == 143, ran.text
+    assert (
+        "the time is over (cluster.grace_seconds), and the step or its checkpoint is not at its end"
+        in ran.out
+    )
+    assert desk.training("nothing").checkpoints() == []
