@@ -142,6 +142,9 @@ def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_on
     running.signal(signal.SIGTERM)
     time.sleep(0.3)
     running.signal(signal.SIGTERM)
+    time.sleep(1.0)
+    assert running.process.poll() is None, "so soon after the first it is the same one"
+    running.signal(signal.SIGTERM)
     ran = running.end(10)
     assert ran.code == 143, ran.text
     assert "stopping in order after this step: SIGUSR1\n" in ran.out

@@ -13,7 +13,7 @@ from wanma.elastic.grace import StepPace, give_up_at, leave_at
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch
 from wanma.elastic.loop import Loop
-from wanma.elastic.messages import Late, Message, Rescue, Rescued, Stop
+from wanma.elastic.messages import Late, Message, Rescue, Stop
 from wanma.elastic.rescue import Order, Rescuer
 from wanma.elastic.team import Team
 from wanma.observe.units import duration_text
@@ -91,7 +91,7 @@ class Departure:
                 upload=self._launch.upload,
             ),
             self._loop,
-            self._rescued,
+            self._send,
         )
 
     def close(self) -> None:
@@ -100,9 +100,6 @@ class Departure:
         if self._rescuer is not None:
             self._rescuer.close()
             self._rescuer = None
-
-    def _rescued(self, answer: Rescued) -> None:
-        self._send(answer)
 
     def _look(self, team: Team) -> None:
         """Will the step under way end in time?"""

@@ -64,6 +64,8 @@ KILL_SECONDS = 1.0
 """From SIGHUP to SIGKILL for ranks that have to go."""
 ANSWER_SECONDS = 2.0
 """How long ranks may take to say where they stand."""
+REPEAT_SECONDS = 1.0
+"""A SIGTERM that comes again so soon is the same one: sent to the job, its shell and its processes each."""
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C has stopped."""
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
@@ -103,7 +105,8 @@ class Supervisor:
         self._due: Start | None = None
         """A start that waits for the fork server."""
         self._ending: Abort | Over | None = None
-        self._signals: set[int] = set()
+        self._signals: dict[int, float] = {}
+        """Those that have come, and when they first did."""
         self._stop = False
         self._told_obstacle = False
         self._team: Team | None = None
@@ -281,8 +284,9 @@ class Supervisor:
     def _signalled(self, number: int) -> None:
         """Once: stop in order. The same again, or Ctrl-C after SIGTERM: leave at once."""
         again = number in self._signals or (number == signal.SIGINT and signal.SIGTERM in self._signals)
-        self._signals.add(number)
-        if self._ending is not None or (again and number == signal.SIGUSR1):
+        age = time.monotonic() - self._signals.setdefault(number, time.monotonic())
+        repeated = number == signal.SIGUSR1 or (number == signal.SIGTERM and age < REPEAT_SECONDS)
+        if self._ending is not None or (again and repeated):
             return
         exit_code = INTERRUPTED if number == signal.SIGINT else self._launch.requeue_code
         if not again and self._team is not None:

@@ -44,8 +44,11 @@ def before_joining(cluster: ClusterSection, plan: Plan, worker: Worker) -> Devic
     several = len(worker.ranks_by_node) > 1
     if cluster.health_check == "never" or (cluster.health_check == "auto" and not (several or after_failure)):
         return None
-    device = torch.device("cuda", worker.local_rank) if plan.device == "cuda" else torch.device("cpu")
-    return check_device(device)
+    if plan.device == "cpu":
+        return check_device(torch.device("cpu"))
+    if worker.local_rank >= torch.cuda.device_count():
+        return None  # whoever joins with it says so
+    return check_device(torch.device("cuda", worker.local_rank))
 
 
 def together(mine: DeviceHealth, cluster: ClusterSection, worker: Worker) -> Health:
