@@ -376,7 +376,7 @@ def test_a_write_error_is_reported_with_its_file(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer.os, "write", full)
+        patched.setattr(os, "write", full)
         result = saved(checkpointer, 1)
     assert "No space left on device" in str(result.error)
     assert "rank-00000.safetensors" in str(result.error)
