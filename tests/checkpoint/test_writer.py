@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.checkpoint import writer
+from wanma.checkpoint import disk, writer
 from wanma.checkpoint.folder import best
 from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
 from wanma.checkpoint.writer import Checkpointer, SaveResult
@@ -380,7 +380,7 @@ def test_a_write_error_is_reported_with_its_file(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer.os, "write", full)
+        patched.setattr(os, "write", full)
         result = saved(checkpointer, 1)
     assert "No space left on device" in str(result.error)
     assert "rank-00000.safetensors" in str(result.error)
@@ -438,7 +438,7 @@ def test_keeping_none_is_refused(tmp_path: Path) -> None:
 def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, tries: int
 ) -> None:
-    monkeypatch.setattr(writer, "_WRITE_PATIENCE", Patience(tries=2, first_pause_seconds=0.001))
+    monkeypatch.setattr(disk, "_PATIENCE", Patience(tries=2, first_pause_seconds=0.001))
     fsync, calls = os.fsync, []
 
     def failing(descriptor: int) -> None:

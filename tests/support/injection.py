@@ -34,9 +34,10 @@ class Fault:
     """kill, stop (SIGSTOP), segfault, exit, raise, kill fork server; allocate (a tensor that is too large),
     out of memory (`argument`: folder of a control group); flip (a bit of a weight, at the phase step done),
     nan and spike (the rank's gradients, at the phase update); sleep (`argument`: seconds), slow (from then on
-    each forward and backward takes `argument` seconds more). What shows only later: flip snapshot (all of the
-    rank's), flip checkpoint, tear checkpoint (`argument`: of which step), fill disk, free disk, deny and
-    allow (writing into the folder of checkpoints)."""
+    each forward and backward takes `argument` seconds more), slow upload (each file takes so much longer),
+    wrong product (of the matrices that the health check multiplies). What shows only later: flip snapshot
+    (all of the rank's), flip checkpoint, tear checkpoint (`argument`: of which step), fill disk, free disk,
+    deny and allow (writing into the folder of checkpoints)."""
     rank: int = 1
     step: int = 3
     phase: str = "forward and backward"
@@ -97,7 +98,6 @@ class Probe:
     def __init__(self, folder: Path, trace: Path, faults: Sequence[Fault], spec: Any) -> None:
         self._folder, self._spec = folder, spec
         self._trace = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
-        self._delay = 0.0
         self._faults = {
             number: fault
             for number, fault in enumerate(faults)
@@ -111,12 +111,7 @@ class Probe:
         for number, fault in self._faults.items():
             if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
                 self._await(fault.together)
-                if fault.what == "slow":
-                    self._delay = float(fault.argument)
-                else:
-                    strike(fault.what, fault.argument, making, self._spec)
-        if phase == "forward and backward":
-            time.sleep(self._delay)
+                strike(fault.what, fault.argument, making, self._spec)
 
     def _await(self, marks: int) -> None:
         deadline = time.monotonic() + 30

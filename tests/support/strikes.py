@@ -40,6 +40,16 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
             raise ValueError("injected")
         case "sleep":
             time.sleep(float(argument))
+        case "slow":
+            from wanma.training.forward_backward import ForwardBackward
+
+            _delay(ForwardBackward, "__call__", float(argument))
+        case "slow upload":
+            from wanma.checkpoint.storage import Storage
+
+            _delay(Storage, "put", float(argument))
+        case "wrong product":
+            _spoil_product()
         case "allocate":
             import torch
 
@@ -69,6 +79,29 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
             checkpoints.chmod(0o755)
         case _:
             raise AssertionError(f"unknown fault {what}")
+
+
+def _delay(kind: type, method: str, seconds: float) -> None:
+    quick = getattr(kind, method)
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(seconds)
+        return quick(*arguments, **keywords)
+
+    setattr(kind, method, slow)
+
+
+def _spoil_product() -> None:
+    from wanma.hardware import health
+
+    right = health.product
+
+    def wrong(*factors: Any) -> Any:
+        found = right(*factors)
+        found[5, 77] += 4
+        return found
+
+    health.product = wrong
 
 
 def _eat(group: Path) -> None:

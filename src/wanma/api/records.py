@@ -24,7 +24,7 @@ from wanma.job.sections import Job
 from wanma.job.worker import Event
 from wanma.job.write import differences, mathematics_hash, to_toml
 from wanma.models.described import model_kind
-from wanma.observe.jsonl import START_FAILED, append_event
+from wanma.observe.jsonl import START_FAILED, add_event, append_event
 from wanma.report.html import write_report
 from wanma.report.read import read_report
 
@@ -124,6 +124,14 @@ def changes(run: RunDirectory, job: Job) -> list[str]:
 def events_so_far(run: RunDirectory) -> int:
     """How many events the run directory holds; `record_end` tells by it what belongs to this start."""
     return len(read_report(run, brief=True).events)
+
+
+def record(run: RunDirectory, event: Event, write: Callable[[Event], None]) -> None:
+    """Add an event to those that rank 0 records meanwhile; one that cannot be is only told."""
+    try:
+        add_event(run, **event)
+    except OSError as error:
+        write({"kind": "message", "level": "warning", "text": f"an event was not recorded: {error}"})
 
 
 def record_end(run: RunDirectory, failure: str | None, write: Callable[[Event], None], earlier: int) -> None:

@@ -17,6 +17,7 @@ from wanma.api.records import (
     changes,
     events_so_far,
     only_one,
+    record,
     record_end,
     run_directory_of,
     write_down,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 ENTRY = "wanma.training.main:train_worker"
 PRELOAD = ("torch", "torch._dynamo", "wanma.training.main")
 """Imported once, before the ranks are forked. FSDP2 imports dynamo at its first use in every process."""
+SUPERVISORS = ("slow_rank",)
+"""Kinds of events that come from a supervisor, to be recorded here."""
 
 
 def train_job(
@@ -95,7 +98,10 @@ def train_job(
                         write_down_accepted(run, job, prepared, command_line or [], console.write)
                     if event["kind"] == "start" and planned:
                         write_down_plan(run, prepared, planned, console.write)
-                    console.write(event)
+                    if event["kind"] in SUPERVISORS:
+                        record(run, event, console.write)
+                    else:
+                        console.write(event)
 
                 outcome = run_local(launch, on_event, node)
                 failure = outcome.message if outcome.failure is not None else None
@@ -146,6 +152,10 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         replanner=elastic_plans(job, prepared, payload),
         min_nodes=job.cluster.min_nodes or job.cluster.nodes,
         join_seconds=job.cluster.join_seconds,
+        grace_seconds=job.cluster.grace_seconds,
+        requeue_code=job.cluster.requeue_code,
+        slow_factor=job.cluster.slow_factor,
+        upload=job.checkpoint.upload,
     )
 
 

@@ -12,14 +12,11 @@ comes while another is being written waits for it, and that time counts as its s
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -29,15 +26,11 @@ import torch
 
 from wanma.checkpoint.buffer import FileBuffer, Room
 from wanma.checkpoint.commit import commit
+from wanma.checkpoint.disk import write_file
 from wanma.checkpoint.exchange import Meeting
 from wanma.checkpoint.folder import Keep, Retention, clean
 from wanma.checkpoint.format import data_file, step_name, to_json
 from wanma.job.errors import WanmaError
-from wanma.job.retry import Patience, retry
-
-_WRITE_PATIENCE = Patience(tries=3, deadline_seconds=60.0)
-"""Other ranks wait for this one's file: not for as long as an upload may take."""
-_WRITE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -343,29 +336,3 @@ class _Job:
     metric: float | None
     partial: Path
     meeting: Meeting
-
-
-def write_file(path: Path, content: memoryview) -> str:
-    """Write and fsync; returns the SHA-256, computed in another thread meanwhile.
-
-    Both leave the interpreter lock: with a core to spare, a save takes the longer of the two.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash") as beside:
-        digest = beside.submit(hashlib.sha256, content)
-        retry(lambda: _write(path, content), _WRITE_PATIENCE)
-        return digest.result().hexdigest()
-
-
-def _write(path: Path, content: memoryview) -> None:
-    """From the beginning, also after a failed fsync, which leaves nobody knowing what is on the disk."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            written = 0
-            while written < len(content):
-                written += os.write(descriptor, content[written : written + _WRITE_BYTES])
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

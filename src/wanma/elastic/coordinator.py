@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from wanma.elastic.failure import Failure, clip
+from wanma.elastic.grace import share_images
 from wanma.elastic.hang import hang_report
 from wanma.elastic.messages import (
     Abort,
@@ -27,12 +28,16 @@ from wanma.elastic.messages import (
     Hung,
     Inspect,
     Join,
+    Late,
     Leave,
     Message,
     Moving,
     Over,
+    RankWork,
     Recovery,
     Refused,
+    Rescue,
+    Rescued,
     Standing,
     Standings,
     Start,
@@ -40,8 +45,10 @@ from wanma.elastic.messages import (
     StopRequest,
     Waiting,
     Was,
+    Works,
 )
 from wanma.elastic.recovery import Retries, newest_common, newest_whole
+from wanma.elastic.stragglers import Stragglers
 from wanma.elastic.succession import LOST_HINT, Past
 from wanma.job.errors import EXIT_USAGE
 
@@ -96,6 +103,7 @@ class Coordinator:
         send: Send,
         now: float,
         retries: int = 0,
+        slow_factor: float = 1.5,
         *,
         claim: Callable[[int], bool] = lambda _generation: True,
         generation: int = 0,
@@ -103,7 +111,11 @@ class Coordinator:
     ) -> None:
         self.generation = generation
         self._claim = claim
-        self._state: Literal["meeting", "running", "halting", "over"] = "meeting"
+        self._unfit: dict[int, Failure] = {}
+        """Nodes that have failed a health check → which."""
+        self._slow_factor = slow_factor
+        self._stragglers = Stragglers(slow_factor)
+        self._state: Literal["meeting", "running", "halting", "rescuing", "over"] = "meeting"
         self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
         self._start_seconds = start_seconds
         self._peers: dict[int, Peer] = {}
@@ -120,6 +132,10 @@ class Coordinator:
         self._recovery: Recovery | None = None
         self._ranks_by_node: tuple[int, ...] = ()
         """Of the newest generation."""
+        self._stop_until: float | None = None
+        """When everything will be killed that was asked to stop; None: nobody has said so."""
+        self._rescuers: dict[int, Rescued | None] = {}
+        """Peers that write what memory holds → what they answered."""
         self._started = 0
         """The newest generation that had ranks."""
         self._awaited: set[int] = set()
@@ -146,8 +162,10 @@ class Coordinator:
             self._join(peer, message, now)
         elif peer in self._peers and not self.over:
             match message:
-                case StopRequest(exit_code):
-                    self._stop(exit_code)
+                case StopRequest():
+                    self._stop(message, now)
+                case Rescued() if self._state == "rescuing":
+                    self._rescued(peer, message)
                 case Leave(exit_code):
                     self._end(Abort(exit_code))
                 case Failed(failure):
@@ -162,8 +180,12 @@ class Coordinator:
         match message:
             case Finished():
                 self._finished(peer)
+            case Late() if self._stop_until is not None:
+                self._halt(Failure("the step under way would not have ended in time"), now)
             case Hung():
                 self._hung(peer, message, now)
+            case Works(works):
+                self._judge(works, now)
             case Moving():
                 self._peers[peer].hung = False
             case Standings(standings):
@@ -182,6 +204,8 @@ class Coordinator:
         self._lost = Failure(cause, node=gone.node, host=gone.join.host, hint=LOST_HINT)
         if self._state == "meeting":
             self._gather_again(now)
+        elif self._state == "rescuing":
+            self._rescued(peer, Rescued("", cause))
         else:
             self._failed(self._lost, now)
             self._when_halted(now)
@@ -196,6 +220,8 @@ class Coordinator:
         elif self._awaited:
             self._awaited.clear()
             self._when_halted(now)
+        elif self._state == "rescuing":
+            self._conclude_rescue("it was not written in time")
         elif self._state == "halting":
             late = [peer for peer in self._peers.values() if peer.node >= 0 and peer.halted is None]
             who = ", ".join(f"node {peer.node} ({peer.join.host})" for peer in late)
@@ -298,6 +324,7 @@ class Coordinator:
         self._started = self.generation
         self._deadline = self._echo = self._hang = self._lost = None
         self._standings.clear()
+        self._stragglers = Stragglers(self._slow_factor)
         self._ranks_by_node = self._ranks_of(by_node)
         world_size = sum(self._ranks_by_node)
         plan, forecast = self._planned()
@@ -378,15 +405,25 @@ class Coordinator:
 
     # Running -------------------------------------------------------------------------------------
 
-    def _stop(self, exit_code: int) -> None:
-        """In order: ranks that are just being started again finish a step first, so that nothing is lost."""
-        self._exit_code = self._exit_code or exit_code
+    def _stop(self, request: StopRequest, now: float) -> None:
+        """In order: ranks that are just being started again finish a step first, so that nothing is lost.
+
+        Where everything is about to be killed and no rank lives, what memory holds is written at once.
+        """
+        self._exit_code = self._exit_code or request.exit_code
+        if request.seconds is not None:
+            self._stop_until = min(self._stop_until or now + request.seconds, now + request.seconds)
         if self._is_waiting:
-            self._end(Abort(self._exit_code))
+            if self._stop_until is not None and self._cause is not None:
+                self._rescue(now)
+            else:
+                self._end(Abort(self._exit_code))
         else:
-            self._broadcast(Stop(self._exit_code))
+            self._broadcast(Stop(self._exit_code, request.seconds, request.what))
 
     def _failed(self, failure: Failure, now: float) -> None:
+        if failure.unfit and failure.node is not None:
+            self._unfit.setdefault(failure.node, failure)
         if self._state == "halting":
             cause = self._cause
             is_wrong_job = failure.exit_code == EXIT_USAGE
@@ -420,11 +457,19 @@ class Coordinator:
             hint = "the stacks are in logs/hang-report.txt of the run directory"
             self._fail(Failure(clip(summary), hint=hint), now, clip(report, REPORT_LIMIT))
 
+    def _judge(self, works: tuple[RankWork, ...], now: float) -> None:
+        for slow in self._stragglers.hear(works, sum(self._ranks_by_node), now):
+            peer = next(peer for peer in self._peers.values() if slow.rank in peer.ranks)
+            self._broadcast(replace(slow, node=peer.node, host=peer.join.host))
+
     # The end, or a new beginning -----------------------------------------------------------------
 
     def _fail(self, failure: Failure, now: float, report: str = "") -> None:
         """This generation is done for."""
-        if self._exit_code or not self._retries.may_help(failure):
+        preempted = self._stop_until is not None and any(peer.node >= 0 for peer in self._peers.values())
+        replaceable = failure.unfit and self._nodes > 1 and not self._exit_code
+        helps = replaceable or (self._retries.may_help(failure) and not failure.unfit)
+        if (self._exit_code and not preempted) or not helps:
             self._end(Abort(failure.exit_code, failure, report))
             return
         self._halt(failure, now, report)
@@ -442,15 +487,25 @@ class Coordinator:
         here = self._running()
         if self._state != "halting" or self._awaited or any(peer.halted is None for peer in here):
             return
-        said = [peer.halted for peer in here if peer.halted is not None]
-        for word in said:
-            self._retries.reached(word.reached_step)
+        if self._stop_until is not None:
+            self._rescue(now)
+            return
+        here = self._set_aside(here)
+        for peer in here:
+            assert peer.halted is not None
+            self._retries.reached(peer.halted.reached_step)
         if self._cause is not None:
+            if self._cause.unfit and self._retries.reached_step is None:
+                self._meet_again(here, now)  # nothing has been done yet: as at first
+                return
             self._cause = self._retries.noted(self._cause)
             if (ending := self._retries.objection(self._cause)) is not None:
                 self._end(Abort(ending.exit_code, ending))
                 return
         self._choose()
+        self._meet_again(here, now)
+
+    def _meet_again(self, here: list[Peer], now: float) -> None:
         for peer in here:
             assert peer.halted is not None
             peer.store_port = peer.halted.store_port
@@ -475,6 +530,54 @@ class Coordinator:
             restore if self._cause is None or self._retries.trusts_memory else None,
             self._retries.retried_steps,
         )
+
+    def _set_aside(self, here: list[Peer]) -> list[Peer]:
+        """Send nodes away that have failed a health check; returns the others."""
+        for name, peer in list(self._peers.items()):
+            if peer.node >= 0 and (failure := self._unfit.get(peer.node)) is not None:
+                del self._peers[name]
+                self._lost = replace(failure, cause=f"{failure.cause}; that machine is set aside")
+                self._send(name, Abort(failure.exit_code, failure))
+        self._unfit.clear()
+        return [peer for peer in here if peer in self._peers.values()]
+
+    def _rescue(self, now: float) -> None:
+        """No rank lives, and everything will be killed soon: have the copies in memory written."""
+        assert self._stop_until is not None
+        nodes = {
+            name: (peer.ranks, peer.halted.images)
+            for name, peer in self._peers.items()
+            if peer.node >= 0 and peer.halted is not None
+        }
+        if (shared := share_images(sum(self._ranks_by_node), nodes)) is None:
+            self._conclude_rescue("the machines hold no whole copy in memory")
+            return
+        image, world_size, shares = shared
+        self._state, self._deadline = "rescuing", self._stop_until
+        self._rescuers = dict.fromkeys(shares)
+        for name, mine in shares.items():
+            self._send(name, Rescue(image, mine, world_size, self._stop_until - now))
+
+    def _rescued(self, peer: int, answer: Rescued) -> None:
+        if peer in self._rescuers:
+            self._rescuers[peer] = answer
+        answers = [answer for answer in self._rescuers.values() if answer is not None]
+        error = next((answer.error for answer in answers if answer.error), "")
+        if error or len(answers) == len(self._rescuers):
+            self._conclude_rescue(error)
+
+    def _conclude_rescue(self, error: str) -> None:
+        why = "the run was to grow"
+        if self._cause is not None:
+            why = clip(self._cause.headline, FAILURE_LIMIT)
+        texts = [answer.text for answer in self._rescuers.values() if answer is not None and answer.text]
+        if error:
+            note = f"nothing was saved at the end: {error} ({why})\n  the same command carries on from the "
+            note += "newest checkpoint"
+        else:
+            note = f"{why}, so the copy in memory was saved: {' '.join(texts)}\n  "
+            note += "the same command carries on from it"
+        self._end(Abort(self._exit_code, note=note))
 
     def _end(self, word: Abort | Over) -> None:
         self._state = "over"

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass
 
 from wanma.hardware.limits import memory_kills, usable_memory_bytes
-from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, WanmaError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, UnfitError, WanmaError
 from wanma.observe.units import bytes_text
 
 TEXT_LIMIT = 64 * 1024
@@ -49,6 +49,8 @@ class Failure:
     """A recovery is to make this optimizer step again."""
     odd: tuple[str, ...] = ()
     """Ranks whose state differed from all others', in words; counted, for hardware may be the cause."""
+    unfit: bool = False
+    """The node has failed a health check, and is to be set aside."""
 
     @property
     def headline(self) -> str:
@@ -89,6 +91,7 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
             hint=clip(error.hint),
             exit_code=error.exit_code or EXIT_FAILED,
             consequence=is_consequence(error),
+            unfit=isinstance(error, UnfitError),
         )
     return Failure(
         cause=clip(traceback.format_exception_only(error)[-1].strip()),

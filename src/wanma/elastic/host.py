@@ -70,7 +70,8 @@ class DrivenCoordinator:
     ) -> None:
         now = time.monotonic()
         self._loop = loop
-        common = (launch.nodes, launch.job_hash, place, launch.start_seconds, send, now, launch.retries)
+        limits = (launch.start_seconds, send, now, launch.retries, launch.slow_factor)
+        common = (launch.nodes, launch.job_hash, place, *limits)
         carried_on: Any = {"claim": claim, "generation": generation, "past": past}
         self._coordinator = (
             Coordinator(*common, **carried_on)

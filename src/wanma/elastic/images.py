@@ -71,6 +71,13 @@ class ImageFiles:
                 found[str(head.rank)] = (*found.get(str(head.rank), ()), _path(descriptor))
         return found
 
+    def copy_bytes(self) -> int:
+        """Of one copy of the state of this node's ranks; 0: there is none of some rank yet."""
+        pairs = [
+            [head.content_bytes for head in map(_whole, pair) if head is not None] for pair in self._pairs
+        ]
+        return sum(map(max, pairs)) if all(pairs) else 0
+
     def close(self) -> None:
         for pair in self._pairs:
             _close(pair)

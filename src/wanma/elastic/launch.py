@@ -62,6 +62,14 @@ class Launch:
     min_nodes: int = 0
     join_seconds: float = 30.0
     """How long the first start waits for more machines than those."""
+    grace_seconds: float = 30.0
+    """From a SIGTERM to the SIGKILL that follows it."""
+    requeue_code: int = 143
+    """Exit code of a run that SIGTERM or SIGUSR1 stopped."""
+    slow_factor: float = 1.5
+    """A rank that takes so many times its peers' time is told."""
+    upload: str | None = None
+    """URL where a copy of each checkpoint goes."""
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1 or self.nodes < 1 or self.threads_per_rank < 1:
@@ -77,7 +85,8 @@ class Outcome:
     """How the run ended on this node."""
 
     exit_code: int
-    """0: every rank of every node finished; 130 and 143: stopped by SIGINT and SIGTERM; else a failure's."""
+    """0: every rank of every node finished; 130: stopped by SIGINT; `requeue_code`: by SIGTERM or SIGUSR1;
+    else a failure's."""
     failure: Failure | None = None
     """The one cause, the same on every node; None when nothing failed."""
 

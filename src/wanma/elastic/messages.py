@@ -265,14 +265,51 @@ class StopRequest(Message):
 
     scoped: ClassVar[bool] = False
     exit_code: int
+    seconds: float | None = None
+    """Until everything here will be killed; None: nobody will."""
+    what: str = ""
+    """What asked for it, in words."""
 
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Ask your ranks to finish their step and leave."""
+    """Ask your ranks to finish their step and leave. Fields as of `StopRequest`."""
 
     scoped: ClassVar[bool] = False
     exit_code: int
+    seconds: float | None = None
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class Late(Message):
+    """The ranks will not have finished their step in the time that `Stop` leaves."""
+
+
+@dataclass(frozen=True)
+class Rescue(Message):
+    """Your ranks are gone: make a checkpoint of what memory holds of them, together with the other nodes.
+
+    Answered by `Rescued`.
+    """
+
+    image: Image
+    ranks: tuple[int, ...]
+    """Whose images this node writes."""
+    world_size: int
+    """Of the ranks that left the images."""
+    seconds: float
+    """Until everything will be killed."""
+
+
+@dataclass(frozen=True)
+class Rescued(Message):
+    """What has become of `Rescue` on this node."""
+
+    text: str
+    """What was saved and where; only of the node that commits."""
+    error: str = ""
+    """Why nothing was."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +330,46 @@ class Failed(Message):
 @dataclass(frozen=True)
 class Finished(Message):
     """All ranks of this node, or this worker, ended normally."""
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank has taken for itself since its process began; see `board.Work`."""
+
+    rank: int
+    steps: int
+    group: int
+    data_seconds: float
+    compute_seconds: float
+
+
+@dataclass(frozen=True)
+class Works(Message):
+    """What the ranks of this node have done so far; told every few seconds."""
+
+    works: tuple[RankWork, ...]
+
+
+@dataclass(frozen=True)
+class Slow(Message):
+    """A rank is slow beside its peers, or is so no longer."""
+
+    rank: int
+    is_slow: bool
+    phase: str
+    """In which it loses most."""
+    ratio: float
+    """Its seconds to its peers'."""
+    seconds: float
+    """Per step, of its own work, in the newest window; so are the next two."""
+    peers_seconds: float
+    """Median."""
+    best_seconds: float
+    """The least it took in any window."""
+    steps: int
+    """For how many this has been so."""
+    node: int = 0
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -350,6 +427,8 @@ class Abort(Message):
     exit_code: int
     failure: Failure | None = None
     report: str = ""
+    note: str = ""
+    """What was saved, or why nothing was, when a stop ran out of time."""
 
 
 @dataclass(frozen=True)

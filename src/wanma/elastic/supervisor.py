@@ -14,7 +14,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
+from wanma.elastic.departure import Departure
 from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch, Outcome, host_name
@@ -39,6 +41,8 @@ from wanma.elastic.messages import (
     Paused,
     Reached,
     Ready,
+    Rescue,
+    Slow,
     Standings,
     Start,
     Started,
@@ -47,32 +51,39 @@ from wanma.elastic.messages import (
     Waiting,
     Warm,
     Whereabouts,
+    Works,
 )
 from wanma.elastic.network import address_of, interface_of, listen_anywhere
 from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
+from wanma.elastic.stragglers import WINDOW_SECONDS
 from wanma.elastic.succession import LOST_HINT
 from wanma.elastic.team import Team
-from wanma.elastic.told import ended_text, joined_text, started_again_text, stopping_text
+from wanma.elastic.told import ended_text, joined_text, slow_text, started_again_text, stopping_text
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
 
 KILL_SECONDS = 1.0
-"""From SIGTERM to SIGKILL for ranks that have to go."""
+"""From SIGHUP to SIGKILL for ranks that have to go."""
 ANSWER_SECONDS = 2.0
 """How long ranks may take to say where they stand."""
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+REPEAT_SECONDS = 1.0
+"""A SIGTERM that comes again so soon is the same one: sent to the job, its shell and its processes each."""
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C has stopped."""
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+"""That ask the run to stop. SIGTERM says that a SIGKILL follows, SIGUSR1 that a SIGTERM does, some day."""
 
 
 def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | None = None) -> Outcome:
     """Run this node's ranks to their end, whatever that is; no process of theirs survives the call.
 
     Args:
-        on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message` and,
-            on several nodes, `joined` when all have come.
+        on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message`; on
+            several nodes `joined` when all have come; where rank 0 is, `slow_rank`.
         node: a fork server started earlier by `Node.start`; it is used up.
 
     Raises:
@@ -100,12 +111,21 @@ class Supervisor:
         self._due: Start | None = None
         """A start that waits for the fork server."""
         self._ending: Abort | Over | None = None
-        self._signals = 0
+        self._signals: dict[int, float] = {}
+        """Those that have come, and when they first did."""
         self._stop = False
         self._told_obstacle = False
         self._team: Team | None = None
         """The newest one, also while none of it lives."""
         self._images = ImageFiles(launch.ranks_per_node) if launch.retries else None
+        self._departure = Departure(
+            launch,
+            loop,
+            self._images,
+            lambda word: self._link.send(word),
+            lambda text: self._message(text, level="warning"),
+            self._out_of_time,
+        )
         self._halting = False
         """From the order to end the ranks until all are gone."""
         self._failed_at: float | None = None
@@ -116,7 +136,7 @@ class Supervisor:
         self._address = ""
 
     def run(self) -> Outcome:
-        self._loop.catch(EXIT_CODES, self._signalled)
+        self._loop.catch(SIGNALS, self._signalled)
         self._loop.watch(self._node.control, self._fork_server_said, selectors.EVENT_READ)
         self._link = open_link(
             self._launch, os.environ, self._loop, self._join, self._told, self._coordinator_lost
@@ -135,6 +155,7 @@ class Supervisor:
         return Outcome(self._ending.exit_code, failure)
 
     def close(self) -> None:
+        self._departure.close()
         self._node.close()
         if self._team is not None:
             self._team.close()
@@ -179,11 +200,14 @@ class Supervisor:
                     text = joined_text(self._launch, message, self._link.place)
                     self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
                 self._fork_when_ready()
-            case Stop(exit_code):
+            case Stop(exit_code, seconds, what):
+                if self._departure.begin(message) or not self._stop:
+                    self._message(stopping_text(exit_code, bool(self._signals), what, seconds))
                 self._stop = True
                 if self._team is not None:
-                    self._team.board.request_stop()
-                self._message(stopping_text(exit_code, here=self._signals > 0))
+                    self._team.board.request_stop(self._departure.until)
+            case Rescue() if self._start is not None:
+                self._departure.rescue(message, self._start.generation)
             case Inspect():
                 if self._team is not None:
                     self._note_failure()
@@ -195,6 +219,8 @@ class Supervisor:
                     self._team.board.request_pause()
             case Halt(report):
                 self._halt(report)
+            case Slow():
+                self._tell_slow(message)
             case Waiting(text):
                 self._message(text, level="warning")
             case Abort() | Over():
@@ -216,6 +242,12 @@ class Supervisor:
         step_seconds, start_seconds = pace or (None, None)
         self._link.send(Reached(team.reached_step if team is not None else None, step_seconds, start_seconds))
 
+    def _tell_slow(self, slow: Slow) -> None:
+        text, level = slow_text(slow), "warning" if slow.is_slow else "info"
+        self._message(text, level)
+        if self._start is not None and self._start.first_rank == 0:
+            self._on_event({"kind": "slow_rank", **asdict(slow), "level": level, "text": text})
+
     def _coordinator_lost(self, reason: str) -> None:
         if self._ending is None:
             self._end(Abort(1, Failure(reason, hint=LOST_HINT)))
@@ -223,13 +255,16 @@ class Supervisor:
     def _end(self, ending: Abort | Over) -> None:
         """From here on only the deaths of the ranks matter."""
         self._ending = ending
+        self._departure.close()
         if isinstance(ending, Abort):
             self._write_report(ending.report)
-        self._kill(signal.SIGTERM)
+        self._kill(signal.SIGHUP)  # ranks are deaf to SIGTERM
         self._loop.call_later(KILL_SECONDS, lambda: self._kill(signal.SIGKILL))
 
     def _tell_end(self, ending: Abort | Over) -> None:
-        """On several nodes: what neither rank 0's record nor the failure tells here."""
+        """What neither rank 0's record nor the failure tells here."""
+        if isinstance(ending, Abort) and ending.note:
+            self._message(ending.note, level="warning")
         if self._start is not None and self._launch.nodes > 1:
             start = self._start
             text = ended_text(
@@ -278,15 +313,32 @@ class Supervisor:
     # The user's signals --------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
-        self._signals += 1
-        exit_code = EXIT_CODES[signal.Signals(number)]
-        if self._ending is not None:
+        """Once: stop in order. The same again, or Ctrl-C after SIGTERM: leave at once."""
+        again = number in self._signals or (number == signal.SIGINT and signal.SIGTERM in self._signals)
+        age = time.monotonic() - self._signals.setdefault(number, time.monotonic())
+        repeated = number == signal.SIGUSR1 or (number == signal.SIGTERM and age < REPEAT_SECONDS)
+        if self._ending is not None or (again and repeated):
             return
-        if self._signals == 1 and self._team is not None:
-            self._link.send(StopRequest(exit_code))
+        exit_code = INTERRUPTED if number == signal.SIGINT else self._launch.requeue_code
+        if not again and self._team is not None:
+            seconds = self._launch.grace_seconds if number == signal.SIGTERM else None
+            self._link.send(StopRequest(exit_code, seconds, SIGNALS[signal.Signals(number)]))
         else:
-            self._link.send(Leave(exit_code))
-            self._end(Abort(exit_code))
+            self._leave(exit_code)
+
+    def _leave(self, exit_code: int) -> None:
+        self._link.send(Leave(exit_code))
+        self._end(Abort(exit_code))
+
+    def _out_of_time(self) -> None:
+        """The kill is near: leave with the exit code that says so."""
+        if self._ending is None:
+            self._message(
+                "the time is over (cluster.grace_seconds), and the step or its checkpoint is not at its end: "
+                "the ranks are ended\n  the same command carries on from the newest checkpoint",
+                level="warning",
+            )
+            self._leave(self._launch.requeue_code)
 
     # The fork server and its workers -------------------------------------------------------------
 
@@ -365,8 +417,22 @@ class Supervisor:
         )
         self._due = self._store_listener = None
         if self._stop:
-            team.board.request_stop()
+            team.board.request_stop(self._departure.until)
+        self._departure.watch(team)
         self._loop.call_later(team.watch.period, lambda: self._look(team))
+        self._loop.call_later(self._works_period, lambda: self._tell_works(team))
+
+    def _tell_works(self, team: Team) -> None:
+        """What the ranks here have done, to be compared with the others."""
+        if self._ending is not None or team is not self._team or team.gone or self._halting:
+            return
+        self._link.send(Works(team.works()))
+        self._loop.call_later(self._works_period, lambda: self._tell_works(team))
+
+    @property
+    def _works_period(self) -> float:
+        """Of very many nodes each speaks less often: the coordinator hears a hundred of them a second."""
+        return max(WINDOW_SECONDS / 2, self._launch.nodes / 100)
 
     def _environment(self) -> dict[str, str]:
         """Additions for the workers; torch's sockets stay on the interface that the nodes share."""
@@ -419,6 +485,7 @@ class Supervisor:
         """Has any rank moved?"""
         if self._ending is not None or team is not self._team or team.gone or self._halting:
             return
+        self._departure.see(team)
         was_silent = team.watch.silent
         hang = team.watch.look(time.monotonic())
         if hang is not None and not was_silent:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from wanma.checkpoint.ring import guests_of
-from wanma.elastic.board import Board
+from wanma.elastic.board import Board, Position
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch
 from wanma.elastic.loop import Loop
-from wanma.elastic.messages import Fork, Inspect, Message, Signal, Standing, Start, WorkerSpec
+from wanma.elastic.messages import Fork, Inspect, Message, RankWork, Signal, Standing, Start, WorkerSpec
 from wanma.elastic.node import Node
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.watch import Watch
@@ -119,8 +119,19 @@ class Team:
     @property
     def reached_step(self) -> int | None:
         """The newest step that one of the ranks has finished; None: none has."""
-        positions = (self.board.read(rank.spec.local_rank) for rank in self.ranks)
-        return max((position.done for position in positions if position.done is not None), default=None)
+        return max((at.done for at in self.positions() if at.done is not None), default=None)
+
+    def positions(self) -> list[Position]:
+        """Where the ranks stand."""
+        return [self.board.read(rank.spec.local_rank) for rank in self.ranks]
+
+    def works(self) -> tuple[RankWork, ...]:
+        """What the ranks have done for themselves so far."""
+        works = ((rank.spec.rank, self.board.work(rank.spec.local_rank)) for rank in self.ranks)
+        return tuple(
+            RankWork(rank, work.steps, work.group, work.data_seconds, work.compute_seconds)
+            for rank, work in works
+        )
 
     @property
     def paused(self) -> bool:

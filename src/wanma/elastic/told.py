@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from wanma.elastic.launch import Launch
-from wanma.elastic.messages import Abort, Over, Recovery, Start
+from wanma.elastic.messages import Abort, Over, Recovery, Slow, Start
 from wanma.job.run_directory import RunDirectory
+from wanma.observe.units import duration_text
 
 STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
-"""Exit code of a run that was asked to stop → by what."""
+"""Exit code of a run that was asked to stop → by what, where nothing else tells it."""
 
 
 def joined_text(launch: Launch, start: Start, place: str) -> str:
@@ -30,14 +31,33 @@ def started_again_text(recovery: Recovery) -> str:
     return "the run takes more machines: the ranks of all nodes are started again"
 
 
-def stopping_text(exit_code: int, here: bool) -> str:
-    """That the run stops after this step, and who asked for it: this node's user or another's."""
-    what = STOPPED.get(exit_code, f"exit code {exit_code}")
+def stopping_text(exit_code: int, here: bool, what: str = "", seconds: float | None = None) -> str:
+    """That the run stops after this step, and who asked for it: this node's user or another's.
+
+    Args:
+        what: asked for it, in words; empty: the exit code tells.
+        seconds: until everything is killed.
+    """
+    what = what or STOPPED.get(exit_code, f"exit code {exit_code}")
     if not here:
         what += " on another node"
     elif exit_code == 130:
         what += " (again: leave at once)"
+    if seconds is not None:
+        what += f", {duration_text(seconds)} are left (cluster.grace_seconds)"
     return f"stopping in order after this step: {what}"
+
+
+def slow_text(slow: Slow) -> str:
+    """Which rank is slow, in what, by how much, and whether it has ever been better."""
+    who = f"rank {slow.rank} ({slow.host})"
+    if not slow.is_slow:
+        return f"{who} is no longer slow: {slow.ratio:.2f} times its peers for the last {slow.steps} steps"
+    return (
+        f"{who} is slow: {slow.ratio:.1f} times its peers for the last {slow.steps} steps, most of it in "
+        f"{slow.phase}\n  of its own work it takes {duration_text(slow.seconds)} a step, its peers "
+        f"{duration_text(slow.peers_seconds)}; its own best was {duration_text(slow.best_seconds)}"
+    )
 
 
 def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool) -> str:
@@ -52,6 +72,8 @@ def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool)
         if ending.exit_code:
             return f"the run was stopped in order on all {nodes} nodes; the same command on each carries on"
         return f"the run is finished on all {nodes} nodes"
+    if ending.note:
+        return ""  # it tells all
     if ending.failure is None:
         return "the run was ended at once, as asked for; the same command on every node carries on"
     failure = ending.failure

@@ -52,13 +52,19 @@ def run_worker(spec: WorkerSpec, descriptors: list[int], born: str) -> NoReturn:
 
 
 def in_child(parent: int) -> None:
-    """First steps of a worker process: bound to its parent's life, in its own session, deaf to Ctrl-C."""
+    """First steps of a worker process: bound to its parent's life, in its own session, deaf to Ctrl-C.
+
+    And to SIGTERM, which batch systems send to every process of a job: what to do about it is the
+    supervisor's decision. By a handler, since an ignored signal would be ignored by whatever it starts, too.
+    """
     die_with_parent(parent)
     os.setsid()
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)  # native code in a system call hears nothing of it
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class Channel:
@@ -91,8 +97,11 @@ class Supervised:
         self._channel = channel
         self.progress = writer.write
         self.step_done = writer.step_done
+        self.worked = writer.worked
         self.stop_requested = board.stop_requested
         self.pause_requested = board.pause_requested
+        self.stop_until = board.stop_until
+        self.leaving = writer.leave
 
     def event(self, event: Event) -> None:
         self._channel.send(Happened(event))

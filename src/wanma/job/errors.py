@@ -60,6 +60,10 @@ class AgreedError(WanmaError):
         return partial(type(self), retry_step=self.retry_step, odd=self.odd), (self.message, self.hint)
 
 
+class UnfitError(WanmaError):
+    """This machine has failed a health check: the run goes on without it, where others can."""
+
+
 class JobError(WanmaError):
     """The job as written cannot be run: found before anything starts."""
 

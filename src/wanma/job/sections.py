@@ -303,6 +303,19 @@ class ClusterSection(Section):
     retries: int = Field(
         3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
     )
+    health_check: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="of devices and links, before ranks begin; auto: on several nodes, or after a failure",
+    )
+    slow_factor: float = Field(
+        1.5, gt=1, description="a rank that takes so many times its peers' time for its own work is told"
+    )
+    grace_seconds: float = Field(
+        30.0, gt=0, description="from SIGTERM to the SIGKILL that follows: what is to be saved is by then"
+    )
+    requeue_code: int = Field(
+        143, ge=1, le=255, description="exit code after SIGTERM or SIGUSR1, by which the scheduler requeues"
+    )
 
     @model_validator(mode="before")
     @classmethod

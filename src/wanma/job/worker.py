@@ -28,6 +28,15 @@ class Control(Protocol):
     def step_done(self, step: int) -> None:
         """Note that optimizer step `step` is finished: only new ones count as progress after a failure."""
 
+    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+        """Note what this rank took for itself in the step just finished, whatever it waited for others.
+
+        Args:
+            group: ranks of the same number have the same to do.
+            data_seconds: waiting for data.
+            compute_seconds: forward and backward; 0 where waiting cannot be told from it.
+        """
+
     def event(self, event: Event) -> None:
         """Pass an event to the supervisor's console; rank 0 only."""
 
@@ -39,6 +48,12 @@ class Control(Protocol):
 
     def pausing(self) -> None:
         """Note that this rank leaves for that reason, and not because its work is done."""
+
+    def stop_until(self) -> float | None:
+        """When, on the monotonic clock, the process will be killed by who asked for that; None: unknown."""
+
+    def leaving(self, step: int) -> None:
+        """Note that all ranks have agreed to stop after `step`: this one saves, and ends."""
 
 
 class Unsupervised:
@@ -53,6 +68,9 @@ class Unsupervised:
     def step_done(self, step: int) -> None:
         pass
 
+    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+        pass
+
     def event(self, event: Event) -> None:
         if self._on_event is not None:
             self._on_event(event)
@@ -64,6 +82,12 @@ class Unsupervised:
         return False
 
     def pausing(self) -> None:
+        pass
+
+    def stop_until(self) -> float | None:
+        return None
+
+    def leaving(self, step: int) -> None:
         pass
 
 

@@ -68,6 +68,15 @@ def append_event(run: RunDirectory, kind: str, **fields: Any) -> None:
         OSError: it could not be written.
     """
     trim_lines(run.events, lambda _: True)
+    add_event(run, kind, **fields)
+
+
+def add_event(run: RunDirectory, kind: str, **fields: Any) -> None:
+    """Add one event beside those that a recorder in another process adds meanwhile.
+
+    Raises:
+        OSError: it could not be written.
+    """
     file = AppendFile(run.events)
     try:
         file.write(to_line({"kind": kind, "time": time.time(), **fields}))

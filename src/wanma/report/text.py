@@ -68,7 +68,7 @@ def summary(report: Report) -> str:
         lines += ["", *(textwrap.indent(event_text(one), "  ") for one in report.recoveries[-LAST_MESSAGES:])]
     if report.refusal:
         lines += ["", f"  {REFUSED}:", *(f"    {line}" for line in report.refusal.splitlines())]
-    told = [event for event in report.messages if event.get("level") in ("warning", "error")]
+    told = [event for event in report.events if event.get("level") in ("warning", "error")]
     if told:
         lines += ["", *(f"  {event['level']}: {event_text(event)}" for event in told[-LAST_MESSAGES:])]
     lines += [f"  could not be read: {problem}" for problem in report.problems]

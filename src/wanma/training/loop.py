@@ -75,6 +75,8 @@ def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float
     """
     job, step = trainer.job, trainer.state.step
     last = step == job.train.steps or agreement.stop
+    if last:
+        trainer.worker.control.leaving(step)
     metric = None
     if _due(step, job.train.validate_every_steps) or (last and not agreement.stop):
         metric = measure()

@@ -19,6 +19,7 @@ from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import parallelize
 from wanma.parallel.scratch import open_scratch
 from wanma.training.forward_backward import ForwardBackward
+from wanma.training.health import before_joining, together
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, classification_loss, user_loss
 from wanma.training.numerics import set_numerics
@@ -45,7 +46,9 @@ def train(worker: Worker, request: Request) -> str:
     job, plan = request.job, request.plan
     set_numerics(job, plan)
     worker.control.progress(0, "joining")
+    device = before_joining(job.cluster, plan, worker)
     with process_grid(worker, plan, longest_silence(job)) as grid, open_scratch(job, worker) as scratch:
+        health = together(device, job.cluster, worker) if device is not None else None
         worker.control.progress(0, "opening data")
         data = open_data(job.data, job.train, dataset=request.objects.get("data"))
         worker.control.progress(0, "building the model")
@@ -62,6 +65,8 @@ def train(worker: Worker, request: Request) -> str:
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:
+            if health is not None:
+                trainer.tell_health(health)
             loss = choose_loss(request)
             return run_loop(trainer, data, ForwardBackward(parallel, job, plan, grid, loss))
 

@@ -30,6 +30,7 @@ from wanma.parallel.scratch import Scratch
 from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
+from wanma.training.health import Health
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
@@ -41,6 +42,7 @@ from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
 from wanma.training.update import Agreement, agree, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
+from wanma.training.work import OwnWork
 
 WAIT_SECONDS = 5.0
 """Between two signs of life while a checkpoint is being written."""
@@ -130,6 +132,7 @@ class Trainer:
             compare=self._replicas.compare,
         )
         self._log = StepLog(job, worker)
+        self._own_work = OwnWork(plan, grid, worker.control)
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
@@ -238,6 +241,7 @@ class Trainer:
         self._log.step(
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
+        self._own_work.step(phases, self._global_batch)
         self._write_record(agreement, seconds, phases)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
@@ -321,6 +325,13 @@ class Trainer:
         """Tell the user something, once: rank 0 speaks."""
         if self._recorder is not None:
             self._recorder.message(text, level)
+
+    def tell_health(self, health: Health) -> None:
+        """Record what the check before the start has found."""
+        if self._recorder is not None:
+            self._recorder.event("health", **health.fields, text=health.text)
+            for warning in health.warnings:
+                self.message(warning, "warning")
 
     def finish(self, outcome: str) -> None:
         """Wait for saves under way and record the end.

@@ -26,6 +26,8 @@ TICK_SECONDS = 5.0
 """Between two signs of life while a transfer goes on."""
 LAST_UPLOAD_SECONDS = {"finished": 3600.0, "interrupted": 60.0}
 """How long a run waits at its end for what is still being uploaded; who interrupts it will not wait long."""
+LEAVE_SECONDS = 3.0
+"""Before the time at which who asked for the end kills the ranks: to end in order."""
 
 
 class Uploads:
@@ -60,8 +62,10 @@ class Uploads:
         if self._uploader is None:
             return
         limit = LAST_UPLOAD_SECONDS[outcome]
+        if (killed_at := self._worker.control.stop_until()) is not None:
+            limit = max(killed_at - LEAVE_SECONDS - time.monotonic(), 0.0)
         until = time.monotonic() + limit
-        while not self._uploader.wait(TICK_SECONDS) and time.monotonic() < until:
+        while not self._uploader.wait(_tick(until)) and time.monotonic() < until:
             self._worker.control.progress(step, "uploading a checkpoint")
         self.tell(message, "the same command")
         if not self._uploader.close():
@@ -141,6 +145,10 @@ def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Resu
             if error is not None:
                 raise error
             return result  # type: ignore[return-value]  # without an error it is there
+
+
+def _tick(until: float) -> float:
+    return min(TICK_SECONDS, max(until - time.monotonic(), 0.0))
 
 
 def _text(upload: Upload, next_try: str) -> tuple[str, str]:

@@ -1,0 +1,120 @@
+"""The links between the nodes of a run: how long a message takes, and how many bytes pass in a second.
+
+One rank of each node sends to the next node's and hears from the one before, all at once: so each link is
+measured in one direction, under the load that a ring all-reduce puts on it, in a few tenths of a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from wanma.job.errors import WanmaError
+
+DEADLINE_SECONDS = 10.0
+"""A link over which nothing comes for so long is none."""
+HOPS = 10
+FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 24
+PASS_SECONDS = 0.1
+"""How long the larger message is to take over the slowest link."""
+SLOW_FACTOR = 3.0
+"""A link is slow that has so many times less bandwidth, or so many times more latency, than half of all."""
+LATENCY_SECONDS = 0.001
+"""Differences of latency below this do not matter."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one node to the next, in order of nodes; the last one's next is the first."""
+
+    source: int
+    target: int
+    latency_seconds: float
+    bandwidth_bytes_per_second: float
+
+    def text(self, hosts: Sequence[str]) -> str:
+        return (
+            f"node {self.source} ({hosts[self.source]}) → node {self.target} ({hosts[self.target]}): "
+            f"{self.latency_seconds * 1000:.3g} ms, {self.bandwidth_bytes_per_second / 1e6:,.0f} MB/s"
+        )
+
+
+def measure_links(rank: int, ranks_by_node: Sequence[int]) -> list[Link]:
+    """Measure every link; all ranks call it, and get the same.
+
+    Raises:
+        WanmaError: nothing comes over a link.
+    """
+    firsts = [sum(ranks_by_node[:node]) for node in range(len(ranks_by_node))]
+    mine = torch.zeros(3, dtype=torch.float64)
+    everyones = [torch.zeros(3, dtype=torch.float64) for _ in range(sum(ranks_by_node))]
+    node = firsts.index(rank) if rank in firsts else None
+    size = FIRST_BYTES
+    if node is not None:
+        _pass_on(firsts, node, 1, 2)  # connections are made at their first use
+        mine[0] = _pass_on(firsts, node, 1, HOPS) / HOPS
+        mine[1] = _pass_on(firsts, node, size, 1)
+    dist.all_gather(everyones, mine)
+    slowest = max(float(numbers[1]) for numbers in everyones)
+    size = int(min(max(FIRST_BYTES * PASS_SECONDS / slowest, FIRST_BYTES), MOST_BYTES))
+    if node is not None:
+        mine[2] = _pass_on(firsts, node, size, 1)
+    dist.all_gather(everyones, mine)
+    links = []
+    for at, first in enumerate(firsts):
+        latency, _, seconds = everyones[first].tolist()
+        links.append(Link((at - 1) % len(firsts), at, latency, size / max(seconds - latency, 1e-9)))
+    return links
+
+
+def slow_links(links: Sequence[Link]) -> list[Link]:
+    """Those that stand out from the others; of fewer than three, none does."""
+    if len(links) < 3:
+        return []
+    latency = median(link.latency_seconds for link in links)
+    bandwidth = median(link.bandwidth_bytes_per_second for link in links)
+    return [
+        link
+        for link in links
+        if link.bandwidth_bytes_per_second * SLOW_FACTOR < bandwidth
+        or link.latency_seconds > SLOW_FACTOR * latency + LATENCY_SECONDS
+    ]
+
+
+def slow_nodes(links: Sequence[Link]) -> list[int]:
+    """Nodes of which both links are slow, of which therefore the node is the cause, where others are well.
+
+    Two neighbours whose three links are slow are both named.
+    """
+    slow = slow_links(links)
+    if len(links) < 4 or 2 * len(slow) > len(links):
+        return []
+    return sorted({link.target for link in slow} & {link.source for link in slow})
+
+
+def _pass_on(firsts: Sequence[int], node: int, size: int, times: int) -> float:
+    """Seconds of `times` messages of `size` bytes, in turn: from the node before, and to the one after."""
+    after, before = (node + 1) % len(firsts), (node - 1) % len(firsts)
+    ours, theirs = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    began = time.perf_counter()
+    for _ in range(times):
+        sent = dist.isend(ours, firsts[after])
+        received = dist.irecv(theirs, firsts[before])
+        assert sent is not None
+        assert received is not None
+        try:
+            received.wait(timedelta(seconds=DEADLINE_SECONDS))
+            sent.wait(timedelta(seconds=DEADLINE_SECONDS))
+        except RuntimeError as error:
+            raise WanmaError(
+                f"nothing passes between node {before}, node {node} and node {after} "
+                f"within {DEADLINE_SECONDS:.0f} s: {error}",
+                "look at the network between these machines, or name another with cluster.interface",
+            ) from error
+    return time.perf_counter() - began

@@ -1,0 +1,165 @@
+"""SIGTERM, and a SIGKILL that would follow: what can be saved by then is, and the same command carries on."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+
+from support.command import Desk, Ran, Running, Training, assert_bitwise_equal
+from support.injection import Fault, injected, struck
+from support.supervisors import wait_for_listener
+
+COMMON = ("text.toml", "train.steps=12", "checkpoint.snapshots=1", "checkpoint.every_steps=0")
+FOREVER = Fault("sleep", rank=1, step=8, phase="forward and backward", argument="600")
+
+
+def train(desk: Desk, name: str, *overrides: str) -> Ran:
+    return desk.run("train", *COMMON, *overrides, "--run-dir", name)
+
+
+def preempt(running: Running, marks: Path, grace_seconds: float) -> Ran:
+    """SIGTERM when the fault has struck, and the end: before a SIGKILL would have come."""
+    running.until(lambda: bool(struck(marks)))
+    running.look()
+    running.signal(signal.SIGTERM)
+    began = time.monotonic()
+    ran = running.end(60)
+    assert time.monotonic() - began < grace_seconds, ran.text
+    assert running.left() == []
+    return ran
+
+
+def check_carries_on(desk: Desk, training: Training, whole: Training, step: int) -> None:
+    ran = train(desk, training.path.name)
+    assert ran.code == 0, ran.text
+    assert f"carrying on at step {step + 1:,} of 12" in ran.out
+    assert [line["step"] for line in training.metrics] == list(range(1, 13)), "each once, in order"
+    assert training.losses == whole.losses
+    assert_bitwise_equal(training.state(), whole.state())
+
+
+def test_a_step_that_does_not_end_in_time_is_given_up_and_the_copy_in_memory_saved(
+    desk: Desk, whole: Training, tmp_path: Path
+) -> None:
+    grace = ("cluster.grace_seconds=9", "cluster.requeue_code=75", f"checkpoint.upload={tmp_path}/bucket")
+    marks = desk.folder / "marks-long"
+    running = desk.start("train", *COMMON, *grace, "--run-dir", "long", **injected(marks, FOREVER))
+    ran = preempt(running, marks, 9)
+    assert ran.code == 75, ran.text
+    assert "stopping in order after this step: SIGTERM, 9.00 s are left (cluster.grace_seconds)" in ran.out
+    assert (
+        "would not have ended in time, so the copy in memory was saved: checkpoint of step 7 in " in ran.out
+    )
+    assert f"; uploaded to {tmp_path}/bucket" in ran.out
+    assert (tmp_path / "bucket" / "step-00000007" / "manifest.json").exists()
+    training = desk.training("long")
+    assert training.checkpoints() == ["step-00000007"]
+    checkpoint, finish = training.events[-2:]
+    assert (checkpoint["kind"], checkpoint["step"]) == ("checkpoint", 7)
+    assert (finish["kind"], finish["step"], finish["outcome"]) == ("finish", 7, "interrupted")
+    ran = desk.run("checkpoint", "verify", "long")
+    assert ran.code == 0, ran.text
+    check_carries_on(desk, training, whole, 7)
+
+
+def test_of_several_machines_each_writes_its_part_and_the_first_commits(desk: Desk) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    grace = (
+        "cluster.grace_seconds=6",
+        "cluster.nodes=2",
+        f"cluster.rendezvous={place}",
+        "--run-dir",
+        "nodes",
+    )
+    marks = desk.folder / "marks-nodes"
+    environment = injected(marks, FOREVER)
+    machines = []
+    for node in (0, 1):
+        arguments = (*COMMON, *grace, f"cluster.node_rank={node}")
+        machines.append(desk.start("train", *arguments, **environment))
+        wait_for_listener(place)
+    machines[0].until(lambda: bool(struck(marks)))
+    for machine in machines:
+        machine.signal(signal.SIGTERM)
+    for ran in [machine.end(20) for machine in machines]:
+        assert ran.code == 143, ran.text
+        assert ran.out.count("stopping in order after this step: SIGTERM") == 1
+        assert ran.out.count("so the copy in memory was saved: checkpoint of step 7 in ") == 1
+    training = desk.training("nodes")
+    assert training.checkpoints() == ["step-00000007"]
+    sizes = [path.stat().st_size for path in (training.path / "checkpoints").rglob("*.safetensors")]
+    assert len(sizes) == 2, "replicas: each holds all, and each wrote a part"
+    assert max(sizes) < 0.7 * sum(sizes)
+    verified = desk.run("checkpoint", "verify", "nodes")
+    assert verified.code == 0, verified.text
+
+
+def test_an_upload_that_does_not_end_in_time_is_left_and_the_checkpoint_is_on_disk(
+    desk: Desk, tmp_path: Path
+) -> None:
+    slow = Fault("slow upload", rank=0, step=0, phase="building the model", argument="600")
+    marks = desk.folder / "marks-upload"
+    keys = ("cluster.grace_seconds=6", f"checkpoint.upload={tmp_path}/bucket")
+    running = desk.start(
+        "train", *COMMON, *keys, "train.steps=2000", "--run-dir", "upload", **injected(marks, slow)
+    )
+    training = desk.training("upload")
+    running.until(lambda: training.steps_begun() >= 1)
+    ran = preempt(running, marks, 6)
+    assert ran.code == 143, ran.text
+    assert "warning: the last upload did not end within " in ran.out
+    [saved] = training.checkpoints()
+    assert training.events[-1]["outcome"] == "interrupted"
+    assert f"step-{training.events[-1]['step']:08d}" == saved
+
+
+def test_a_signal_to_every_process_of_the_job_is_an_order_to_the_supervisor(desk: Desk) -> None:
+    running = desk.start("train", *COMMON, "train.steps=5000", "--run-dir", "everybody")
+    training = desk.training("everybody")
+    running.until(lambda: training.steps_begun() >= 3)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        for process in [*running.look(), running.process]:
+            process.send_signal(number)
+    ran = running.end(60)
+    assert ran.code == 143, ran.text
+    assert running.left() == []
+    assert "recovered" not in ran.out
+    assert training.events[-1]["outcome"] == "interrupted"
+    assert training.checkpoints() == [f"step-{training.events[-1]['step']:08d}"]
+
+
+def test_sigusr1_is_a_warning_that_stops_in_order_and_twice_sigterm_leaves_at_once(desk: Desk) -> None:
+    marks = desk.folder / "marks-twice"
+    running = desk.start("train", *COMMON, "--run-dir", "twice", **injected(marks, FOREVER))
+    running.until(lambda: bool(struck(marks)))
+    running.signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    assert running.process.poll() is None, "it has no end, so the step under way is waited for"
+    running.signal(signal.SIGTERM)
+    time.sleep(0.3)
+    running.signal(signal.SIGTERM)
+    time.sleep(1.0)
+    assert running.process.poll() is None, "so soon after the first it is the same one"
+    running.signal(signal.SIGTERM)
+    ran = running.end(10)
+    assert ran.code == 143, ran.text
+    assert "stopping in order after this step: SIGUSR1\n" in ran.out
+    assert "stopping in order after this step: SIGTERM, 30 s are left (cluster.grace_seconds)\n" in ran.out
+    assert desk.training("twice").checkpoints() == []
+
+
+def test_without_a_copy_in_memory_the_run_leaves_in_time_and_says_so(desk: Desk) -> None:
+    marks = desk.folder / "marks-nothing"
+    keys = ("checkpoint.snapshots=off", "cluster.grace_seconds=4", "--run-dir", "nothing")
+    running = desk.start("train", *COMMON, *keys, **injected(marks, FOREVER))
+    ran = preempt(running, marks, 4)
+    assert ran.code == 143, ran.text
+    assert (
+        "the time is over (cluster.grace_seconds), and the step or its checkpoint is not at its end"
+        in ran.out
+    )
+    assert desk.training("nothing").checkpoints() == []

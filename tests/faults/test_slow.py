@@ -1,0 +1,30 @@
+"""A rank that is slow while all others wait for it is named."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+from support.command import Desk
+from support.injection import Fault, injected
+
+
+def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(desk: Desk) -> None:
+    slow = Fault("slow", rank=1, step=0, phase="building the model", argument="0.05")
+    running = desk.start(
+        "train", "text.toml", "train.steps=5000", "--run-dir", "slow", **injected(desk.folder / "marks", slow)
+    )
+    training = desk.training("slow")
+    running.until(lambda: any(event["kind"] == "slow_rank" for event in training.events))
+    running.signal(signal.SIGINT)
+    ran = running.end()
+    assert ran.code == 130, ran.text
+    [event] = [event for event in training.events if event["kind"] == "slow_rank"]
+    host = socket.gethostname()
+    assert (event["rank"], event["host"], event["node"], event["is_slow"]) == (1, host, 0, True)
+    assert event["phase"] == "forward and backward"
+    assert event["seconds"] > 0.05 > event["peers_seconds"]
+    assert event["ratio"] == event["seconds"] / event["peers_seconds"] > 1.5
+    assert f"warning: rank 1 ({host}) is slow: " in ran.out
+    assert "rank 0 (" not in ran.out
+    assert f"warning: rank 1 ({host}) is slow: " in desk.run("report", "slow").out
