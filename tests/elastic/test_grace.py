@@ -88,11 +88,19 @@ def held(step: int, *ranks: int) -> tuple[HeldImage, ...]:
 
 def test_each_node_writes_what_its_own_ranks_left_and_a_partner_what_a_lost_one_did() -> None:
     both = {7: ((0, 1), held(9, 0, 1)), 8: ((2, 3), held(9, 2, 3))}
-    assert share_images(range(4), both) == (Image(1, 9), {7: (0, 1), 8: (2, 3)})
+    assert share_images(4, both) == (Image(1, 9), 4, {7: (0, 1), 8: (2, 3)})
     copies = {7: ((0, 1), held(9, 0, 1, 2, 3)), 8: ((2, 3), held(9, 2, 3, 0, 1))}
-    assert share_images(range(4), copies) == (Image(1, 9), {7: (0, 1), 8: (2, 3)})
-    assert share_images(range(4), {7: copies[7]}) == (Image(1, 9), {7: (0, 1, 2, 3)})
-    assert share_images(range(4), {7: both[7]}) is None
+    assert share_images(4, copies) == (Image(1, 9), 4, {7: (0, 1), 8: (2, 3)})
+    assert share_images(4, {7: copies[7]}) == (Image(1, 9), 4, {7: (0, 1, 2, 3)})
+    assert share_images(4, {7: both[7]}) is None
+
+
+def test_images_of_a_generation_with_more_ranks_count_only_if_all_of_them_are_there() -> None:
+    """The run has shrunk to two ranks and has no copies of its own yet."""
+    before = [HeldImage(rank, Image(1, 9), world_size=3) for rank in range(3)]
+    partly = {7: ((0,), tuple(before[:2])), 8: ((1,), ())}
+    assert share_images(2, partly) is None
+    assert share_images(2, {**partly, 8: ((1,), (before[2],))}) == (Image(1, 9), 3, {7: (0, 1), 8: (2,)})
 
 
 @given(
@@ -114,12 +122,13 @@ def test_every_image_of_the_newest_common_moment_is_written_once_by_a_node_that_
     }
     everything = set().union(*holdings)
     common = [step for step in (1, 2, 3) if all((rank, step) in everything for rank in ranks)]
-    shared = share_images(ranks, nodes)
+    shared = share_images(len(ranks), nodes)
     if not common:
         assert shared is None
         return
     assert shared is not None
-    moment, shares = shared
+    moment, world_size, shares = shared
+    assert world_size == len(ranks)
     assert moment.step == max(common)
     assert sorted(rank for share in shares.values() for rank in share) == list(ranks)
     for node, share in shares.items():

@@ -15,7 +15,10 @@ from wanma.elastic.board import Board
 from wanma.elastic.collectives import read
 from wanma.elastic.hang import hang_report, main_thread_stack
 from wanma.elastic.launch import Launch
-from wanma.elastic.messages import Standing, Whereabouts
+from wanma.elastic.local_messages import Whereabouts
+from wanma.elastic.messages import (
+    Standing,
+)
 from wanma.elastic.watch import Watch
 
 WAITING = Standing(

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 
 from wanma.elastic.connection import Connection
+from wanma.elastic.local_messages import Happened
 from wanma.elastic.loop import Loop
-from wanma.elastic.messages import Beat, Happened, Message
+from wanma.elastic.messages import (
+    Beat,
+    Message,
+)
 
 
 @pytest.fixture

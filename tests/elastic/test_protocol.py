@@ -9,8 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.elastic.failure import Failure
-from wanma.elastic.messages import KINDS, Beat, Challenge, Failed, Finished, Happened, Join, Message, Start
+from wanma.elastic.local_messages import Happened
+from wanma.elastic.messages import (
+    Beat,
+    Challenge,
+    Failed,
+    Finished,
+    Join,
+    Message,
+    Start,
+)
 from wanma.elastic.protocol import (
+    KINDS,
     LINE_LIMIT,
     Framer,
     ProtocolError,
@@ -173,5 +183,5 @@ def test_start_is_one_readable_line() -> None:
     assert encode(start) == (
         b'{"v":3,"g":0,"kind":"Start","generation":1,"node_rank":0,"first_rank":0,'
         b'"world_size":4,"store_host":"10.0.0.1","store_port":40000,"recovery":null,"ranks_by_node":[],'
-        b'"plan":null,"forecast":null,"host_node":0}\n'
+        b'"plan":null,"forecast":null,"host_node":-1}\n'
     )

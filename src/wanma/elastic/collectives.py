@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from wanma.elastic.messages import Whereabouts
+from wanma.elastic.local_messages import Whereabouts
 
 RECORDED = "128"
 """Entries that the recorder keeps; for TORCH_FR_BUFFER_SIZE."""

@@ -13,12 +13,12 @@ lives, so two never compute at once. Here all machines of the run are needed; `r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
-from wanma.elastic.failure import Failure, clip
-from wanma.elastic.grace import share_images
-from wanma.elastic.hang import hang_report
+from wanma.elastic.failure import FAILURE_LIMIT, Failure, clip
+from wanma.elastic.hang import Inquiry
+from wanma.elastic.last_copy import LastCopy
 from wanma.elastic.messages import (
     Abort,
     Failed,
@@ -36,20 +36,19 @@ from wanma.elastic.messages import (
     RankWork,
     Recovery,
     Refused,
-    Rescue,
     Rescued,
-    Standing,
     Standings,
-    Start,
     Stop,
     StopRequest,
     Waiting,
     Was,
     Works,
 )
+from wanma.elastic.peer import Begun, Peer, objection, seat
 from wanma.elastic.recovery import Retries, newest_common, newest_whole
 from wanma.elastic.stragglers import Stragglers
 from wanma.elastic.succession import LOST_HINT, Past
+from wanma.elastic.told import missing_text, nobody_came
 from wanma.job.errors import EXIT_USAGE
 
 GATHER_SECONDS = 1.0
@@ -59,29 +58,8 @@ INSPECT_SECONDS = 10.0
 HALT_SECONDS = 60.0
 """How long nodes may take to end their ranks: a killed process first gives its memory back."""
 
-REPORT_LIMIT = 256 * 1024
-"""Characters of a hang report that travel."""
-FAILURE_LIMIT = 2000
-"""Characters of a failure that a new generation is told of."""
 
 Send = Callable[[int, Message], None]
-
-
-@dataclass
-class Peer:
-    """One supervisor, in order of arrival."""
-
-    join: Join
-    node: int = -1
-    """Its number; negative while it has no ranks, as before its first start."""
-    ranks: range = range(0)
-    store_port: int = 0
-    started: bool = False
-    """It has had ranks, in whatever generation."""
-    finished: bool = False
-    paused: bool = False
-    hung: bool = False
-    halted: Halted | None = None
 
 
 class Coordinator:
@@ -122,8 +100,7 @@ class Coordinator:
         self._deadline: float | None = now + start_seconds
         self._exit_code = 0
         self._echo: Failure | None = None
-        self._hang: Hung | None = None
-        self._standings: dict[int, tuple[Standing, ...]] = {}
+        self._inquiry: Inquiry | None = None
         self._retries = Retries(retries)
         self._cause: Failure | None = None
         """Why the generation before ended."""
@@ -134,8 +111,8 @@ class Coordinator:
         """Of the newest generation."""
         self._stop_until: float | None = None
         """When everything will be killed that was asked to stop; None: nobody has said so."""
-        self._rescuers: dict[int, Rescued | None] = {}
-        """Peers that write what memory holds → what they answered."""
+        self._last_copy: LastCopy | None = None
+        """What is being written before everything is killed."""
         self._started = 0
         """The newest generation that had ranks."""
         self._awaited: set[int] = set()
@@ -164,8 +141,9 @@ class Coordinator:
             match message:
                 case StopRequest():
                     self._stop(message, now)
-                case Rescued() if self._state == "rescuing":
-                    self._rescued(peer, message)
+                case Rescued() if self._last_copy is not None:
+                    self._last_copy.answered(peer, message)
+                    self._conclude_rescue()
                 case Leave(exit_code):
                     self._end(Abort(exit_code))
                 case Failed(failure):
@@ -188,9 +166,10 @@ class Coordinator:
                 self._judge(works, now)
             case Moving():
                 self._peers[peer].hung = False
-            case Standings(standings):
-                self._standings[peer] = standings
-                self._conclude_hang(now, late=False)
+            case Standings(standings) if self._inquiry is not None:
+                self._inquiry.hear(peer, standings)
+                if self._inquiry.answers == len(self._running()):
+                    self._conclude_hang(self._inquiry, now)
 
     def lost(self, peer: int, reason: str, now: float) -> None:
         """A peer's connection has ended."""
@@ -200,12 +179,13 @@ class Coordinator:
         if gone.node < 0:
             self._left(now)
             return
-        cause = f"node {gone.node} ({gone.join.host}) was lost: {reason}"
+        cause = f"{gone.named} was lost: {reason}"
         self._lost = Failure(cause, node=gone.node, host=gone.join.host, hint=LOST_HINT)
         if self._state == "meeting":
             self._gather_again(now)
-        elif self._state == "rescuing":
-            self._rescued(peer, Rescued("", cause))
+        elif self._last_copy is not None:
+            self._last_copy.answered(peer, Rescued("", cause))
+            self._conclude_rescue()
         else:
             self._failed(self._lost, now)
             self._when_halted(now)
@@ -220,16 +200,15 @@ class Coordinator:
         elif self._awaited:
             self._awaited.clear()
             self._when_halted(now)
-        elif self._state == "rescuing":
-            self._conclude_rescue("it was not written in time")
+        elif self._last_copy is not None:
+            self._last_copy.error = "it was not written in time"
+            self._conclude_rescue()
         elif self._state == "halting":
-            late = [peer for peer in self._peers.values() if peer.node >= 0 and peer.halted is None]
-            who = ", ".join(f"node {peer.node} ({peer.join.host})" for peer in late)
-            cause = f"the ranks could not be ended within {HALT_SECONDS:.0f} s on {who}"
-            why = self._cause.headline if self._cause is not None else "the run was to grow"
-            self._end(Abort(1, Failure(cause, hint=f"why they had to end: {why}")))
-        elif self._hang is not None:
-            self._conclude_hang(now, late=True)
+            late = [peer.named for peer in self._running() if peer.halted is None]
+            cause = f"the ranks could not be ended within {HALT_SECONDS:.0f} s on {', '.join(late)}"
+            self._end(Abort(1, Failure(cause, hint=f"why they had to end: {self._why}")))
+        elif self._inquiry is not None:
+            self._conclude_hang(self._inquiry, now)
         elif self._echo is not None:
             self._fail(self._echo, now)
 
@@ -274,9 +253,6 @@ class Coordinator:
     def _left(self, now: float) -> None:
         """A machine that had no ranks has gone."""
 
-    def _meeting_is_late(self) -> None:
-        self._nobody_came()
-
     @property
     def _is_waiting(self) -> bool:
         """Whether nothing goes on but that machines are waited for."""
@@ -293,22 +269,8 @@ class Coordinator:
                 f"the run at {self._place} has its {self._nodes} machines already",
                 "wait until it has ended, or choose another port for cluster.rendezvous",
             )
-        if join.job_hash != self._job_hash:
-            return Refused(
-                f"the run at {self._place} is of another job than this machine's, or planned otherwise there",
-                "give the same job file and overrides on every machine; where machines are unequal, also "
-                "cluster.device and parallel.micro_batch",
-            )
-        if join.node_rank is not None:
-            if join.node_rank >= self._nodes:
-                return Refused(f"cluster.node_rank {join.node_rank} is not below cluster.nodes {self._nodes}")
-            for other in self._peers.values():
-                if join.node_rank == self._number(other):
-                    return Refused(
-                        f"cluster.node_rank {join.node_rank} is taken by {other.join.host}",
-                        "give every machine its own number, or none and let arrival decide",
-                    )
-        return None
+        taken = [(self._number(other), other.join.host) for other in self._peers.values()]
+        return objection(join, self._nodes, self._place, self._job_hash, taken)
 
     def _number(self, peer: Peer) -> int | None:
         """That nobody else may ask for."""
@@ -322,33 +284,12 @@ class Coordinator:
         self._state = "running"
         self.generation += 1
         self._started = self.generation
-        self._deadline = self._echo = self._hang = self._lost = None
-        self._standings.clear()
+        self._deadline = self._echo = self._inquiry = self._lost = None
         self._stragglers = Stragglers(self._slow_factor)
         self._ranks_by_node = self._ranks_of(by_node)
-        world_size = sum(self._ranks_by_node)
         plan, forecast = self._planned()
-        store = by_node[0][1]
-        host_node = next((peer.node for _, peer in by_node if peer.join.hosts), -1)
-        first = 0
-        for (identity, peer), ranks in zip(by_node, self._ranks_by_node, strict=True):
-            peer.ranks = range(first, first + ranks)
-            peer.finished = peer.hung = peer.paused = False
-            peer.halted = None
-            start = Start(
-                self.generation,
-                peer.node,
-                first,
-                world_size,
-                store.join.address,
-                store.store_port,
-                self._recovery,
-                self._ranks_by_node,
-                plan,
-                forecast,
-                host_node,
-            )
-            first += ranks
+        begun = Begun(self.generation, self._recovery, self._ranks_by_node, plan, forecast)
+        for identity, peer, start in begun.starts(by_node):
             self._send(identity, start)
             if self._exit_code and not peer.started:
                 self._send(identity, Stop(self._exit_code))
@@ -356,13 +297,7 @@ class Coordinator:
 
     def _seated(self) -> list[tuple[int, Peer]]:
         """The machines that take part, by their numbers, which they keep."""
-        for peer in self._peers.values():
-            if peer.node < 0 and peer.join.node_rank is not None:
-                peer.node = peer.join.node_rank
-        free = iter(sorted(set(range(self._nodes)) - {peer.node for peer in self._peers.values()}))
-        for peer in self._peers.values():
-            if peer.node < 0:
-                peer.node = next(free)
+        seat(self._peers.values(), self._nodes)
         return sorted(self._peers.items(), key=lambda item: item[1].node)
 
     def _ranks_of(self, by_node: list[tuple[int, Peer]]) -> tuple[int, ...]:
@@ -382,26 +317,16 @@ class Coordinator:
         assert why is not None
         self._deadline = now + self._start_seconds
         missing = max(self._needed - len(self._peers), 1)
-        machines = "one machine is" if missing == 1 else f"{missing} machines are"
-        self._broadcast(
-            Waiting(
-                f"{why.headline}\n  {machines} missing: the run waits {self._start_seconds:.0f} s "
-                "(cluster.start_seconds) for the same command there, or on others"
-            )
-        )
+        self._broadcast(Waiting(missing_text(why, missing, self._start_seconds)))
 
-    def _nobody_came(self) -> None:
+    def _meeting_is_late(self) -> None:
+        """Nobody came."""
         if (why := self._lost or self._cause) is not None:
             hint = f"no machine took its place within {self._start_seconds:.0f} s; {why.hint}"
             self._end(Abort(1, replace(why, hint=hint)))
             return
-        here = ", ".join(peer.join.host for peer in self._peers.values())
-        cause = (
-            f"only {len(self._peers)} of {self._nodes} machines came to {self._place} "
-            f"within {self._start_seconds:.0f} s (here: {here})"
-        )
-        hint = "run the same command on every machine, or raise cluster.start_seconds"
-        self._end(Abort(1, Failure(cause, hint=hint)))
+        hosts = [peer.join.host for peer in self._peers.values()]
+        self._end(Abort(1, nobody_came(hosts, self._nodes, self._place, self._start_seconds)))
 
     # Running -------------------------------------------------------------------------------------
 
@@ -445,17 +370,14 @@ class Coordinator:
         """One silent node may be waiting for another that works: all must be silent."""
         self._peers[peer].hung = True
         silent = all(other.hung or other.finished or other.paused for other in self._running())
-        if self._hang is None and silent:
-            self._hang = hang
+        if self._inquiry is None and silent:
+            self._inquiry = Inquiry(hang)
             self._deadline = now + INSPECT_SECONDS
             self._broadcast(Inspect())
 
-    def _conclude_hang(self, now: float, late: bool) -> None:
-        if self._hang is not None and (late or len(self._standings) == len(self._running())):
-            standings = [one for node in self._standings.values() for one in node]
-            summary, report = hang_report(standings, self._hang.seconds, self._hang.limit)
-            hint = "the stacks are in logs/hang-report.txt of the run directory"
-            self._fail(Failure(clip(summary), hint=hint), now, clip(report, REPORT_LIMIT))
+    def _conclude_hang(self, inquiry: Inquiry, now: float) -> None:
+        failure, report = inquiry.conclusion()
+        self._fail(failure, now, report)
 
     def _judge(self, works: tuple[RankWork, ...], now: float) -> None:
         for slow in self._stragglers.hear(works, sum(self._ranks_by_node), now):
@@ -516,12 +438,14 @@ class Coordinator:
         self._gather_again(now)
 
     def _choose(self) -> None:
-        """What the next generation takes up: the newest moment of which the nodes here hold all images."""
+        """What the next generation takes up: the newest moment of which the nodes here hold all images.
+
+        A lost node's partner has those of its ranks. If not, the new ranks say so, and all take the disk.
+        """
         here = self._running()
         held = [image for peer in here if peer.halted is not None for image in peer.halted.images]
-        # A lost node's partner has images of its ranks. If not, the new ranks say so, and all take the disk.
-        restore = newest_whole(held, sum(self._ranks_by_node))
-        restore = restore or newest_common((rank for peer in here for rank in peer.ranks), held)
+        own = (rank for peer in here for rank in peer.ranks)
+        restore = newest_whole(held, sum(self._ranks_by_node)) or newest_common(own, held)
         assert self._retries.reached_step is not None
         self._recovery = Recovery(
             clip(self._cause.headline, FAILURE_LIMIT) if self._cause is not None else "",
@@ -549,35 +473,21 @@ class Coordinator:
             for name, peer in self._peers.items()
             if peer.node >= 0 and peer.halted is not None
         }
-        if (shared := share_images(sum(self._ranks_by_node), nodes)) is None:
-            self._conclude_rescue("the machines hold no whole copy in memory")
-            return
-        image, world_size, shares = shared
+        self._last_copy = LastCopy(sum(self._ranks_by_node), nodes)
         self._state, self._deadline = "rescuing", self._stop_until
-        self._rescuers = dict.fromkeys(shares)
-        for name, mine in shares.items():
-            self._send(name, Rescue(image, mine, world_size, self._stop_until - now))
+        for name, order in self._last_copy.orders(self._stop_until - now).items():
+            self._send(name, order)
+        self._conclude_rescue()
 
-    def _rescued(self, peer: int, answer: Rescued) -> None:
-        if peer in self._rescuers:
-            self._rescuers[peer] = answer
-        answers = [answer for answer in self._rescuers.values() if answer is not None]
-        error = next((answer.error for answer in answers if answer.error), "")
-        if error or len(answers) == len(self._rescuers):
-            self._conclude_rescue(error)
+    def _conclude_rescue(self) -> None:
+        assert self._last_copy is not None
+        if self._last_copy.ended:
+            self._end(Abort(self._exit_code, note=self._last_copy.note(clip(self._why, FAILURE_LIMIT))))
 
-    def _conclude_rescue(self, error: str) -> None:
-        why = "the run was to grow"
-        if self._cause is not None:
-            why = clip(self._cause.headline, FAILURE_LIMIT)
-        texts = [answer.text for answer in self._rescuers.values() if answer is not None and answer.text]
-        if error:
-            note = f"nothing was saved at the end: {error} ({why})\n  the same command carries on from the "
-            note += "newest checkpoint"
-        else:
-            note = f"{why}, so the copy in memory was saved: {' '.join(texts)}\n  "
-            note += "the same command carries on from it"
-        self._end(Abort(self._exit_code, note=note))
+    @property
+    def _why(self) -> str:
+        """The ranks had to be ended."""
+        return self._cause.headline if self._cause is not None else "the run was to grow"
 
     def _end(self, word: Abort | Over) -> None:
         self._state = "over"

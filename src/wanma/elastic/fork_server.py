@@ -20,7 +20,19 @@ import sys
 import traceback
 
 from wanma.elastic.heap import set_small_places_aside
-from wanma.elastic.messages import Exited, Fork, Message, Prepare, Ready, Signal, Spawn, Started, WorkerSpec
+from wanma.elastic.local_messages import (
+    Exited,
+    Fork,
+    Prepare,
+    Ready,
+    Signal,
+    Spawn,
+    Started,
+    WorkerSpec,
+)
+from wanma.elastic.messages import (
+    Message,
+)
 from wanma.elastic.processes import die_with_parent, fork_obstacle
 from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
 from wanma.elastic.worker_main import in_child, run_worker

@@ -6,7 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from wanma.elastic.messages import Standing
+from wanma.elastic.failure import Failure, clip
+from wanma.elastic.messages import Hung, Standing
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -16,6 +17,8 @@ _INNER_MODULES = (
 )
 _DOING = {"waiting for data": "data loading"}
 """What a rank is in, where its phase is not named so."""
+REPORT_LIMIT = 256 * 1024
+"""Characters of a hang report that travel."""
 _NAMED = 3
 """Groups of odd ranks that the first line tells."""
 
@@ -193,3 +196,27 @@ def _joined(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+class Inquiry:
+    """Where the ranks of all nodes stand, as it comes in."""
+
+    def __init__(self, hang: Hung) -> None:
+        self._hang = hang
+        self._standings: dict[int, tuple[Standing, ...]] = {}
+
+    def hear(self, node: int, standings: tuple[Standing, ...]) -> None:
+        """What a node, by whatever name, says of its ranks."""
+        self._standings[node] = standings
+
+    @property
+    def answers(self) -> int:
+        """Nodes that have answered."""
+        return len(self._standings)
+
+    def conclusion(self) -> tuple[Failure, str]:
+        """The failure, and the report of it, by what has come in."""
+        standings = [one for node in self._standings.values() for one in node]
+        summary, report = hang_report(standings, self._hang.seconds, self._hang.limit)
+        hint = "the stacks are in logs/hang-report.txt of the run directory"
+        return Failure(clip(summary), hint=hint), clip(report, REPORT_LIMIT)

@@ -11,7 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from wanma.elastic.failure import killed_hint, signal_name
-from wanma.elastic.messages import Fork, Message, Prepare
+from wanma.elastic.local_messages import Fork, Prepare
+from wanma.elastic.messages import (
+    Message,
+)
 from wanma.elastic.processes import require_linux
 from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
 from wanma.elastic.secret import VARIABLE

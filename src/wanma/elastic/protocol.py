@@ -1,7 +1,7 @@
 """The one protocol of the elastic room: newline-delimited JSON, versioned, limited, typed.
 
-A message of `messages` is one line `{"v": version, "g": generation, "kind": name, ...fields}`. Here
-are framing and keys only, pure: bytes in, messages out. Whatever is malformed raises
+A message of `messages` or `local_messages` is one line `{"v": version, "g": generation, "kind": name,
+...fields}`. Here are framing and keys only, pure: bytes in, messages out. Whatever is malformed raises
 `ProtocolError`, and whoever holds the connection ends it.
 """
 
@@ -17,9 +17,17 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any, Union
 
-from wanma.elastic.messages import KINDS, Challenge, Message
+from wanma.elastic import local_messages, messages
+from wanma.elastic.messages import Challenge, Message
 
 VERSION = 3
+KINDS: dict[str, type[Message]] = {
+    name: kind
+    for module in (messages, local_messages)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+}
+"""By name."""
 LINE_LIMIT = 1 << 20
 """Bytes of one message; longer ones end the connection."""
 _MAC_LENGTH = 64

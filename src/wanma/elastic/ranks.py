@@ -10,8 +10,12 @@ from collections.abc import Callable
 from wanma.elastic.board import Board
 from wanma.elastic.connection import Connection
 from wanma.elastic.hang import main_thread_stack
+from wanma.elastic.local_messages import Whereabouts, WorkerSpec
 from wanma.elastic.loop import Loop
-from wanma.elastic.messages import Message, Standing, Whereabouts, WorkerSpec
+from wanma.elastic.messages import (
+    Message,
+    Standing,
+)
 from wanma.elastic.processes import process_state
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from wanma.elastic.coordinator import Coordinator, Peer, Send
+from wanma.elastic.coordinator import Coordinator, Send
 from wanma.elastic.failure import Failure
 from wanma.elastic.messages import (
     Abort,
@@ -32,6 +32,7 @@ from wanma.elastic.messages import (
     Waiting,
     Warm,
 )
+from wanma.elastic.peer import Peer
 from wanma.elastic.recovery import newest_whole
 from wanma.elastic.size import Decision, Situation, choose_nodes, spare_text
 from wanma.elastic.succession import Past
@@ -199,7 +200,7 @@ class ResizingCoordinator(Coordinator):
             self._is_deciding = True
             self._ask_planner()
         else:
-            self._nobody_came()
+            super()._meeting_is_late()
 
     # Which machines, under which plan ------------------------------------------------------------
 

@@ -20,15 +20,20 @@ from wanma.elastic.departure import Departure
 from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch, Outcome, host_name
+from wanma.elastic.local_messages import (
+    Exited,
+    Happened,
+    Ready,
+    Started,
+    Whereabouts,
+)
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import (
     Abort,
-    Exited,
     Failed,
     Finished,
     Halt,
     Halted,
-    Happened,
     Hung,
     Inspect,
     Join,
@@ -40,27 +45,24 @@ from wanma.elastic.messages import (
     Pause,
     Paused,
     Reached,
-    Ready,
     Rescue,
     Slow,
     Standings,
     Start,
-    Started,
     Stop,
     StopRequest,
     Waiting,
     Warm,
-    Whereabouts,
     Works,
 )
-from wanma.elastic.network import address_of, interface_of, listen_anywhere
+from wanma.elastic.network import address_of, listen_anywhere
 from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
 from wanma.elastic.stragglers import WINDOW_SECONDS
 from wanma.elastic.succession import LOST_HINT
-from wanma.elastic.team import Team
+from wanma.elastic.team import Team, team_environment
 from wanma.elastic.told import ended_text, joined_text, slow_text, started_again_text, stopping_text
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory, write_atomically
@@ -409,7 +411,7 @@ class Supervisor:
             self._launch,
             self._node,
             self._loop,
-            environment=self._environment(),
+            environment=team_environment(self._launch, self._address),
             store_listener=self._store_listener,
             images=self._images,
             failed_at=self._failed_at or time.monotonic(),
@@ -433,16 +435,6 @@ class Supervisor:
     def _works_period(self) -> float:
         """Of very many nodes each speaks less often: the coordinator hears a hundred of them a second."""
         return max(WINDOW_SECONDS / 2, self._launch.nodes / 100)
-
-    def _environment(self) -> dict[str, str]:
-        """Additions for the workers; torch's sockets stay on the interface that the nodes share."""
-        added = {**self._launch.environment, "OMP_NUM_THREADS": str(self._launch.threads_per_rank)}
-        interface = self._launch.interface or interface_of(self._address)
-        if interface is not None:
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                if self._launch.interface is not None or variable not in os.environ:
-                    added.setdefault(variable, interface)
-        return added
 
     def _worker_said(self, rank: LocalRank, message: Message) -> None:
         match message:

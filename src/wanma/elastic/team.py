@@ -12,8 +12,16 @@ from wanma.checkpoint.ring import guests_of
 from wanma.elastic.board import Board, Position
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch
+from wanma.elastic.local_messages import Fork, Signal, WorkerSpec
 from wanma.elastic.loop import Loop
-from wanma.elastic.messages import Fork, Inspect, Message, RankWork, Signal, Standing, Start, WorkerSpec
+from wanma.elastic.messages import (
+    Inspect,
+    Message,
+    RankWork,
+    Standing,
+    Start,
+)
+from wanma.elastic.network import interface_of
 from wanma.elastic.node import Node
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.watch import Watch
@@ -163,3 +171,18 @@ class Team:
         for rank in self.ranks:
             rank.close()
         self.board.close()
+
+
+def team_environment(launch: Launch, address: str) -> dict[str, str]:
+    """Additions for the workers; torch's sockets stay on the interface that the nodes share.
+
+    Args:
+        address: of this node, that the others reach.
+    """
+    added = {**launch.environment, "OMP_NUM_THREADS": str(launch.threads_per_rank)}
+    interface = launch.interface or interface_of(address)
+    if interface is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if launch.interface is not None or variable not in os.environ:
+                added.setdefault(variable, interface)
+    return added

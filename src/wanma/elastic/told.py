@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from wanma.elastic.failure import Failure
 from wanma.elastic.launch import Launch
 from wanma.elastic.messages import Abort, Over, Recovery, Slow, Start
 from wanma.job.run_directory import RunDirectory
@@ -80,3 +83,26 @@ def ended_text(ending: Abort | Over, nodes: int, node: int, shows_the_run: bool)
     if failure.node is None or failure.node == node:
         return ""
     return f"the run failed on node {failure.node} ({failure.host}), so the ranks here were ended too"
+
+
+def missing_text(why: Failure, missing: int, seconds: float) -> str:
+    """What machines that wait for others are told."""
+    machines = "one machine is" if missing == 1 else f"{missing} machines are"
+    return (
+        f"{why.headline}\n  {machines} missing: the run waits {seconds:.0f} s "
+        "(cluster.start_seconds) for the same command there, or on others"
+    )
+
+
+def nobody_came(hosts: Sequence[str], nodes: int, place: str, seconds: float) -> Failure:
+    """The first meeting came to nothing.
+
+    Args:
+        hosts: that came.
+        nodes: of the run.
+    """
+    cause = (
+        f"only {len(hosts)} of {nodes} machines came to {place} "
+        f"within {seconds:.0f} s (here: {', '.join(hosts)})"
+    )
+    return Failure(cause, hint="run the same command on every machine, or raise cluster.start_seconds")

@@ -22,15 +22,13 @@ from typing import Any, NoReturn
 from wanma.elastic.board import Board, BoardWriter
 from wanma.elastic.collectives import RECORDED, whereabouts
 from wanma.elastic.failure import Failure, failure_of_exception
+from wanma.elastic.local_messages import Happened, Spawn, WorkerSpec
 from wanma.elastic.messages import (
     Failed,
     Finished,
-    Happened,
     Inspect,
     Message,
     Paused,
-    Spawn,
-    WorkerSpec,
 )
 from wanma.elastic.processes import die_with_parent
 from wanma.elastic.protocol import Framer, decode
