@@ -57,7 +57,7 @@ RECOVERY = Recovery("rank 1 failed", 40, 2, Image(6, 40), (17,))
 
 
 def start(node: int = 1, nodes: int = 3) -> Start:
-    return Start(7, node, 2 * node, 2 * nodes, "10.0.0.1", 1, RECOVERY, (2,) * nodes, 0)
+    return Start(7, node, 2 * node, 2 * nodes, "10.0.0.1", 1, RECOVERY, (2,) * nodes, host_node=0)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from wanma.elastic.messages import (
     Was,
     Works,
 )
-from wanma.elastic.peer import Begun, Peer, objection, seat
+from wanma.elastic.peer import Begun, Peer, Send, objection, seat
 from wanma.elastic.recovery import Retries, newest_common, newest_whole
 from wanma.elastic.stragglers import Stragglers
 from wanma.elastic.succession import LOST_HINT, Past
@@ -57,9 +57,6 @@ INSPECT_SECONDS = 10.0
 """How long nodes may take to say where their ranks stand."""
 HALT_SECONDS = 60.0
 """How long nodes may take to end their ranks: a killed process first gives its memory back."""
-
-
-Send = Callable[[int, Message], None]
 
 
 class Coordinator:
@@ -167,8 +164,7 @@ class Coordinator:
             case Moving():
                 self._peers[peer].hung = False
             case Standings(standings) if self._inquiry is not None:
-                self._inquiry.hear(peer, standings)
-                if self._inquiry.answers == len(self._running()):
+                if self._inquiry.hear(peer, standings) == len(self._running()):
                     self._conclude_hang(self._inquiry, now)
 
     def lost(self, peer: int, reason: str, now: float) -> None:
@@ -381,7 +377,7 @@ class Coordinator:
 
     def _judge(self, works: tuple[RankWork, ...], now: float) -> None:
         for slow in self._stragglers.hear(works, sum(self._ranks_by_node), now):
-            peer = next(peer for peer in self._peers.values() if slow.rank in peer.ranks)
+            peer = next(peer for peer in self._running() if slow.rank in peer.ranks)
             self._broadcast(replace(slow, node=peer.node, host=peer.join.host))
 
     # The end, or a new beginning -----------------------------------------------------------------

@@ -11,9 +11,9 @@ from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, UnfitError, W
 from wanma.observe.units import bytes_text
 
 TEXT_LIMIT = 64 * 1024
+"""Characters of a traceback that travel; the log of the rank has all of it."""
 FAILURE_LIMIT = 2000
 """Characters of a failure that a new generation is told of."""
-"""Characters of a traceback that travel; the log of the rank has all of it."""
 
 LESS_MEMORY = "use a smaller parallel.micro_batch, fewer ranks per machine, or shard more (parallel.shard)"
 

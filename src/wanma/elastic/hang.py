@@ -205,13 +205,9 @@ class Inquiry:
         self._hang = hang
         self._standings: dict[int, tuple[Standing, ...]] = {}
 
-    def hear(self, node: int, standings: tuple[Standing, ...]) -> None:
-        """What a node, by whatever name, says of its ranks."""
+    def hear(self, node: int, standings: tuple[Standing, ...]) -> int:
+        """What a node, by whatever name, says of its ranks; returns how many nodes have answered."""
         self._standings[node] = standings
-
-    @property
-    def answers(self) -> int:
-        """Nodes that have answered."""
         return len(self._standings)
 
     def conclusion(self) -> tuple[Failure, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wanma.elastic.messages import Halted, Join, Recovery, Refused, Start
+from wanma.elastic.messages import Halted, Join, Message, Recovery, Refused, Start
+
+Send = Callable[[int, Message], None]
+"""To a supervisor by its name."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from wanma.elastic.coordinator import Coordinator, Send
+from wanma.elastic.coordinator import Coordinator
 from wanma.elastic.failure import Failure
 from wanma.elastic.messages import (
     Abort,
@@ -32,7 +32,7 @@ from wanma.elastic.messages import (
     Waiting,
     Warm,
 )
-from wanma.elastic.peer import Peer
+from wanma.elastic.peer import Peer, Send
 from wanma.elastic.recovery import newest_whole
 from wanma.elastic.size import Decision, Situation, choose_nodes, spare_text
 from wanma.elastic.succession import Past

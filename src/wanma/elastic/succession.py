@@ -157,9 +157,10 @@ class Vacancy:
         node = self.start.host_node
         first = claims.read(self.run, self.start.generation)
         host = first.host if first is not None else "unknown"
+        lost = f"node {node} ({host})" if node >= 0 else f"the machine without ranks that hosted it ({host})"
         failure = Failure(
-            f"node {node} ({host}) was lost: {self.reason}; {own_host} hosts the run now",
-            node=node,
+            f"{lost} was lost: {self.reason}; {own_host} hosts the run now",
+            node=node if node >= 0 else None,
             host=host,
             hint=LOST_HINT,
         )
