@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from support.command import Desk, Ran, Training
+from support.fault_table import Row
 from support.injection import Fault, injected, struck
 from support.nodes import Machines
 
+Note = Callable[[Row], None]
 STEPS, SHORT = 120, 20
 JOB = (
     "text.toml",
@@ -36,12 +39,11 @@ def untroubled(desk: Desk) -> Training:
 
 
 def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
-    desk: Desk, untroubled: Training
+    desk: Desk, untroubled: Training, note: Note
 ) -> None:
     """Each has a third of the state, then half of it: images travel."""
-    slow = Fault(
-        "slow", rank=0, step=10, generation=2, argument="0.5"
-    )  # so that it pays to take the third again
+    # So that it pays to take the third again.
+    slow = Fault("slow", rank=0, step=10, generation=2, argument="0.5")
     words = ("parallel.dp_replicate=1", "parallel.dp_shard=3", "parallel.shard=parameters")
     three = Gang(desk, "shards", 3, STOP, slow, words=("cluster.nodes=2..3", *words))
     three.lose(2)
@@ -61,6 +63,26 @@ def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
     assert "steps save" in grown["reason"]
     assert ran.out.count("the run goes on with 2 of at most 3 machines (3 before)") == 1
     assert ran.out.count("the run goes on with 3 of at most 3 machines (2 before)") == 1
+    note(row("a machine is lost, and the others go on", recovery))
+    note(row("it comes back, and is taken", growth))
+
+
+def test_the_machine_that_decides_is_gone_on_without_as_well(
+    desk: Desk, untroubled: Training, note: Note
+) -> None:
+    sharded = ("parallel.dp_replicate=1", "parallel.dp_shard=3", "parallel.shard=parameters")
+    three = Gang(desk, "host", 3, STOP, words=(f"train.steps={SHORT}", "cluster.nodes=2..3", *sharded))
+    three.lose(0)
+    ran = three.end_all()
+    check_whole(ran, three.training, untroubled, SHORT)
+    assert "this machine hosts the run from now on" in ran.text
+    [recovery] = changes(three.training)
+    assert recovery["source"] == "memory"
+    assert recovery["repeated_steps"] <= 2
+    change = recovery["change"]
+    assert (change["machines_before"], change["machines"], change["most_machines"]) == (3, 2, 3)
+    assert change["plan"] == "2 ranks (dp_shard 2), parameters sharded, fp64, cpu"
+    note(row("the machine that hosts the coordinator is lost, and the others go on", recovery))
 
 
 def test_half_of_a_tensor_parallel_run_is_gone_on_without(desk: Desk, untroubled: Training) -> None:
@@ -103,6 +125,11 @@ class Gang(Machines):
         first, *others = self.end()
         assert [one.code for one in others] == [first.code] * len(others), [one.text for one in others]
         return first
+
+
+def row(fault: str, change: dict[str, Any]) -> Row:
+    plan, weights = "ZeRO-3 on 2 or 3 machines", f"within {TOLERANCE:g} in fp64"
+    return Row(fault, plan, change["source"], change["repeated_steps"], change["seconds"], weights)
 
 
 def changes(training: Training) -> list[dict[str, Any]]:

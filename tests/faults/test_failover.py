@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from support.command import Desk, Training, assert_bitwise_equal
+from support.fault_table import Row
 from support.injection import Fault, injected, struck
 from support.nodes import SHARDED, Machines
 from wanma.job import claims
@@ -31,7 +34,7 @@ def lose_the_host(desk: Desk, name: str, nodes: int, *words: str) -> Training:
     return machines.training
 
 
-def check_whole(training: Training, untroubled: Training) -> None:
+def check_whole(training: Training, untroubled: Training, plan: str) -> Row:
     assert [step["step"] for step in training.metrics] == list(range(1, 13)), "each once, in order"
     assert training.losses == untroubled.losses
     assert_bitwise_equal(training.state(), untroubled.state())
@@ -39,17 +42,22 @@ def check_whole(training: Training, untroubled: Training) -> None:
     assert recovery["source"] == "partner"
     assert recovery["repeated_steps"] <= 2, "the copy of the step before was under way"
     assert recovery["failure"].startswith("node 0 (")
-    print(f"\n{recovery['seconds']:.2f} s, {recovery['repeated_steps']} steps repeated")
+    fault = "the machine that hosts the coordinator is lost, and another comes"
+    return Row(fault, plan, recovery["source"], recovery["repeated_steps"], recovery["seconds"])
 
 
-def test_a_run_of_two_machines_survives_its_host(desk: Desk, untroubled: Training) -> None:
-    check_whole(lose_the_host(desk, "host-of-two", 2, *SHARDED), untroubled)
+def test_a_run_of_two_machines_survives_its_host(
+    desk: Desk, untroubled: Training, note: Callable[[Row], None]
+) -> None:
+    run = lose_the_host(desk, "host-of-two", 2, *SHARDED)
+    note(check_whole(run, untroubled, "ZeRO-3 on 2 machines"))
 
 
 @pytest.mark.slow
-def test_a_run_of_three_machines_survives_its_host(desk: Desk) -> None:
+def test_a_run_of_three_machines_survives_its_host(desk: Desk, note: Callable[[Row], None]) -> None:
     whole = Machines(desk, "three", *THREE)
     for node in range(3):
         whole.start(node)
     assert [one.code for one in whole.end()] == [0, 0, 0]
-    check_whole(lose_the_host(desk, "host-of-three", 3, *THREE), whole.training)
+    run = lose_the_host(desk, "host-of-three", 3, *THREE)
+    note(check_whole(run, whole.training, "ZeRO-3 on 3 machines"))

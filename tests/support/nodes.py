@@ -35,16 +35,21 @@ class Machines:
             self._place = f"127.0.0.1:{sock.getsockname()[1]}"
 
     def start(self, node: int) -> None:
-        self.running[node] = self._desk.start(
+        self.running[node] = self.command(node)
+        wait_for_listener(self._place)  # the first to come hosts the coordinator
+
+    def command(self, node: int, before: tuple[str, ...] = ()) -> Running:
+        """Start the command of one machine; `before`: what it is started by."""
+        return self._desk.start(
             "train",
             *self._words,
             f"cluster.rendezvous={self._place}",
             f"cluster.node_rank={node}",
             "--run-dir",
             self._name,
+            before=before,
             **self._environment,
         )
-        wait_for_listener(self._place)  # the first to come hosts the coordinator
 
     def lose(self, node: int) -> None:
         """All its processes and all its memory are gone at once."""
