@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.failing_storage import FailingFileSystem, register
+from support.failing_storage import Call, FailingFileSystem, register
 from wanma.checkpoint.folder import Keep
 from wanma.checkpoint.reader import load_full, verify
 from wanma.checkpoint.remote import DamagedError, Remote
@@ -154,16 +155,22 @@ def test_a_scan_reads_on_where_storage_fails_now_and_then(
     folder: Path, tmp_path: Path, failing: type[FailingFileSystem]
 ) -> None:
     remote(f"file://{tmp_path}/there").upload(at(folder, 1), 1)
-    reads = itertools.count(1)
-    failing.fails = lambda call: (
-        TimeoutError("slow") if call.name in ("open", "read") and next(reads) % 3 == 0 else None
-    )
+    reads: Counter[int] = Counter()
+
+    def every_third_of_a_thread(call: Call) -> Exception | None:
+        if call.name not in ("open", "read"):
+            return None
+        thread = threading.get_ident()
+        reads[thread] += 1
+        return TimeoutError("slow") if reads[thread] % 3 == 0 else None
+
+    failing.fails = every_third_of_a_thread
     found = scan("step-00000001", Storage(f"failing://{tmp_path}/there/step-00000001", QUICK))
     assert found.problems == ()
-    assert next(reads) > 6
+    assert reads.total() > 6
     failing.fails = lambda call: TimeoutError("slow") if call.name == "read" else None
     found = scan("step-00000001", Storage(f"failing://{tmp_path}/there/step-00000001", QUICK))
-    assert found.problems[0].cause == "cannot be read: slow"
+    assert "TimeoutError: slow (after 3 tries" in found.problems[0].cause
 
 
 def test_a_download_that_arrives_truncated_is_an_error_and_leaves_nothing(
