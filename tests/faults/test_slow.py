@@ -27,4 +27,4 @@ def test_the_slow_rank_is_named_with_what_it_loses_and_recorded(desk: Desk) -> N
     assert event["ratio"] == event["seconds"] / event["peers_seconds"] > 1.5
     assert f"warning: rank 1 ({host}) is slow: " in ran.out
     assert "rank 0 (" not in ran.out
-    assert f"warning: rank 1 ({host}) is slow: " in desk.run("report", "slow").out
+    assert f"warning: rank 1 ({host}) is slow: " in desk.run("show", "slow").out

@@ -104,6 +104,11 @@ class DrivenCoordinator:
         self._coordinator.lost(peer, reason, time.monotonic())
         self._arm()
 
+    @property
+    def over(self) -> bool:
+        """The run has ended, or another coordinator has it."""
+        return self._coordinator.over
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -303,7 +308,8 @@ class Host:
             if guest.peer == peer:
                 guest.session.send(message)
                 break
-        if isinstance(message, Abort | Over) and not self._over:
+        # An `Abort` may be for one machine alone, which is set aside or leaves by itself.
+        if isinstance(message, Abort | Over) and self._driven.over and not self._over:
             self._tell_end(message.exit_code)
 
     def _tell_end(self, exit_code: int) -> None:
