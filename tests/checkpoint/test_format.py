@@ -167,8 +167,9 @@ def test_every_tensor_lies_aligned_to_its_element() -> None:
         assert regions[name].start % item_bytes == 0
 
 
-@given(st.binary(max_size=100), st.integers(0, 200))
+@given(st.binary(max_size=100).filter(lambda content: b"{}" not in content), st.integers(0, 200))
 def test_bytes_that_are_no_safetensors_file_give_a_value_error(content: bytes, size: int) -> None:
+    """`{}` is one: of no tensors."""
     with pytest.raises(ValueError):  # noqa: PT011 - any text: the reader adds the file's name
         parse_header(len(content).to_bytes(8, "little") + content + b"}", size)
 
