@@ -7,6 +7,7 @@ from typing import Any
 
 from support.command import Desk, Running
 from support.injection import Fault, injected
+from support.nodes import Machines
 from support.supervisors import wait_for_listener
 
 WRONG = Fault("wrong product", rank=1, step=0, phase="joining")
@@ -68,3 +69,21 @@ def test_after_a_failure_devices_are_checked_before_ranks_begin_again(desk: Desk
     [health] = health_of(desk, "after")
     assert (health["devices"], "least_bandwidth_bytes_per_second" in health) == (2, False)
     assert health["seconds"] < 0.5, health
+
+
+def test_the_machine_that_hosts_the_coordinator_is_set_aside_as_well(desk: Desk) -> None:
+    kill = Fault("kill", rank=1, step=3, phase="update")
+    wrong = Fault("wrong product", rank=0, step=0, phase="joining", generation=2)
+    marks = injected(desk.folder / "marks-host", kill, wrong)
+    words = ("text.toml", "train.steps=6", "cluster.nodes=2", "checkpoint.snapshots=1")
+    both = Machines(desk, "wrong-host", *words, **marks)
+    both.start(0)
+    both.start(1)
+    bad = both.running.pop(0).end()
+    assert bad.code == 1
+    assert "a product of two torch.float32 matrices that is known came out wrong" in bad.told_once()
+    both.start(0)
+    ended = both.end()
+    assert [one.code for one in ended] == [0, 0], [one.text for one in ended]
+    assert "this machine hosts the run from now on" in ended[1].text
+    assert [step["step"] for step in both.training.metrics] == list(range(1, 7)), "each once, in order"
