@@ -15,22 +15,30 @@ from support.recovered import COMMON
 HERE = Path(__file__).parent
 
 
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    """A test's own: no name of a run or of marks can meet another test's."""
+    (tmp_path / "desk").mkdir()
+    return Desk(tmp_path / "desk", modules=HERE)
+
+
 @pytest.fixture(scope="session")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+def shared_desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """Of the runs with which those of the tests are compared."""
     return Desk(tmp_path_factory.mktemp("desk"), modules=HERE)
 
 
 @pytest.fixture(scope="session")
-def whole_of(desk: Desk) -> Callable[[tuple[str, ...]], Training]:
+def whole_of(shared_desk: Desk) -> Callable[[tuple[str, ...]], Training]:
     """The run with these overrides that nothing happens to."""
     made: dict[tuple[str, ...], Training] = {}
 
     def whole_of(overrides: tuple[str, ...]) -> Training:
         if overrides not in made:
             name = f"whole-{len(made)}"
-            ran = desk.run("train", *COMMON, *overrides, "--run-dir", name)
+            ran = shared_desk.run("train", *COMMON, *overrides, "--run-dir", name)
             assert ran.code == 0, ran.text
-            made[overrides] = desk.training(name)
+            made[overrides] = shared_desk.training(name)
         return made[overrides]
 
     return whole_of
@@ -53,10 +61,10 @@ def note(record_property: Callable[[str, Any], None]) -> Callable[[Row], None]:
 
 
 @pytest.fixture(scope="session")
-def untroubled(desk: Desk) -> Training:
+def untroubled(shared_desk: Desk) -> Training:
     """The run on two machines that nothing happens to."""
-    both = Machines(desk, "untroubled", *SHARDED)
+    both = Machines(shared_desk, "untroubled", *SHARDED)
     both.start(0)
     both.start(1)
     assert [one.code for one in both.end()] == [0, 0]
-    return desk.training("untroubled")
+    return shared_desk.training("untroubled")

@@ -31,11 +31,11 @@ STOP = Fault("stop", rank=2, step=8, phase="forward and backward")  # nobody get
 
 
 @pytest.fixture(scope="module")
-def untroubled(desk: Desk) -> Training:
+def untroubled(shared_desk: Desk) -> Training:
     """The run on one machine, as one process."""
-    ran = desk.run("train", *JOB, "parallel.dp_replicate=1", "--run-dir", "untroubled-fp64")
+    ran = shared_desk.run("train", *JOB, "parallel.dp_replicate=1", "--run-dir", "untroubled-fp64")
     assert ran.code == 0, ran.text
-    return desk.training("untroubled-fp64")
+    return shared_desk.training("untroubled-fp64")
 
 
 def test_a_lost_machine_is_gone_on_without_and_taken_again_when_it_is_back(
