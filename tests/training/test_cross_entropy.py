@@ -66,6 +66,42 @@ def test_a_batch_without_targets_has_no_loss_and_no_gradient() -> None:
     assert torch.count_nonzero(logits.grad) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_that_nobody_wants_any_more_become_their_gradient(dtype: torch.dtype) -> None:
+    hidden, targets = torch.randn(3, 5, 8, dtype=dtype), torch.randint(0, 40, (3, 5))
+    targets[0, 2] = IGNORED
+    made: dict[bool, tuple[Tensor, Tensor]] = {}
+    for spend in (False, True):
+        head = torch.nn.Linear(8, 40, bias=spend, dtype=dtype)  # both of torch's products
+        with torch.no_grad():
+            head.weight.copy_(torch.linspace(-1, 1, 320).view(40, 8))
+            if spend:
+                head.bias.zero_()
+        logits = head(hidden)
+        before = logits.detach().clone()
+        loss = cross_entropy_sum(logits, targets, spend=spend)
+        (loss * 0.5).backward()
+        assert torch.equal(logits, before) is not spend
+        if spend:
+            assert logits[0, 2].count_nonzero() == 0, "the gradient of a row without a target"
+        made[spend] = loss.detach(), head.weight.grad
+    assert torch.equal(made[True][0], made[False][0])
+    assert torch.equal(made[True][1], made[False][1])
+
+
+def test_logits_that_their_maker_needs_for_backward_are_left_alone() -> None:
+    hidden, targets = torch.randn(4, 8), torch.randint(0, 20, (4,))
+    made: dict[bool, Tensor] = {}
+    for spend in (False, True):
+        weight = torch.linspace(-1, 1, 160).view(20, 8).requires_grad_()
+        logits = torch.tanh(hidden @ weight.T)
+        cross_entropy_sum(logits, targets, spend=spend).backward()
+        assert logits.abs().max() < 1
+        assert weight.grad is not None
+        made[spend] = weight.grad
+    assert torch.equal(made[True], made[False])
+
+
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
     loss = cross_entropy_sum(logits, torch.tensor([1]))

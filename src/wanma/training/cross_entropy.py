@@ -3,7 +3,8 @@
 Logits stay in the precision the model computed them in; each block of rows is brought to fp32 while
 it is in the cache, in forward for the loss and once more in backward for the gradient. Against
 `F.cross_entropy(logits.float())` this saves two tensors of the size of the fp32 logits and about
-five passes over memory (the idea of Liger's kernel, Hsu et al. 2024, in plain torch operators).
+five passes over memory (the idea of Liger's kernel, Hsu et al. 2024, in plain torch operators). Where
+nobody else wants the logits, their gradient takes their place.
 
 Logits that tensor parallelism split over the vocabulary stay split: each rank finds the log-sum-exp of
 its own classes and, where it holds it, the target's logit; two all-reduces of a number or two per row
@@ -26,12 +27,20 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
 """Logits per block: on CPU 512 KiB of fp32, so that a block stays in a core's cache."""
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+_PRODUCTS = {"MmBackward0", "AddmmBackward0"}
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "_ToTorchTensorBackward", "_FromTorchTensorBackward"}
+"""What autograd calls the makers of tensors for whose backward the tensor itself is not needed."""
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, *, spend: bool = False) -> Tensor:
     """Sum over targets of the cross entropy, in at least fp32.
 
     Args:
         logits: (..., classes); or a DTensor of them whose last dim is split evenly over a mesh of one axis.
         targets: (...), int64; `IGNORED` ones count nothing. Whole on every rank.
+        spend: nobody reads the logits after this. In backward their gradient is then written over them, if a
+            matrix product has made them, whose backward does not need them either. Were one wrong about an
+            operation of autograd's, its backward would refuse: tensors count how often they are changed.
 
     Returns:
         the same on every rank that holds a part of the logits.
@@ -42,14 +51,23 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
             raise ValueError(f"logits are split by {logits.placements}, not over their last dim")
         group, local = logits.device_mesh.get_group(), logits.to_local()
     result: Tensor = _CrossEntropySum.apply(  # type: ignore[no-untyped-call]  # torch's own
-        local.flatten(0, -2), targets.flatten(), group
+        local.flatten(0, -2), targets.flatten(), group, spend and _from_product(local)
     )
     return result
 
 
+def _from_product(tensor: Tensor) -> bool:
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _PRODUCTS
+
+
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, overwrite: bool
+    ) -> Tensor:
         precise = torch.promote_types(logits.dtype, torch.float32)
         column, is_here = _columns(targets, logits.shape[1], group)
         normalizers = torch.empty(len(targets), dtype=precise, device=logits.device)
@@ -61,19 +79,24 @@ class _CrossEntropySum(torch.autograd.Function):
         if group is not None:
             normalizers, chosen = _over_the_vocabulary(normalizers, torch.where(is_here, chosen, 0.0), group)
         ctx.save_for_backward(logits, targets, column, is_here, normalizers)
+        ctx.overwrite = overwrite
         return torch.where(targets == IGNORED, 0.0, normalizers - chosen).sum()
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None, None]:
         # d loss / d logit = softmax − 1 at the target; nothing where the target is ignored.
         logits, targets, column, is_here, normalizers = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
+        gradient = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        precise = normalizers.dtype == logits.dtype
         for rows in _blocks(logits):
             weight = torch.where(targets[rows] == IGNORED, 0.0, factor).unsqueeze(1)
-            block = (logits[rows].to(normalizers.dtype) - normalizers[rows].unsqueeze(1)).exp_()
+            block = gradient[rows] if precise else torch.empty_like(logits[rows], dtype=normalizers.dtype)
+            torch.sub(logits[rows], normalizers[rows].unsqueeze(1), out=block).exp_()
             block.scatter_add_(1, column[rows].unsqueeze(1), -is_here[rows].unsqueeze(1).to(block.dtype))
-            gradient[rows] = block.mul_(weight)
-        return gradient, None, None
+            block.mul_(weight)
+            if not precise:
+                gradient[rows] = block
+        return gradient, None, None, None
 
 
 def _columns(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -44,9 +44,11 @@ class ForwardBackward:
         """
         set_loss_factor(self._routers, factor)
         if self._parallel.pipeline is not None:
-            return self._pipelined(
-                batches, factor, lambda out, to: cross_entropy_sum(out, to) * factor, backward=True
-            )
+
+            def scaled(output: Tensor, targets: Tensor) -> Tensor:
+                return cross_entropy_sum(output, targets, spend=True) * factor
+
+            return self._pipelined(batches, factor, scaled, backward=True)
         loss_sum, targets = self._zero(), self._zero()
         for index, batch in enumerate(batches):
             self._parallel.begin_micro_batch(last=index == len(batches) - 1)

@@ -20,14 +20,15 @@ UserLoss = Callable[[Any, Any], Tensor]
 """(model output, targets) -> one loss per target, leading dimension the batch's rows."""
 
 
-def classification_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def classification_loss(output: Any, batch: Batch, *, spend: bool = False) -> tuple[Tensor, Tensor]:
     """The loss of text and labelled images.
 
     Args:
         output: logits, or an object that has them, as the models of transformers give it.
+        spend: as of `cross_entropy_sum`.
     """
     logits = output if isinstance(output, Tensor) else output.logits
-    return cross_entropy_sum(logits, batch.targets), (batch.targets != IGNORED).sum()
+    return cross_entropy_sum(logits, batch.targets, spend=spend), (batch.targets != IGNORED).sum()
 
 
 def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:

@@ -6,6 +6,7 @@ The supervisor calls `train_worker` in every rank; `train` is the same with the 
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
 from wanma.data.open import open_data
@@ -67,7 +68,7 @@ def train(worker: Worker, request: Request) -> str:
         ) as trainer:
             if health is not None:
                 trainer.tell_health(health)
-            loss = choose_loss(request)
+            loss = choose_loss(request, spec)
             return run_loop(trainer, data, ForwardBackward(parallel, job, plan, grid, loss))
 
 
@@ -91,13 +92,14 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     )
 
 
-def choose_loss(request: Request) -> LossFunction:
+def choose_loss(request: Request, spec: ModelSpec) -> LossFunction:
     """The loss that the user passed or named, or cross entropy."""
     function = request.objects.get("loss")
     if function is None and request.job.model.loss is not None:
         function = import_object(request.job.model.loss, "model.loss")
     if function is None:
-        return classification_loss
+        # A module of the user's may have kept its logits, to look at later.
+        return partial(classification_loss, spend=spec.layout is not None)
     if request.plan.pp > 1:
         raise JobError(
             f"parallel.pp = {request.plan.pp}: pipelines compute cross entropy, not a loss of one's own",

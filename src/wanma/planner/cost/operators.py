@@ -93,7 +93,8 @@ class Software:
     boundary_buffers: bool = True
     """A stage has a place of its own for what each micro-batch of a step brings to it (torch's pipelines)."""
     logits_copies: float = 2.0
-    """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient."""
+    """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient, which in
+    decoders of ours takes their place."""
 
 
 CPU_NORM, CPU_JOIN, CPU_SWIGLU, CPU_TURN = (10.0, 18.0), (6.0, 6.0), (12.0, 24.0), (5.0, 6.0)
