@@ -23,7 +23,7 @@ from wanma.planner.cost.communication import (
 )
 from wanma.planner.cost.data_parallel import INTERFERENCE
 from wanma.planner.cost.decoder import stage_blocks, step_time
-from wanma.planner.cost.operators import CPU_LOSS, Software
+from wanma.planner.cost.operators import CPU_LOSS_16_BITS, Software
 
 MODEL = DecoderDimensions(16, 4096, 32, 8, 14336, 32000)
 MIXTURE = replace(MODEL, experts=16, experts_per_token=2, expert_feed_forward=2048)
@@ -297,5 +297,5 @@ def test_on_a_cpu_exponentials_take_longer_than_their_bytes() -> None:
         return both[1] - both[0]
 
     tokens, logits = 32 * 4096, 99_000
-    more = (CPU_LOSS[0] + CPU_LOSS[1] - Software().loss_bytes) * tokens * logits / 0.8e12
+    more = (CPU_LOSS_16_BITS[0] + CPU_LOSS_16_BITS[1] - Software().loss_bytes) * tokens * logits / 0.8e12
     assert of_loss("cpu") - of_loss("cuda") == pytest.approx(more, rel=0.01)
