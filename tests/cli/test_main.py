@@ -148,7 +148,8 @@ def test_a_reader_that_leaves_early_causes_no_complaint() -> None:
 def test_ctrl_c_ends_a_command_with_one_word(tmp_path: Path) -> None:
     fifo = tmp_path / "job.toml"
     os.mkfifo(fifo)  # a job that never arrives: the command waits for it
-    process = wanma("train", str(fifo))
+    # Whoever runs the tests in the background has a shell that lets all its children ignore Ctrl-C.
+    process = wanma("train", str(fifo), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     writer = opened_by_a_reader(fifo)
     process.send_signal(signal.SIGINT)
     _, text = process.communicate(timeout=60)

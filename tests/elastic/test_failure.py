@@ -118,6 +118,7 @@ def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
     assert tuned == {
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
         ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
+        "MKL_DISABLE_FAST_MM": "1",
         "OMP_NUM_THREADS": "3",
     }
     assert worker_environment(ClusterSection(allocator="system"), plan) == {"OMP_NUM_THREADS": "3"}

@@ -8,10 +8,16 @@ from wanma.job.sections import ClusterSection
 
 TUNED_ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
-    f":glibc.malloc.trim_threshold=17179869184:{NO_SMALL_CACHES}"
+    f":glibc.malloc.trim_threshold=17179869184:{NO_SMALL_CACHES}",
+    "MKL_DISABLE_FAST_MM": "1",
 }
 """glibc (2.35 and later) keeps freed tensors instead of returning their pages, asks for huge pages, and lets
 no small object live in what it cuts off a tensor's place (`heap`).
+
+MKL would keep the buffers of its products from one to the next. It takes them between the first step's
+tensors, where they stay: with 44 MiB of them in the way, a decoder's logits of 256 MiB found no place any
+more where they had been, and the heap grew by as much. glibc, which returns no pages, gives MKL a buffer as
+fast.
 
 torch's own THP_MEM_ALLOC_ENABLE gains as much time, but together with the thresholds its aligned blocks
 leave holes: a rank grew to twice its memory within a hundred steps.
