@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.real --calibrate         # a minute at rest; again for a quieter one
     python -m benchmarks.planner.real --minutes 5         # runs what is not measured yet; again to carry on
-    python -m benchmarks.planner.real --memory --minutes 5   # peaks of runs with few steps; needs no quiet
+    python -m benchmarks.planner.real --memory --minutes 5   # only peaks, of few steps; needs no quiet
     python -m benchmarks.planner.real --report
 
 A run's steps count only where other programs left the machine alone. Runs of two other models correct the
@@ -88,6 +88,7 @@ def _run(state: dict[str, Any], options: argparse.Namespace) -> None:
         while quiet_steps(state, name, layout) < options.quiet and time.monotonic() < deadline:
             taken = _train(name, layout, options.steps, options.foreign_limit)
             state["runs"].append(taken)
+            _note_memory(state, taken)
             _save(state)
             counted = sum(step["others"] <= options.foreign_limit for step in taken["steps"])
             print(f"{name}, {layout}: {counted} of {len(taken['steps'])} steps were quiet", flush=True)
@@ -101,7 +102,7 @@ def quiet_steps(state: dict[str, Any], name: str, layout: str) -> int:
 def _measure_memory(state: dict[str, Any], options: argparse.Namespace) -> None:
     """Of every case whose memory is not measured yet."""
     deadline = time.monotonic() + options.minutes * 60
-    found = state.setdefault("memory", {})
+    found = state.get("memory", {})
     for name, layout in cases():
         if (options.model and name not in options.model) or (options.layout and layout not in options.layout):
             continue
@@ -109,9 +110,15 @@ def _measure_memory(state: dict[str, Any], options: argparse.Namespace) -> None:
         if case in found or time.monotonic() >= deadline:
             continue
         taken = _train(name, layout, MEMORY_STEPS, options.foreign_limit)
-        found[case] = {"bytes": taken["memory_bytes"], "date": taken["date"], "commit": taken["commit"]}
+        _note_memory(state, taken)
         _save(state)
         print(f"{case}: {taken['memory_bytes'] / 2**20:.0f} MiB", flush=True)
+
+
+def _note_memory(state: dict[str, Any], taken: dict[str, Any]) -> None:
+    """The newest run of a case counts."""
+    noted = {"bytes": taken["memory_bytes"], "date": taken["date"], "commit": taken["commit"]}
+    state.setdefault("memory", {})[f"{taken['model']}, {taken['layout']}"] = noted
 
 
 def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str, Any]:
@@ -123,7 +130,7 @@ def _train(name: str, layout: str, steps: int, foreign_limit: float) -> dict[str
         prepare(load_job(job).data)
         command = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(run)]
         environment = {
-            key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_"))
+            key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_", "MKL_"))
         }
         with Watch() as watch:
             run_command(command, environment, Path(folder) / "output.log", TIMEOUT_SECONDS)
