@@ -160,5 +160,5 @@ def no_room_for_checkpoints() -> None:
         self._join()
         return poll(self)
 
-    Checkpointer.save = save_without_room  # type: ignore[method-assign]
+    Checkpointer.save = save_without_room  # type: ignore[method-assign, assignment]
     Checkpointer.poll = wait_and_poll  # type: ignore[method-assign]
