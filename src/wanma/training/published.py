@@ -133,8 +133,8 @@ def _require_agreement(
         way_out = f"describe the model that was published: model.huggingface = '{folder}'"
         if weights.files.keys() >= set(parallel.parameter_names):
             way_out = (
-                "it has wanma's own names, as `wanma checkpoint convert --format safetensors` writes them: start "
-                "from the checkpoint itself, or from what `convert --weights` makes of it"
+                "it has wanma's own names, as `wanma checkpoint convert --format safetensors` writes them: "
+                "start from the checkpoint itself, or from what `convert --weights` makes of it"
             )
         raise WanmaError(
             f"checkpoint.start_from = '{folder}' holds another model than {type(parallel.parts[0]).__name__} "
