@@ -208,6 +208,7 @@ def test_convert_to_plain_safetensors_names_weights_as_the_model_does(run: RunDi
         (["convert", "gpt", "out", "--format", "safetensors", "--files", "2"], "--files belongs to"),
         (["convert", "gpt", "out", "--files", "0"], "0 files: at least one is needed"),
         (["verify", "elsewhere"], "there is no run 'elsewhere'"),
+        (["verify", "runs/gpt/logs"], "'runs/gpt/logs' is a folder without checkpoints"),
         (["diff", "gpt", "s3:///"], "is not on this machine"),
         (["list", "ftp://me:hunter2@host/run"], "credentials"),
         (["list", "gpt", "--jsno"], "wanma checkpoint list: unknown option --jsno. Did you mean '--json'?"),

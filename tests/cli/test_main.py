@@ -145,6 +145,18 @@ def test_a_reader_that_leaves_early_causes_no_complaint() -> None:
     assert (process.communicate(timeout=60)[1], process.returncode) == ("", main_module.EXIT_BROKEN_PIPE)
 
 
+def test_output_that_finds_a_full_disk_is_no_bug_of_wanma() -> None:
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "wanma", "job", "--toml"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+        told = process.communicate(timeout=60)[1]
+    assert told == (
+        "error: No space left on device: where the output of this command goes\n  free some space there\n"
+    )
+    assert process.returncode == 1
+
+
 def test_ctrl_c_ends_a_command_with_one_word(tmp_path: Path) -> None:
     fifo = tmp_path / "job.toml"
     os.mkfifo(fifo)  # a job that never arrives: the command waits for it

@@ -183,5 +183,5 @@ def test_start_is_one_readable_line() -> None:
     assert encode(start) == (
         b'{"v":3,"g":0,"kind":"Start","generation":1,"node_rank":0,"first_rank":0,'
         b'"world_size":4,"store_host":"10.0.0.1","store_port":40000,"recovery":null,"ranks_by_node":[],'
-        b'"plan":null,"forecast":null,"host_node":-1}\n'
+        b'"plan":null,"forecast":null,"host_node":-1,"failed_at":0.0}\n'
     )

@@ -180,11 +180,27 @@ def test_pauses_between_starts_are_no_time_of_the_run(new_run: NewRun) -> None:
     events = [
         {"kind": "start", "time": 100.0, "step": 0, "steps": 10},
         {"kind": "message", "time": 160.0, "level": "info", "text": "a minute"},
-        {"kind": "start", "time": 1000.0, "step": 0, "steps": 10},
+        {"kind": "start", "time": 1000.0, "step": 4, "steps": 10},
         {"kind": "finish", "time": 1030.0, "step": 10, "outcome": "finished"},
     ]
     run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     assert read_report(run).seconds == pytest.approx(90.0)
+
+
+def test_a_run_that_began_anew_is_told_from_there(new_run: NewRun) -> None:
+    run = new_run(0, total=10, finish=None)
+    events = [
+        {"kind": "start", "time": 100.0, "step": 0, "steps": 10},
+        {"kind": "message", "time": 160.0, "level": "warning", "text": "of the run before"},
+        {"kind": "start", "time": 1000.0, "step": 0, "steps": 10},
+        {"kind": "start", "time": 1010.0, "step": 0, "steps": 10, "again": True},
+        {"kind": "finish", "time": 1030.0, "step": 10, "outcome": "finished"},
+    ]
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    report = read_report(run)
+    assert len(report.starts) == 2, "a recovery from the beginning is part of the run"
+    assert report.messages == ()
+    assert report.seconds == pytest.approx(20.0)
 
 
 def test_reading_imports_no_torch() -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from support.own import Numbers
 from support.ranks import Outcome, run_job
+from wanma.checkpoint.convert import convert
 from wanma.job.plan import Plan
 
 
@@ -28,6 +31,16 @@ def job(folder: Path, steps: int = 6, **train: Any) -> dict[str, Any]:
         },
         "checkpoint": {"every_steps": 2},
     }
+
+
+class Noisy(nn.Sequential):
+    """Draws from torch's own generator, which nothing keys by sample."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs + torch.randn_like(inputs) if self.training else inputs)
 
 
 def equal(one: Outcome, other: Outcome) -> None:
@@ -119,6 +132,69 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> No
     events = (tmp_path / "parts" / "events.jsonl").read_text()
     assert "carrying on from step 2" in events
     assert "step-00000004" in events
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_stops_rather_than_begin_anew(tmp_path: Path) -> None:
+    plan, run = Plan(dp_replicate=2, micro_batch=3), tmp_path / "run"
+    before = run_job(run, job(tmp_path, steps=4), plan).losses
+    for file in run.glob("checkpoints/step-*/rank-00001.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(AssertionError) as stopped:
+        run_job(run, job(tmp_path), plan)
+    told = str(stopped.value)
+    assert f"no checkpoint in {run}/checkpoints is whole:" in told
+    assert told.index("step-00000004 is skipped: rank-00001") < told.index(
+        "step-00000002 is skipped: rank-00001"
+    )
+    assert "--fresh" in told
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    assert Outcome(run).losses == before
+
+    again = job(tmp_path)
+    again["checkpoint"]["resume"] = False
+    assert [step["step"] for step in run_job(run, again, plan).steps] == [1, 2, 3, 4, 5, 6]
+    assert len(list(run.glob("checkpoints-before-1/step-*"))) == 2
+
+
+def test_another_optimizer_is_refused_as_that_and_not_as_another_model(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    run_job(tmp_path / "run", job(tmp_path, steps=2), plan)
+    with pytest.raises(AssertionError, match="step-00000002 has another optimizer's state; first diff"):
+        run_job(tmp_path / "run", job(tmp_path, optimizer="sgd"), plan)
+
+
+def test_weights_of_a_converted_checkpoint_start_a_run_in_their_other_precision(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=6)
+    whole = run_job(tmp_path / "run", job(tmp_path, steps=2, weight_average=0.0), plan)
+    path, out = tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "out"
+    convert(path, out, {name: "BF16" for name in whole.tensors() if name.startswith("model.")})
+    start = job(tmp_path, steps=1, learning_rate=1e-30, weight_decay=0.0)
+    start["checkpoint"]["start_from"] = str(out)
+    started = run_job(tmp_path / "started", start, plan).tensors()
+    for name, tensor in whole.tensors().items():
+        if name.startswith("model."):
+            assert torch.equal(started[name], tensor.bfloat16().float()), name
+
+
+def test_draws_of_a_module_of_one_s_own_are_those_of_the_seed_and_carry_on(tmp_path: Path) -> None:
+    plan, objects = Plan(micro_batch=6), {"model": Noisy(), "data": Numbers()}
+
+    def run(name: str, steps: int = 6, **train: Any) -> Outcome:
+        text = {**job(tmp_path, steps, **train), "model": {"factory": "a:b"}, "data": {}}
+        return run_job(tmp_path / name, text, plan, objects, patch="torch:seed")  # as in each new process
+
+    whole = run("whole")
+    assert run("again").losses == whole.losses
+    assert run("other", seed=2).losses != whole.losses
+    run("parts", steps=4)
+    equal(whole, run("parts"))
+
+
+def test_a_folder_to_start_from_that_is_not_there_is_told_so(tmp_path: Path) -> None:
+    start = job(tmp_path)
+    start["checkpoint"]["start_from"] = str(tmp_path / "nowhere")
+    with pytest.raises(AssertionError, match="nowhere': there is no such folder"):
+        run_job(tmp_path / "run", start, Plan(micro_batch=6))
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:

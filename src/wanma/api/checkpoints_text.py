@@ -117,7 +117,10 @@ def comparison_tables(found: Comparison, limit: int | None = SHOWN) -> list[Text
         parts.append(table)
     if found.ranks:
         parts.append(
-            Text(f"the state of single ranks differs: {_some([str(rank) for rank in found.ranks], limit)}")
+            Text(
+                "what ranks keep for themselves, the generators of random numbers, differs: ranks "
+                + _some([str(rank) for rank in found.ranks], limit)
+            )
         )
     return parts
 

@@ -162,6 +162,7 @@ class _ScriptConsole:
         self._stack.close()
         if self._console is None:
             self._before.line(f"run directory: {self._run.path}")
+            self._before.stream.let_go()
 
     def write(self, event: Event) -> None:
         if self._console is not None:

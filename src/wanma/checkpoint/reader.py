@@ -60,6 +60,7 @@ def load(
     tensors: Mapping[str, torch.Tensor],
     *,
     strict: bool = True,
+    cast: bool = False,
     elsewhere: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
@@ -70,6 +71,7 @@ def load(
         source: a checkpoint's path, the same on all ranks, or copies in memory.
         tensors: full name -> tensor or DTensor of any layout; dtype and full shape must be as saved.
         strict: whether tensors of the checkpoint that nobody asks for are an error.
+        cast: whether floating-point tensors may have been saved in another floating-point dtype.
         elsewhere: names that only other ranks hold (of other pipeline stages).
         rank, world_size: of the loading run, for its `rank_state`.
 
@@ -82,7 +84,7 @@ def load(
     """
     source = source if isinstance(source, Source) else on_disk(source)
     manifest = source.manifest
-    _require_same_model(source, tensors, strict, elsewhere)
+    _require_same_model(source, tensors, strict, cast, elsewhere)
     files = _Files(source)
     for name, tensor in tensors.items():
         box = local_box(name, tensor)
@@ -193,6 +195,7 @@ def _require_same_model(
     source: Source,
     tensors: Mapping[str, torch.Tensor],
     strict: bool,
+    cast: bool,
     elsewhere: Collection[str],
 ) -> None:
     """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
@@ -206,15 +209,32 @@ def _require_same_model(
             differences.append(f"{name}: not in the checkpoint.{close}")
         elif entry.shape != here[1]:
             differences.append(f"{name}: shape {here[1]} here, {entry.shape} in the checkpoint")
-        elif entry.dtype != here[0]:
+        elif entry.dtype != here[0] and not (cast and tensor.is_floating_point() and _is_floating(entry)):
             differences.append(f"{name}: dtype {here[0]} here, {entry.dtype} in the checkpoint")
     if strict:
         extra = set(manifest.tensors).difference(tensors, elsewhere)
         differences += [f"{name}: only in the checkpoint" for name in sorted(extra)]
     if differences:
         more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+        what, way_out = _kind(differences)
         raise WanmaError(
-            f"{source.name} is from another model; first differences:\n    "
-            + "\n    ".join(differences[:_SHOWN] + more),
-            "give the job the model that was saved, or another run directory to start afresh (--run-dir DIR)",
+            f"{source.name} {what}; first differences:\n    " + "\n    ".join(differences[:_SHOWN] + more),
+            way_out,
         )
+
+
+def _kind(differences: list[str]) -> tuple[str, str]:
+    """What a checkpoint that differs so is, and the way out."""
+    afresh = "or start afresh from its weights (checkpoint.start_from, --run-dir DIR)"
+    if all(text.startswith("optimizer.") for text in differences):
+        return "has another optimizer's state", f"give the job the optimizer that was saved, {afresh}"
+    if all(": dtype " in text for text in differences):
+        return "is in other dtypes", f"give the job the precision that was saved, {afresh}"
+    return (
+        "is from another model",
+        "give the job the model that was saved, or another run directory to start afresh (--run-dir DIR)",
+    )
+
+
+def _is_floating(entry: TensorEntry) -> bool:
+    return DTYPES[entry.dtype].is_floating_point

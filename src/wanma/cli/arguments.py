@@ -88,6 +88,12 @@ def chosen_place(name: str | None, runs: Path) -> str:
         holds = next(Path(name).glob("step-*"), None) is not None or (Path(name) / "manifest.json").is_file()
         if holds or Path(name).name.startswith("step-"):
             return name
+        if Path(name).is_dir() and not (Path(name) / "job.toml").is_file():
+            raise WanmaError(
+                f"'{name}' is a folder without checkpoints: neither manifest.json nor step-* is in it",
+                "name a run, a checkpoint's folder, or a folder of them",
+                EXIT_USAGE,
+            )
     return str(run_called(name, runs).checkpoints)
 
 

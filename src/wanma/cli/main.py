@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 
 from wanma.job.errors import EXIT_FAILED, EXIT_INTERRUPTED, WanmaError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that say no more than that a disk is full."""
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that SIGPIPE ended, as in `wanma runs | head -1`."""
 
@@ -24,13 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(error.message, error.hint)
         return error.exit_code
     except BrokenPipeError:
-        # Whatever is left in the buffers has no reader; without this, Python complains at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            where = error.filename or "where the output of this command goes"
+            _complain(f"{error.strerror}: {where}", "free some space there")
+            return EXIT_FAILED
         traceback.print_exc()
         _complain(
             f"this is a bug in wanma ({type(error).__name__}), not in your job",
@@ -51,9 +57,19 @@ def _run(arguments: list[str]) -> int:
     return int(parsed.run(parsed))
 
 
+def _drop_output() -> None:
+    """Whatever is left in the buffers has no reader or no room; with it, Python would complain at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def _complain(message: str, hint: str) -> None:
     red, plain = ("\x1b[1;31m", "\x1b[0m") if _colours() else ("", "")
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
     print(f"{red}error:{plain} {message}" + (f"\n  {hint}" if hint else ""), file=sys.stderr)
 
 

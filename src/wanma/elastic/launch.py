@@ -65,7 +65,7 @@ class Launch:
     grace_seconds: float = 30.0
     """From a SIGTERM to the SIGKILL that follows it."""
     requeue_code: int = 143
-    """Exit code of a run that SIGTERM or SIGUSR1 stopped."""
+    """Exit code of a run that SIGTERM, SIGUSR1 or SIGHUP stopped."""
     slow_factor: float = 1.5
     """A rank that takes so many times its peers' time is told."""
     upload: str | None = None
@@ -85,8 +85,8 @@ class Outcome:
     """How the run ended on this node."""
 
     exit_code: int
-    """0: every rank of every node finished; 130: stopped by SIGINT; `requeue_code`: by SIGTERM or SIGUSR1;
-    else a failure's."""
+    """0: every rank of every node finished; 130: stopped by SIGINT; `requeue_code`: by SIGTERM, SIGUSR1 or
+    SIGHUP; else a failure's."""
     failure: Failure | None = None
     """The one cause, the same on every node; None when nothing failed."""
 

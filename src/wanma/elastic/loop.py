@@ -75,7 +75,10 @@ class Loop:
         return sock.fileno() >= 0 and sock in self._selector.get_map()
 
     def catch(self, numbers: Iterable[int], callback: Callable[[int], None]) -> None:
-        """Turn these signals into callbacks; only the main thread can, elsewhere they stay as they are."""
+        """Turn these signals into callbacks; only the main thread can, elsewhere they stay as they are.
+
+        A SIGHUP that is ignored stays so: that is what `nohup` asks for.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         reader, writer = socket.socketpair()
@@ -88,6 +91,8 @@ class Loop:
             """The wake-up byte carries the signal; this only replaces the default action."""
 
         for number in numbers:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._signals[number] = signal.signal(number, nothing)
 
         def received(_events: int) -> None:

@@ -192,6 +192,8 @@ class Start(Message):
     """Of that plan, as `Forecast.to_json`."""
     host_node: int = -1
     """The node that the coordinator lives on; negative: it has no ranks."""
+    failed_at: float = 0.0
+    """When the generation before failed, in unix seconds; 0: it did not, or nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,8 @@ class Halted(Message):
     store_port: int
     reached_step: int | None
     images: tuple[HeldImage, ...]
+    failed_at: float = 0.0
+    """As `Start` says it."""
 
 
 @dataclass(frozen=True)

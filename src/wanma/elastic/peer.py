@@ -29,6 +29,11 @@ class Peer:
     halted: Halted | None = None
 
     @property
+    def failed_at(self) -> float:
+        """When its ranks failed, in unix seconds; 0: they did not."""
+        return self.halted.failed_at if self.halted is not None else 0.0
+
+    @property
     def named(self) -> str:
         return f"node {self.node} ({self.join.host})"
 
@@ -51,6 +56,7 @@ class Begun:
         """
         store = by_node[0][1]
         host_node = next((peer.node for _, peer in by_node if peer.join.hosts), -1)
+        failed_at = min((at for _, peer in by_node if (at := peer.failed_at)), default=0.0)
         first = 0
         for (identity, peer), ranks in zip(by_node, self.ranks_by_node, strict=True):
             peer.ranks = range(first, first + ranks)
@@ -68,6 +74,7 @@ class Begun:
                 self.plan,
                 self.forecast,
                 host_node,
+                failed_at,
             )
             first += ranks
             yield identity, peer, start

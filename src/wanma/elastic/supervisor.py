@@ -18,6 +18,7 @@ from dataclasses import asdict
 
 from wanma.elastic.departure import Departure
 from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
+from wanma.elastic.failure_time import FailureTime
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch, Outcome, host_name
 from wanma.elastic.local_messages import (
@@ -76,7 +77,12 @@ REPEAT_SECONDS = 1.0
 """A SIGTERM that comes again so soon is the same one: sent to the job, its shell and its processes each."""
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C has stopped."""
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+SIGNALS = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGHUP: "SIGHUP",
+}
 """That ask the run to stop. SIGTERM says that a SIGKILL follows, SIGUSR1 that a SIGTERM does, some day."""
 
 
@@ -130,10 +136,7 @@ class Supervisor:
         )
         self._halting = False
         """From the order to end the ranks until all are gone."""
-        self._failed_at: float | None = None
-        """When this node heard of the newest failure after a finished step."""
-        self._failed_team: Team | None = None
-        """The one whose failure has been noted."""
+        self._failed = FailureTime()
         self._store_listener: socket.socket | None = None
         self._address = ""
 
@@ -194,6 +197,8 @@ class Supervisor:
                 pass
             case Start():
                 first = self._start is None
+                if first:
+                    self._failed.hear(message.failed_at)
                 self._start = self._due = message
                 self._take_plan(message)
                 if message.recovery is not None and message.first_rank > 0:
@@ -212,7 +217,7 @@ class Supervisor:
                 self._departure.rescue(message, self._start.generation)
             case Inspect():
                 if self._team is not None:
-                    self._note_failure()
+                    self._failed.note(self._team)
                     self._inspect(self._team)
             case Locate():
                 self._locate()
@@ -291,7 +296,7 @@ class Supervisor:
 
     def _halt(self, report: str) -> None:
         """End the ranks at once: each waits for one that failed, and their state is in the images."""
-        self._note_failure()
+        self._failed.note(self._team)
         self._halting = True
         self._due = None
         self._kill(signal.SIGKILL)
@@ -303,14 +308,7 @@ class Supervisor:
             self._halting = False
             reached = self._team.reached_step if self._team is not None else None
             images = self._images.held() if self._images is not None else ()
-            self._link.send(Halted(self._listen(), reached, images))
-
-    def _note_failure(self) -> None:
-        """Time runs from the first failure to the next finished step, over as many attempts as that takes."""
-        if self._team is not self._failed_team:
-            self._failed_team = self._team
-            if self._failed_at is None or (self._team is not None and self._team.reached_step is not None):
-                self._failed_at = time.monotonic()
+            self._link.send(Halted(self._listen(), reached, images, self._failed.unix))
 
     # The user's signals --------------------------------------------------------------------------
 
@@ -318,7 +316,9 @@ class Supervisor:
         """Once: stop in order. The same again, or Ctrl-C after SIGTERM: leave at once."""
         again = number in self._signals or (number == signal.SIGINT and signal.SIGTERM in self._signals)
         age = time.monotonic() - self._signals.setdefault(number, time.monotonic())
-        repeated = number == signal.SIGUSR1 or (number == signal.SIGTERM and age < REPEAT_SECONDS)
+        repeated = number in (signal.SIGUSR1, signal.SIGHUP) or (
+            number == signal.SIGTERM and age < REPEAT_SECONDS
+        )
         if self._ending is not None or (again and repeated):
             return
         exit_code = INTERRUPTED if number == signal.SIGINT else self._launch.requeue_code
@@ -414,7 +414,7 @@ class Supervisor:
             environment=team_environment(self._launch, self._address),
             store_listener=self._store_listener,
             images=self._images,
-            failed_at=self._failed_at or time.monotonic(),
+            failed_at=self._failed.monotonic,
             on_message=self._worker_said,
         )
         self._due = self._store_listener = None
@@ -447,7 +447,7 @@ class Supervisor:
                 rank.finished = rank.spoke = True
             case Paused():
                 rank.pausing = True
-                self._note_failure()  # from here on time is lost, as if there had been one
+                self._failed.note(self._team)  # from here on time is lost, as if there had been one
             case Whereabouts():
                 rank.whereabouts = message
 
@@ -468,7 +468,7 @@ class Supervisor:
             self._link.send(Paused() if team.paused else Finished())
 
     def _fail(self, failure: Failure) -> None:
-        self._note_failure()
+        self._failed.note(self._team)
         self._link.send(Failed(failure))
 
     # Hangs ---------------------------------------------------------------------------------------

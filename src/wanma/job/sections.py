@@ -314,7 +314,10 @@ class ClusterSection(Section):
         30.0, gt=0, description="from SIGTERM to the SIGKILL that follows: what is to be saved is by then"
     )
     requeue_code: int = Field(
-        143, ge=1, le=255, description="exit code after SIGTERM or SIGUSR1, by which the scheduler requeues"
+        143,
+        ge=1,
+        le=255,
+        description="exit code after SIGTERM, SIGUSR1 or SIGHUP, by which the scheduler requeues",
     )
 
     @model_validator(mode="before")

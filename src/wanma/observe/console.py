@@ -13,6 +13,7 @@ from typing import Self, TextIO
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ObserveSection
 from wanma.job.worker import Event
+from wanma.observe.lasting import LastingStream
 from wanma.observe.progress import (
     Progress,
     checkpoint_text,
@@ -56,7 +57,7 @@ class Console:
 
     def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
         self.run = run
-        self.stream = stream
+        self.stream = LastingStream(stream)
         self.progress = Progress(steps)
 
     def __enter__(self) -> Self:
@@ -66,6 +67,7 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        self.stream.let_go()
 
     def write(self, event: Event) -> None:
         """Take one event of the stream."""
@@ -80,7 +82,8 @@ class Console:
         self.line(LEVELS.get(event.get("level", "info"), "") + str(event["text"]))
 
     def line(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        self.stream.write(text + "\n")
+        self.stream.flush()
 
     def close(self) -> None:
         """Finish the display."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Self, TextIO
+from typing import Self, TextIO, cast
 
 from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
@@ -31,7 +31,7 @@ class LiveConsole(Console):
         super().__init__(run, steps, stream)
         self._opened = time.monotonic()
         self._lock = threading.Lock()  # events arrive in one thread and are drawn in another
-        self._terminal = Terminal(file=stream, highlight=False)
+        self._terminal = Terminal(file=cast(TextIO, self.stream), highlight=False)
         self._live = Live(
             console=self._terminal, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_SECOND
         )

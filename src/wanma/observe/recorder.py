@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Event
+from wanma.observe.units import count_text
 
 STEP_KEYS = (
     "step",
@@ -126,7 +127,7 @@ class Recorder:
                     self._tell([other for other in self._sinks if other is not sink], text, "warning")
             else:
                 if lost := self._lost.pop(sink.name, 0):
-                    text = f"{sink.name} can be written again; {lost} records are missing from it"
+                    text = f"{sink.name} can be written again; missing: {count_text(lost, 'record')}"
                     self._tell(self._sinks, text, "info")
 
     @staticmethod

@@ -151,7 +151,7 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
     planned = _parse(run.plan, _text(run.plan, problems), json.loads, problems)
     environment = _parse(run.environment, _text(run.environment, problems), json.loads, problems)
     records = _records(run.metrics, problems, last_bytes=BRIEF_BYTES if brief else None)
-    events = _records(run.events, problems)
+    events = _since_its_beginning(_records(run.events, problems))
     steps, non_finite = _columns(records)
     validations, checkpoints = _of_this_history(events)
     return Report(
@@ -174,6 +174,16 @@ def read_report(run: RunDirectory, brief: bool = False) -> Report:
         state=_state(_lived(events), records, job),
         problems=tuple(problems),
     )
+
+
+def _since_its_beginning(events: list[Event]) -> list[Event]:
+    """Without what an earlier run in the same place did, before `--fresh` began anew."""
+    begins = [
+        index
+        for index, event in enumerate(events)
+        if event["kind"] == "start" and not event.get("step") and not event.get("again")
+    ]
+    return events[begins[-1] :] if begins else events
 
 
 def _lived(events: Sequence[Event]) -> list[Event]:

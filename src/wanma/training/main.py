@@ -25,6 +25,7 @@ from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, classification_loss, user_loss
 from wanma.training.numerics import set_numerics
 from wanma.training.request import Request
+from wanma.training.state import seed_generators
 from wanma.training.trainer import Trainer
 
 
@@ -46,6 +47,7 @@ def train(worker: Worker, request: Request) -> str:
     """
     job, plan = request.job, request.plan
     set_numerics(job, plan)
+    seed_generators(job.train.seed, worker.rank)
     worker.control.progress(0, "joining")
     device = before_joining(job.cluster, plan, worker)
     with process_grid(worker, plan, longest_silence(job)) as grid, open_scratch(job, worker) as scratch:

@@ -130,10 +130,16 @@ def _require_agreement(
     differences += [f"{tensor}: only in the files" for tensor in sorted(extra)]
     if differences:
         more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+        way_out = f"describe the model that was published: model.huggingface = '{folder}'"
+        if weights.files.keys() >= set(parallel.parameter_names):
+            way_out = (
+                "it has wanma's own names, as `wanma checkpoint convert --format safetensors` writes them: "
+                "start from the checkpoint itself, or from what `convert --weights` makes of it"
+            )
         raise WanmaError(
             f"checkpoint.start_from = '{folder}' holds another model than {type(parallel.parts[0]).__name__} "
             "as the job describes it:\n    " + "\n    ".join(differences[:_SHOWN] + more),
-            f"describe the model that was published: model.huggingface = '{folder}'",
+            way_out,
             EXIT_USAGE,
         )
 

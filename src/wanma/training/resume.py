@@ -18,7 +18,7 @@ from wanma.checkpoint.reader import Source, load, on_disk, verify
 from wanma.checkpoint.reshard import gather, laid_out_otherwise
 from wanma.checkpoint.snapshot import look
 from wanma.data.ramp import samples_before
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
@@ -54,19 +54,25 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
         data_fingerprint: of the data as it is now; a checkpoint of other data is refused.
 
     Raises:
-        WanmaError: the checkpoint is of another job, or the weights to start from are not whole.
+        WanmaError: the checkpoint is of another job, all that there are are damaged, or the weights to start
+            from are not whole.
     """
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     carries_on = choice.resume or worker.restart is not None
     snapshot, helped = _snapshot(state, plan, worker, messages) if carries_on else (None, False)
     after = snapshot.manifest.step if snapshot is not None else -1
-    path = _newest(folder, worker, messages, after) if carries_on else None
+    path, skipped = _newest(folder, worker, after) if carries_on else (None, [])
+    messages += skipped
+    if path is not None and skipped:
+        messages.append(f"going back to checkpoint {path.name}")
     if path is None and snapshot is None and choice.upload is not None:
         if carries_on:
             path = fetch_newest(folder, choice.upload, worker, messages)
         else:
             refuse_taken(choice.upload, worker)
+    if path is None and snapshot is None and skipped and worker.restart is None:
+        raise _nothing_whole(folder, skipped)
     if path is not None or snapshot is not None:
         source, label = (on_disk(path), path.name) if path is not None else (snapshot, "its snapshot")
         assert source is not None
@@ -116,26 +122,37 @@ def _snapshot(
     return found.source(), fetched > 0
 
 
-def _newest(folder: Path, worker: Worker, messages: list[str], after: int = -1) -> Path | None:
+def _newest(folder: Path, worker: Worker, after: int = -1) -> tuple[Path | None, list[str]]:
     """All ranks look, each checks its share of the files, and so they agree.
 
     What rank 0 sees in the folder counts: other machines may see a shared one a moment later.
 
     Args:
         after: checkpoints up to this step are of no use.
+
+    Returns:
+        the newest that is whole, and why each of those after it is not taken.
     """
     seen = [[path for step, path in committed(folder) if step > after] if worker.rank == 0 else []]
     if worker.world_size > 1:
         dist.broadcast_object_list(seen, src=0)
 
+    skipped: list[str] = []
     for path in seen[0]:
         problems = _problems(path, worker)
         if not problems:
-            if path != seen[0][0]:
-                messages.append(f"going back to checkpoint {path.name}")
-            return path
-        messages.append(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
-    return None
+            return path, skipped
+        skipped.append(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
+    return None, skipped
+
+
+def _nothing_whole(folder: Path, skipped: list[str]) -> WanmaError:
+    """A run that has come far does not begin anew unasked, and write over what may still be saved."""
+    shown = [*skipped[:_NAMED], *([f"and {len(skipped) - _NAMED} more"] if len(skipped) > _NAMED else [])]
+    return WanmaError(
+        f"no checkpoint in {folder} is whole:\n    " + "\n    ".join(shown),
+        "put a copy of one there, or begin anew with --fresh, which keeps these beside the new ones",
+    )
 
 
 def _problems(path: Path, worker: Worker) -> list[str]:
@@ -230,6 +247,12 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
         what to tell beside that.
     """
     notes = []
+    if not path.is_dir():
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}': there is no such folder",
+            f"name the folder of a checkpoint, or one with {SINGLE} or {INDEX}",
+            EXIT_USAGE,
+        )
     if is_published(path):
         worker.control.progress(0, "reading published weights")
         start_from_published(state.parallel, path, worker)
@@ -256,7 +279,7 @@ def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
             f"checkpoint.start_from = '{path}' has adapters that this model has not, such as {adapters[0]}",
             "set model.lora_rank and model.lora_targets as in that run, or merge its adapters first",
         )
-    load(path, {n: t for n, t in weights.items() if n in saved or not is_adapter(n)}, strict=False)
+    load(path, {n: t for n, t in weights.items() if n in saved or not is_adapter(n)}, strict=False, cast=True)
     more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
     return [f"this model has no place for {', '.join(unused[:_NAMED])}{more}"] if unused else []
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wanma.models.initialize import stable_hash
 from wanma.parallel.parallelize import Parallel
 from wanma.training.anomaly import Anomalies
 from wanma.training.average import WeightAverage
@@ -100,6 +101,11 @@ class TrainingState:
         self.best_loss = values["best_loss"]
         if "anomalies" in values:  # older checkpoints have none
             self.anomalies.restore(values["anomalies"])
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Set this rank's torch generators, for users' code that draws from them: torch seeds them at random."""
+    torch.manual_seed(stable_hash(f"{seed}:generators of rank {rank}"))
 
 
 def random_state() -> dict[str, str]:

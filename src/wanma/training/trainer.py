@@ -80,6 +80,8 @@ class Trainer:
         self._flops_per_sample = flops_per_sample
         self._peak = peak_flops_per_second
         self._waited_seconds = 0.0
+        self._failed_save: SaveResult | None = None
+        """The newest that failed, of those that have been told."""
         train = job.train
         check_patterns(parallel.parameter_names, train)
         self.state = TrainingState(
@@ -340,8 +342,11 @@ class Trainer:
             WanmaError: the last state could not be saved.
         """
         results = self._wait_for_saves()
-        for result in results:
-            if result.error is not None and result.path is None and result.step == self.state.step:
+        # A failure may be known, and told, since the step was recorded: a full disk answers at once.
+        for result in [self._failed_save, *results]:
+            if result is None or result.error is None or result.path is not None:
+                continue
+            if result.step == self.state.step:
                 raise WanmaError(
                     f"{outcome} at step {result.step}, but {result.error.message}",
                     f"{result.error.hint}; then the same command carries on from the newest one".lstrip("; "),
@@ -444,6 +449,7 @@ class Trainer:
     def _report_saves(self, results: list[SaveResult], goes_on: str = "; training goes on") -> None:
         for result in results:
             if result.error is not None:
+                self._failed_save = result
                 self.message(str(WanmaError(result.error.message + goes_on, result.error.hint)), "error")
             elif self._recorder is not None:
                 self._recorder.event(
