@@ -14,7 +14,8 @@ from support.ranks import run_job
 from support.recovering import RESTART, equal, fail, job, messages, recover
 from wanma.checkpoint.image import HEAD_BYTES
 from wanma.job.plan import Plan
-from wanma.training.snapshots import COST_SHARE, Interval
+from wanma.planner.snapshots import COST_SHARE
+from wanma.training.snapshots import Interval
 
 
 @pytest.mark.parametrize(

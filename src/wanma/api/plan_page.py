@@ -23,6 +23,7 @@ from wanma.api.words import (
     share_lines,
     step_words,
     time_shares,
+    useful_words,
 )
 from wanma.job.forecast import Forecast, StepTime, Workload
 from wanma.observe.units import NONE, bytes_text, count_text, duration_text, number_text, share_text
@@ -86,6 +87,9 @@ def _numbers(study: Study) -> str:
             found.append(Tile("energy", energy_words(run.energy_joules), "at the wall"))
         if run.price is not None:
             found.append(Tile("price", number_text(run.price)))
+        if useful := useful_words(forecast):
+            share, _, causes = useful.removeprefix("useful ").partition(": ")
+            found.append(Tile("useful", share, causes))
     return tiles(found)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from wanma.job.cluster import Cluster
 from wanma.job.forecast import MEMORY_KINDS, Forecast, StepTime, Workload
 from wanma.job.plan import AXES, Plan
-from wanma.observe.units import bytes_text, count_text, duration_text, number_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
 
 
 class TimeKind(NamedTuple):
@@ -180,6 +180,21 @@ def run_words(forecast: Forecast) -> str:
     if run.price is not None:
         parts.append(f"price {number_text(run.price)}")
     return ", ".join(parts)
+
+
+def useful_words(forecast: Forecast) -> str:
+    """'useful 98.7 %: a failure every 5 h 12 min, 4 min 04 s each'; empty where all of the run is. What takes
+    less than a tenth of the rest is left out."""
+    found = forecast.run.useful if forecast.run is not None else None
+    if found is None or share_text(found.share) == share_text(1.0):
+        return ""
+    causes, least = [], 0.1 * (1 - found.share)
+    if found.failing_share >= least:
+        every, each = map(duration_text, (found.seconds_between_failures, found.seconds_per_failure))
+        causes.append(f"a failure every {every}, {each} each")
+    if found.copying_share >= least:
+        causes.append(f"copies of its state take {share_text(found.copying_share)}")
+    return f"useful {share_text(found.share)}: {', '.join(causes)}"
 
 
 def memory_words(forecast: Forecast) -> str:

@@ -12,10 +12,11 @@ from functools import lru_cache
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
+from wanma.observe.units import duration_text
 from wanma.planner.around import around
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
-from wanma.planner.cost.energy import run_cost
+from wanma.planner.cost.energy import LEAST_SHARE, run_cost
 from wanma.planner.cost.module import (
     knows_operators,
     module_boundary_seconds,
@@ -33,6 +34,7 @@ from wanma.planner.memory.table import tabulate
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
 from wanma.planner.snapshots import snapshot_bytes
+from wanma.planner.useful import useful_time
 
 
 def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> Forecast:
@@ -193,18 +195,30 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         return replace(needed, reasons=(*needed.reasons, unknown_rates(problem, plan) or ""))
     flops = problem.workload.flops_per_sample * problem.global_batch
     peak = problem.machine.chip.peak_flops_per_second["fp8" if plan.fp8 else plan.precision]
+    run = run_cost(problem, plan, step)
     return replace(
         needed,
         step=step,
         samples_per_second=problem.global_batch / step.seconds,
         model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
-        run=run_cost(problem, plan, step),
+        run=run,
         reasons=(
             *needed.reasons,
             where_time_goes(step),
             *told_of_tables(problem.workload, step),
+            *(() if run is not None else (never_ends(problem, plan, step),)),
             *problem.machine.assumed,
         ),
+    )
+
+
+def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
+    """Why there is no forecast of the whole run."""
+    found = useful_time(problem, plan, step)
+    return (
+        f"the whole run: with a failure every {duration_text(found.seconds_between_failures)} less than "
+        f"{LEAST_SHARE:.0%} of its time would be useful; save more often (checkpoint.every_steps), and keep "
+        "copies in memory (checkpoint.snapshots)"
     )
 
 

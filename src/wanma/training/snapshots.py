@@ -7,7 +7,6 @@ step_ended      begins the next snapshot where it is due
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,10 +24,9 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Images, Worker
 from wanma.observe.units import bytes_text
+from wanma.planner.snapshots import steps_between
 from wanma.training.state import TrainingState, random_state
 
-COST_SHARE = 0.01
-"""Of the time of training, what snapshots may cost where the job leaves their interval open."""
 _MARGIN = 1.2
 """By which an interval is longer than it had to be as it is chosen, so that it stays."""
 _UNUSUAL = 2
@@ -40,7 +38,7 @@ _COSTS, _STEPS = 5, 20
 
 
 class Interval:
-    """Steps between snapshots, such that they cost at most `COST_SHARE`. Until that is known: one step."""
+    """Steps between snapshots, such that they cost next to nothing (`steps_between`); one until then."""
 
     def __init__(self) -> None:
         self.steps: int | None = None
@@ -50,7 +48,7 @@ class Interval:
 
         It is lengthened where it is too short, and shortened where half of it would do.
         """
-        needed = max(math.ceil(cost_seconds / (COST_SHARE * step_seconds)), 1)
+        needed = steps_between(cost_seconds, step_seconds)
         if self.steps is not None and self.steps / 2 <= needed <= self.steps:
             return False
         before, self.steps = self.steps, max(round(_MARGIN * needed), 1)
