@@ -12,6 +12,7 @@ from wanma.api.words import (
     MEMORY_COLOURS,
     TIME_KINDS,
     axes_words,
+    copies_words,
     energy_words,
     memory_parts,
     memory_words,
@@ -140,6 +141,8 @@ def _memory_card(study: Study, forecast: Forecast) -> str:
         for place in ("host", "disk")
         if (size := getattr(forecast, f"{place}_bytes"))
     )
+    if copies := copies_words(forecast, study.planned.plan, study.cluster):
+        waiting += row(f"copies for recovery, {escape(copies)}", bytes_text(forecast.snapshots_bytes))
     told = pipeline_words(forecast)
     note = f'<p class="note">Pipeline ranks in their order: {escape(told)}</p>' if told else ""
     return card("Memory of the fullest rank", f"{body}<table>{rows}{waiting}</table>{note}")

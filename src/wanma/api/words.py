@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
@@ -43,6 +44,9 @@ TIME_KINDS = (
 
 MEMORY_COLOURS = dict(zip(MEMORY_KINDS, (1, 3, 5, 2, 4, 8, 7, 6), strict=True))
 """Field of a forecast → colour, as in page.css."""
+
+COPIES_TOLD = 0.05
+"""Of a machine's memory, what copies of the state may take without a word."""
 
 
 def time_shares(step: StepTime) -> list[tuple[TimeKind, float, float]]:
@@ -199,6 +203,17 @@ def useful_words(forecast: Forecast) -> str:
 
 def memory_words(forecast: Forecast) -> str:
     return bytes_text(forecast.memory_bytes)
+
+
+def copies_words(forecast: Forecast, plan: Plan, cluster: Cluster) -> str:
+    """'in all 72.0 GiB of a machine's 512 GiB': what copies of the state for recovery take of the machines'
+    own memory; empty where that is less than `COPIES_TOLD` of it."""
+    on_each = max(len(node.devices) for node in cluster.nodes)
+    ranks = min(on_each or math.ceil(plan.world_size / cluster.node_count), plan.world_size)
+    taken, memory = ranks * forecast.snapshots_bytes, min(node.memory_bytes for node in cluster.nodes)
+    if taken < COPIES_TOLD * memory:
+        return ""
+    return f"in all {bytes_text(taken)} of a machine's {bytes_text(memory)}"
 
 
 def pipeline_words(forecast: Forecast, most: int = 8) -> str:
