@@ -449,9 +449,9 @@ class Trainer:
                 self._recorder.event(
                     "checkpoint",
                     step=result.step,
-                    bytes=result.bytes,
+                    bytes=result.whole_bytes,
                     stall_seconds=result.stall_seconds + self._waited_seconds,
-                    write_seconds=result.write_seconds,
+                    write_seconds=result.write_seconds + result.commit_seconds,
                 )
             if result.path is not None:
                 self._uploads.wake(result.step)
