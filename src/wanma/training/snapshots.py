@@ -33,6 +33,8 @@ _UNUSUAL = 2
 """First snapshots, one into each image: memory that nobody has touched before is slow."""
 LONGEST_WAIT_SECONDS = 1.0
 """For partner nodes, where the job says how often snapshots are taken; and not longer than a step."""
+EVERY = "snapshots_every"
+"""In the state that a snapshot holds: the interval as ranks that go on from it find it."""
 _COSTS, _STEPS = 5, 20
 """How many of the last ones count."""
 
@@ -40,8 +42,8 @@ _COSTS, _STEPS = 5, 20
 class Interval:
     """Steps between snapshots, such that they cost next to nothing (`steps_between`); one until then."""
 
-    def __init__(self) -> None:
-        self.steps: int | None = None
+    def __init__(self, steps: int | None = None) -> None:
+        self.steps = steps
 
     def consider(self, cost_seconds: float, step_seconds: float) -> bool:
         """What a snapshot costs, and what a step takes without; returns whether the interval is another now.
@@ -61,6 +63,7 @@ class StepSnapshots:
     Args:
         replicas: ranks of this pipeline stage.
         compare: raises if ranks differ that should not. All ranks call it together, before each snapshot.
+        every: steps between the snapshots of the ranks before this recovery; None: not known.
 
     Raises:
         JobError: the job asks for snapshots that this plan cannot have.
@@ -77,14 +80,16 @@ class StepSnapshots:
         replicas: Sequence[int],
         data_fingerprint: str,
         compare: Callable[[], None],
+        every: int | None = None,
     ) -> None:
         self.notes: list[str] = []
         """What to tell the user at the start."""
         self._plan, self._worker, self._state = plan, worker, state
         self._replicas, self._fingerprint, self._compare = replicas, data_fingerprint, compare
         self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
-        self._interval = Interval()
-        self._last_step = state.step
+        self._interval = Interval(every)
+        # After a recovery the first is due at once: machines that are new hold no copies yet.
+        self._last_step = state.step if every is None else state.step + 1 - self._every
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
@@ -273,7 +278,7 @@ class StepSnapshots:
             self._snapshots.begin(
                 step,
                 tensors,
-                {**self._state.values(), "data_fingerprint": self._fingerprint},
+                {**self._state.values(), "data_fingerprint": self._fingerprint, EVERY: self._interval.steps},
                 {"random": random_state()},
                 changing=self._buffers,
             )

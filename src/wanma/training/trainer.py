@@ -130,6 +130,7 @@ class Trainer:
             replicas=self._stage_ranks(),
             data_fingerprint=data_fingerprint,
             compare=self._replicas.compare,
+            every=resumed.snapshots_every,
         )
         self._log = StepLog(job, worker)
         self._own_work = OwnWork(plan, grid, worker.control)
