@@ -6,8 +6,10 @@ functions, without torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, PipelineRank, StepTime
@@ -36,6 +38,8 @@ from wanma.planner.rules import global_batches
 from wanma.planner.snapshots import snapshot_bytes
 from wanma.planner.useful import useful_time
 
+Memory = TypeVar("Memory")
+
 
 def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> Forecast:
     """Of `plan`, whether or not it fits into memory; `step` is None where the machine's rates are unknown.
@@ -56,16 +60,7 @@ def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> For
 
 def memory(problem: Problem, plan: Plan) -> Forecast:
     """Of `plan`, its memory alone."""
-    setting = memory_setting(problem, plan)
-    needed = forecast_memory(
-        problem.workload,
-        plan,
-        setting.optimizer,
-        micro_batches=setting.micro_batches,
-        weight_average=setting.weight_average,
-        dimensions=problem.dimensions,
-        software=setting.software,
-    )
+    needed = _calculated(forecast_memory, problem, plan)
     return replace(needed, snapshots_bytes=snapshot_bytes(problem.job, problem.workload, plan))
 
 
@@ -73,8 +68,15 @@ def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Foreca
     """`found`, a forecast of `plan`, with what each rank of its pipeline holds."""
     if plan.pp == 1 or plan.placement:
         return found
+    held = (rank.forecast for rank in _calculated(memory_of_ranks, problem, plan))
+    told = tuple(PipelineRank(one.memory_bytes, one.tensor_bytes) for one in held)
+    return replace(found, pipeline_ranks=told)
+
+
+def _calculated(calculate: Callable[..., Memory], problem: Problem, plan: Plan) -> Memory:
+    """By one of `memory.ranks`'s two functions."""
     setting = memory_setting(problem, plan)
-    ranks = memory_of_ranks(
+    return calculate(
         problem.workload,
         plan,
         setting.optimizer,
@@ -83,9 +85,6 @@ def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Foreca
         dimensions=problem.dimensions,
         software=setting.software,
     )
-    held = (rank.forecast for rank in ranks)
-    told = tuple(PipelineRank(one.memory_bytes, one.tensor_bytes) for one in held)
-    return replace(found, pipeline_ranks=told)
 
 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:
