@@ -34,6 +34,7 @@ from wanma.elastic.messages import (
 from wanma.elastic.recovery import newest_whole
 from wanma.elastic.resizing import LOCATE_SECONDS, ResizingCoordinator
 from wanma.elastic.size import Decision, Situation, choose_nodes
+from wanma.elastic.terms import Terms
 from wanma.job.plan import Plan
 
 ALL = "as many as there are"
@@ -46,13 +47,9 @@ class Elastic(Table):
         self.said = []
         self.asked: list[tuple[int, Situation]] = []
         self.coordinator: Any = ResizingCoordinator(
-            most,
-            "job",
-            "10.0.0.1:1",
-            300,
+            Terms(most, "job", "10.0.0.1:1", 300, retries),
             lambda *word: self.said.append(word),
             0,
-            retries,
             ask=lambda *question: self.asked.append(question),
             min_nodes=least,
             join_seconds=30,

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from wanma.elastic.asking import ask_beside
 from wanma.elastic.beacon import Beacon
@@ -37,6 +36,7 @@ from wanma.elastic.messages import (
     Welcome,
 )
 from wanma.elastic.network import Place, place_at
+from wanma.elastic.peer import Send
 from wanma.elastic.probe import Probe
 from wanma.elastic.protocol import line_keys, new_nonce, proof, proof_holds
 from wanma.elastic.resizing import ResizingCoordinator
@@ -44,6 +44,7 @@ from wanma.elastic.secret import VARIABLE
 from wanma.elastic.session import Session
 from wanma.elastic.size import Decision, Situation
 from wanma.elastic.succession import Past
+from wanma.elastic.terms import Terms
 from wanma.job import claims
 from wanma.job.claims import Claim
 
@@ -63,26 +64,33 @@ class DrivenCoordinator:
         launch: Launch,
         place: str,
         loop: Loop,
-        send: Callable[[int, Message], None],
+        send: Send,
         claim: Callable[[int], bool] = lambda _generation: True,
         generation: int = 0,
         past: Past | None = None,
     ) -> None:
-        now = time.monotonic()
         self._loop = loop
-        limits = (launch.start_seconds, send, now, launch.retries, launch.slow_factor)
-        common = (launch.nodes, launch.job_hash, place, *limits)
-        carried_on: Any = {"claim": claim, "generation": generation, "past": past}
+        terms = Terms(
+            launch.nodes,
+            launch.job_hash,
+            place,
+            launch.start_seconds,
+            launch.retries,
+            launch.slow_factor,
+            claim,
+            generation,
+            past,
+        )
         self._coordinator = (
-            Coordinator(*common, **carried_on)
+            Coordinator(terms, send, time.monotonic())
             if launch.replanner is None
-            else self._resizing(launch, launch.replanner, common, carried_on)
+            else self._resizing(launch, launch.replanner, terms, send)
         )
         self._timer: Timer | None = None
         self._arm()
 
     def _resizing(
-        self, launch: Launch, replanner: Replanner, common: Any, carried_on: Any
+        self, launch: Launch, replanner: Replanner, terms: Terms, send: Send
     ) -> ResizingCoordinator:
         def ask(question: int, situation: Situation) -> None:
             ask_beside(replanner, situation, self._loop, lambda decision: answer(question, decision))
@@ -92,7 +100,12 @@ class DrivenCoordinator:
             self._arm()
 
         coordinator = ResizingCoordinator(
-            *common, **carried_on, ask=ask, min_nodes=launch.min_nodes, join_seconds=launch.join_seconds
+            terms,
+            send,
+            time.monotonic(),
+            ask=ask,
+            min_nodes=launch.min_nodes,
+            join_seconds=launch.join_seconds,
         )
         return coordinator
 
