@@ -285,6 +285,9 @@ class Coordinator:
         return self._nodes
 
     def _wait_for_machines(self, now: float) -> None:
+        if self._exit_code:  # asked to stop while ranks were to be started: nobody would wait for that
+            self._stop_waiting(now)
+            return
         why = self._lost or self._cause
         assert why is not None
         self._deadline = now + self._terms.start_seconds
@@ -311,12 +314,16 @@ class Coordinator:
         if request.seconds is not None:
             self._stop_until = min(self._stop_until or now + request.seconds, now + request.seconds)
         if self._is_waiting:
-            if self._stop_until is not None and self._cause is not None:
-                self._rescue(now)
-            else:
-                self._end(Abort(self._exit_code))
+            self._stop_waiting(now)
         else:
             self._broadcast(Stop(self._exit_code, request.seconds, request.what))
+
+    def _stop_waiting(self, now: float) -> None:
+        """No rank lives, and none is to be started any more."""
+        if self._stop_until is not None and self._started:
+            self._rescue(now)
+        else:
+            self._end(Abort(self._exit_code))
 
     def _failed(self, failure: Failure, now: float) -> None:
         if failure.unfit and failure.node is not None:

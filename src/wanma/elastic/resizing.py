@@ -250,7 +250,7 @@ class ResizingCoordinator(Coordinator):
         """More machines may help; where there can be no more, the run ends."""
         here = len(self._peers)
         self._lost = Failure(f"no plan for the machines that are here ({here}): {decision.reason}")
-        if here == self._nodes:
+        if here == self._nodes and self._stop_until is None:
             self._end(Abort(1, self._lost))
         else:
             self._is_deciding = self._is_last_call = False
