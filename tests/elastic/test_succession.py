@@ -184,9 +184,8 @@ def test_nothing_starts_under_a_number_that_another_has_claimed() -> None:
     said: list[Any] = []
     asked: list[int] = []
 
-    def claim(generation: int) -> bool:
+    def claim(generation: int) -> None:
         asked.append(generation)
-        return False
 
     terms = Terms(1, "job", "here", 300, claim=claim, generation=4)
     coordinator = Coordinator(terms, lambda *word: said.append(word), 0)

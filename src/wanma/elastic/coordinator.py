@@ -249,13 +249,13 @@ class Coordinator:
         return peer.node if peer.node >= 0 else peer.join.node_rank
 
     def _start(self) -> None:
-        if not self._terms.claim(self.generation + 1):
+        generation = self._terms.claim(self.generation + 1)
+        if generation is None:
             self._state, self._deadline = "over", None
             return
         by_node = self._seated()
         self._state = "running"
-        self.generation += 1
-        self._started = self.generation
+        self.generation = self._started = generation
         self._deadline = self._echo = self._inquiry = self._lost = None
         self._stragglers = Stragglers(self._terms.slow_factor)
         self._ranks_by_node = self._ranks_of(by_node)

@@ -65,7 +65,7 @@ class DrivenCoordinator:
         place: str,
         loop: Loop,
         send: Send,
-        claim: Callable[[int], bool] = lambda _generation: True,
+        claim: Callable[[int], int | None] = lambda generation: generation,
         generation: int = 0,
         past: Past | None = None,
     ) -> None:
@@ -232,14 +232,22 @@ class Host:
 
     # Claims --------------------------------------------------------------------------------------
 
-    def _claim(self, generation: int) -> bool:
-        """Before a start; once this coordinator holds a claim, nobody else starts under that number."""
-        if not (self._beacon.mine and generation == self._beacon.held):
-            claim = Claim(generation, self._place.text, self.name, host_name())
-            if not claims.make(self._launch.run_directory, claim):
-                return False  # the beacon sees the other's claim soon
-            self._beacon.held, self._beacon.mine = generation, True
-        return True
+    def _claim(self, generation: int) -> int | None:
+        """Before a start; once this coordinator holds a claim, nobody else starts under that number.
+
+        A claim that says nothing leads nowhere: whoever made it has died, or found the disk full. The next
+        number closes it, should its line still come.
+        """
+        if self._beacon.mine and generation == self._beacon.held:
+            return generation
+        run = self._launch.run_directory
+        while not claims.make(run, Claim(generation, self._place.text, self.name, host_name())):
+            there = claims.read(run, generation)
+            if there is None or there.place:
+                return None  # the beacon sees the other's claim soon
+            generation += 1
+        self._beacon.held, self._beacon.mine = generation, True
+        return generation
 
     def _followed(self, claim: Claim) -> None:
         """Another coordinator has claimed the run: all here join it."""

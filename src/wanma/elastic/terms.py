@@ -22,9 +22,9 @@ class Terms:
     retries: int = 0
     """Recoveries without a new step between them."""
     slow_factor: float = 1.5
-    claim: Callable[[int], bool] = lambda _generation: True
-    """Asked before each start; false: another coordinator has that generation, and whoever drives this one
-    sends its nodes there."""
+    claim: Callable[[int], int | None] = lambda generation: generation
+    """Asked before each start for that generation, or the next that is free; None: another coordinator has
+    the run, and whoever drives this one sends its nodes there."""
     generation: int = 0
     """The number of the newest start so far."""
     past: Past | None = None
