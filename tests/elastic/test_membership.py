@@ -14,7 +14,7 @@ from wanma.elastic.host import Host
 from wanma.elastic.launch import Launch
 from wanma.elastic.loop import Loop
 from wanma.elastic.membership import RemoteLink
-from wanma.elastic.messages import Attached, Halt, Halted, Message, Start, Waiting
+from wanma.elastic.messages import Abort, Attached, Halt, Halted, Message, Start, Stop, StopRequest, Waiting
 from wanma.elastic.network import listen_anywhere, place_at
 from wanma.job import claims
 from wanma.job.claims import Claim
@@ -89,6 +89,16 @@ def test_a_name_server_that_is_away_does_not_end_a_node_that_knows_the_address(
     assert (link._state, link._place.address) == ("orphaned", address)
     with pytest.raises(WanmaError, match="has no address"):
         link._resolved("elsewhere:1")
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_order_to_stop_that_no_coordinator_has_heard_is_not_forgotten(alone: Alone, heard: bool) -> None:
+    link = alone.attached()
+    link.send(StopRequest(75, 30.0, "SIGTERM"))
+    if heard:
+        link._take(Stop(75, 30.0, "SIGTERM"))
+    link._lose("no heartbeat for 21 s", dead=False)
+    assert (alone.heard[-1] == Abort(75)) == (not heard)
 
 
 def test_a_node_whose_vote_stays_does_not_take_part_again_yet(

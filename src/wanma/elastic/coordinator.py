@@ -178,7 +178,11 @@ class Coordinator:
         elif self._state == "halting":
             late = [peer.named for peer in self._running() if peer.halted is None]
             cause = f"the ranks could not be ended within {HALT_SECONDS:.0f} s on {', '.join(late)}"
-            self._end(Abort(1, Failure(cause, hint=f"why they had to end: {self._why}")))
+            hint = (
+                "the kernel ends no process that waits for a disk or driver: look there with `ps` and "
+                f"`dmesg`, and restart what holds it; why they had to end: {self._why}"
+            )
+            self._end(Abort(1, Failure(cause, hint=hint)))
         elif self._inquiry is not None:
             self._conclude_hang(self._inquiry, now)
         elif self._echo is not None:

@@ -35,6 +35,7 @@ from wanma.elastic.messages import (
     Over,
     Refused,
     Start,
+    Stop,
     StopRequest,
     Waiting,
     Was,
@@ -92,6 +93,8 @@ class RemoteLink:
         self._start: Start | None = None
         self._vacancy: Vacancy | None = None
         self._halted: Halted | None = None
+        self._asked: StopRequest | None = None
+        """What this node's user has asked for, until the coordinator has heard it."""
         self._address = place.address[0]
         self._presence: Presence | None = None
         self._host: Host | None = None
@@ -108,6 +111,8 @@ class RemoteLink:
     def send(self, message: Message) -> None:
         """To the coordinator; while there is none, what cannot wait is done here."""
         if self._state in ("attached", "cut"):
+            if isinstance(message, StopRequest):
+                self._asked = message
             self._session.send(message)
         elif self._state == "orphaned":
             if isinstance(message, Halted):
@@ -314,6 +319,8 @@ class RemoteLink:
                 if isinstance(message, Start):
                     self._start = message
                     self._session.begin(message.generation)
+                elif isinstance(message, Stop):
+                    self._asked = None
                 self._on_message(message)
 
     def _beat(self) -> None:
@@ -364,6 +371,11 @@ class RemoteLink:
         self._deadline = time.monotonic() + self._launch.start_seconds
         self._place = self._resolved(claim.place)
         self._on_message(Halt())
+        if (
+            self._asked is not None
+        ):  # perhaps nobody has heard it, and the next coordinator would start ranks here
+            self._on_message(Abort(self._asked.exit_code))
+            return
         self._search()
 
     def _sees(self, claim: Claim) -> bool:
