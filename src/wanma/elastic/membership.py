@@ -371,9 +371,7 @@ class RemoteLink:
         self._deadline = time.monotonic() + self._launch.start_seconds
         self._place = self._resolved(claim.place)
         self._on_message(Halt())
-        if (
-            self._asked is not None
-        ):  # perhaps nobody has heard it, and the next coordinator would start ranks here
+        if self._asked is not None:  # nobody may have heard it: ranks would start here again
             self._on_message(Abort(self._asked.exit_code))
             return
         self._search()
