@@ -88,8 +88,7 @@ class StepSnapshots:
         self._replicas, self._fingerprint, self._compare = replicas, data_fingerprint, compare
         self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
         self._interval = Interval(every)
-        # After a recovery the first is due at once: machines that are new hold no copies yet.
-        self._last_step = state.step if every is None else state.step + 1 - self._every
+        self._last_step = state.step
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
@@ -301,7 +300,9 @@ class StepSnapshots:
 
     @property
     def _every(self) -> int:
-        return self._fixed or self._interval.steps or 1
+        """After a recovery, too, the first ones are taken step by step: what they cost is found out anew, and
+        machines that are new hold copies at once."""
+        return self._fixed or (self._interval.steps if self._costs else None) or 1
 
     def _note(self, taken: Taken) -> None:
         """What it cost. On CPUs the background computes on cores that training would have."""
