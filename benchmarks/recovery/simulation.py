@@ -22,9 +22,11 @@ from wanma.planner.reliability import (
     useful_share,
     young_interval,
 )
+from wanma.planner.useful import DISK_SECONDS, MEMORY_SECONDS, PARTNER_SECONDS
 
 STEP, DEVICES = 6.0, (1_024, 16_384, 100_000)
-MEMORY, PARTNER, DISK = Copy(0.05, 10.0, 0.5), Copy(0.05, 30.0, 1.0), Copy(0.05, 120.0, 60.0)
+MEMORY, PARTNER = Copy(0.05, MEMORY_SECONDS, 0.5), Copy(0.05, PARTNER_SECONDS, 1.0)
+DISK = Copy(0.05, DISK_SECONDS, 60.0)
 SYSTEMS = {
     "disk, training waits 30 s; 10 min": Recovery(Copy(30.0, 600.0)),
     "disk in the background; 10 min": Recovery(Copy(0.05, 600.0, 60.0)),

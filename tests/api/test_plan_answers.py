@@ -22,7 +22,7 @@ from wanma.api.plan_json import answers_json
 from wanma.api.plan_page import answers_page
 from wanma.api.plan_text import answers_text
 from wanma.api.side_by_side import side_by_side
-from wanma.api.step_table import BAR_WIDTH, time_bar
+from wanma.api.step_table import BAR_WIDTH, step_table, time_bar
 from wanma.api.study import Answers
 from wanma.api.words import (
     TIME_KINDS,
@@ -34,11 +34,12 @@ from wanma.api.words import (
     spread,
     step_words,
     time_shares,
+    useful_words,
 )
 from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import WanmaError
-from wanma.job.forecast import StepTime
+from wanma.job.forecast import Forecast, RunCost, StepTime, UsefulTime
 from wanma.job.load import job_from
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import Plan
@@ -114,6 +115,33 @@ def test_energy_is_told_in_kilowatt_hours() -> None:
     assert energy_words(415 * 3.6e6) == "415 kWh"
     assert energy_words(1287 * 3.6e9) == "1.29e+03 MWh"
     assert energy_words(None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("useful", "text"),
+    [
+        (
+            UsefulTime(0.987, 0.0, 18_720.0, 243.4),
+            "useful 98.7 %: a failure every 5 h 12 min, 4 min 03 s each",
+        ),
+        (UsefulTime(0.991, 0.009, 1e9, 10.0), "useful 99.1 %: copies of its state take 0.9 %"),
+        (
+            UsefulTime(0.97, 0.01, 3600.0, 72.0),
+            "useful 97.0 %: a failure every 1 h 00 min, 1 min 12 s each, copies of its state take 1.0 %",
+        ),
+        (UsefulTime(0.9996, 0.0, 1e7, 100.0), ""),
+        (None, ""),
+    ],
+)
+def test_what_of_a_run_is_useful_is_told_with_what_takes_the_rest(
+    useful: UsefulTime | None, text: str
+) -> None:
+    found = Forecast(1, 1, 1, 1, 1, step=StepTime(1.0, 1.0), run=RunCost(1e6, None, None, useful))
+    assert useful_words(found) == text
+    lines = shown(step_table(found, None)).splitlines()
+    assert "the whole run: 11 d 13 h" in lines
+    assert (text in lines) == bool(text)
+    assert useful_words(replace(found, run=None)) == ""
 
 
 def test_a_step_is_told_with_its_doubt() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from wanma.api.planning import Prepared
 from wanma.api.show import describe
+from wanma.api.words import copies_words
 from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.cluster import Cluster, Node
+from wanma.job.forecast import Forecast
+from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
@@ -44,6 +49,24 @@ def test_a_pipelines_ranks_are_told_with_their_memory() -> None:
     assert fullest[1] in sizes.groups()
     assert sizes[1] != sizes[2]
     assert "pipeline ranks" not in shown({})
+
+
+def test_copies_for_recovery_are_told_where_they_take_much_of_a_machines_memory() -> None:
+    found = Forecast(1, 1, 1, 1, 1, snapshots_bytes=1 << 30)
+    plan, two = Plan(dp_replicate=8), parse_cluster("2x8 H100, 8x400G")
+    small = replace(LAPTOP.nodes[0], memory_bytes=64 << 30)
+    assert copies_words(found, plan, Cluster((small,))) == "in all 8.0 GiB of a machine's 64.0 GiB"
+    assert copies_words(found, plan, Cluster((replace(small, count=4),))) == ""  # two ranks on each
+    tight = replace(two, nodes=(replace(two.nodes[0], memory_bytes=100 << 30),))
+    assert copies_words(found, plan, tight) == "in all 8.0 GiB of a machine's 100 GiB"  # all of them on one
+    assert copies_words(found, plan, two) == ""
+    (gpus,) = parse_cluster("1x2 H100").nodes
+    tiny = Cluster((replace(gpus, memory_bytes=32 << 20),))
+    lines = " ".join(shown({"dp_shard": 2}, tiny).split())
+    row = re.search(r"copies for recovery (\S+) MiB in all (\S+) MiB of a machine's 32.0 MiB", lines)
+    assert row is not None
+    assert float(row[2]) == pytest.approx(2 * float(row[1]), abs=0.15)
+    assert "copies for recovery" not in shown({"dp_shard": 2})
 
 
 def test_a_device_that_torch_has_no_name_for_is_told_by_its_own() -> None:

@@ -90,7 +90,7 @@ def test_the_ticket_and_the_result_tell_what_a_save_cost(tmp_path: Path) -> None
         ticket = checkpointer.save(1, tensors(), {})
         (result,) = checkpointer.wait()
     size = (tmp_path / "step-00000001" / "rank-00000.safetensors").stat().st_size
-    assert ticket.bytes == result.bytes == size
+    assert ticket.bytes == result.bytes == result.whole_bytes == size
     assert ticket.stall_seconds == result.stall_seconds > 0
     assert result.write_seconds > 0
     assert result.error is None
@@ -214,6 +214,7 @@ def test_ranks_share_the_writing_and_rank_zero_commits(tmp_path: Path) -> None:
     results = [result for checkpointer in ranks for result in checkpointer.wait()]
     assert [result.path for result in results] == [tmp_path / "step-00000007"] * 3
     assert len({result.bytes for result in results}) == 1  # two tensors of six each
+    assert [result.whole_bytes for result in results] == [3 * results[0].bytes, None, None]
     assert names(tmp_path / "step-00000007") == [
         "manifest.json",
         "rank-00000.safetensors",

@@ -67,7 +67,10 @@ def test_who_does_not_fit_is_refused_with_the_reason_and_the_others_go_on() -> N
         "give every machine its own number, or none and let arrival decide",
     )
     [(_, outside)] = table.hear(4, join(2))
-    assert outside == Refused("cluster.node_rank 2 is not below cluster.nodes 2")
+    assert outside == Refused(
+        "cluster.node_rank 2 is not below cluster.nodes 2",
+        "count the machines from 0, or leave cluster.node_rank out and let arrival decide",
+    )
     assert len(table.hear(5, join())) == 2
     [(_, late)] = table.hear(6, join())
     assert isinstance(late, Refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,8 @@ from wanma.elastic.messages import (
     Paused,
     Reached,
     Refused,
+    Rescue,
+    Rescued,
     Start,
     Stop,
     StopRequest,
@@ -34,6 +37,7 @@ from wanma.elastic.messages import (
 from wanma.elastic.recovery import newest_whole
 from wanma.elastic.resizing import LOCATE_SECONDS, ResizingCoordinator
 from wanma.elastic.size import Decision, Situation, choose_nodes
+from wanma.elastic.terms import Terms
 from wanma.job.plan import Plan
 
 ALL = "as many as there are"
@@ -46,13 +50,9 @@ class Elastic(Table):
         self.said = []
         self.asked: list[tuple[int, Situation]] = []
         self.coordinator: Any = ResizingCoordinator(
-            most,
-            "job",
-            "10.0.0.1:1",
-            300,
+            Terms(most, "job", "10.0.0.1:1", 300, retries),
             lambda *word: self.said.append(word),
             0,
-            retries,
             ask=lambda *question: self.asked.append(question),
             min_nodes=least,
             join_seconds=30,
@@ -302,6 +302,45 @@ def test_a_stop_while_the_planner_thinks_lets_the_new_ranks_finish_a_step() -> N
     assert len(starts(table.answer())) == 1
     table.hear(0, Finished())
     assert table.said == [(0, Over(130))]
+
+
+@pytest.mark.parametrize("most", [2, 1])
+def test_a_stop_after_which_nothing_can_start_saves_the_copies_instead_of_waiting(most: int) -> None:
+    table = Elastic(1, most).started(most)
+    table.hear(0, Failed(CAUSE))
+    if most == 2:
+        table.lose(1)
+    table.halt([0])
+    table.hear(0, StopRequest(143, 30.0, "SIGTERM"), now=3)
+    [(_, order)] = table.answer(0, "tp 2 needs two", now=4)
+    assert order == Rescue(Image(1, 6), (0, 1)[:most], most, 29.0)
+    [(_, end)] = table.hear(0, Rescued("checkpoint of step 6 in /x"), now=5)
+    assert isinstance(end, Abort)
+    assert (end.exit_code, end.failure) == (143, None)
+    assert "checkpoint of step 6 in /x" in end.note
+
+
+def test_ctrl_c_while_ranks_end_is_not_followed_by_a_wait_for_machines() -> None:
+    table = Elastic(2, 2).started(2)
+    table.lose(1)
+    assert table.hear(0, StopRequest(130)) == [(0, Stop(130))]
+    assert table.halt([0]) == [(0, Abort(130))]
+
+
+def test_a_stop_while_a_run_that_was_to_grow_waits_saves_the_copies() -> None:
+    table = Elastic(2, 3).started(2)
+    table.hear(5, join())
+    table.hear(5, Warm())
+    table.hear(0, Reached(6, 1.0, 3.0))
+    table.answer(3)
+    table.hear(0, Paused())
+    table.hear(1, Paused())
+    table.halt([0])
+    table.lose(5)
+    table.halt([1])
+    table.answer(0, "no plan any more")
+    said = table.hear(1, StopRequest(143, 30.0, "SIGTERM"), now=4)
+    assert [type(word) for _, word in said] == [Rescue, Rescue]
 
 
 def test_who_had_ranks_before_comes_first_and_wishes_order_the_others() -> None:

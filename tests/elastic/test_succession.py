@@ -15,6 +15,7 @@ from wanma.elastic.coordinator import Coordinator
 from wanma.elastic.failure import Failure
 from wanma.elastic.messages import Abort, Halted, HeldImage, Image, Join, Message, Recovery, Start, Was
 from wanma.elastic.succession import TURN_SECONDS, Past, Sight, Vacancy, may_claim, successors
+from wanma.elastic.terms import Terms
 from wanma.job import claims
 from wanma.job.claims import Claim
 
@@ -114,18 +115,8 @@ def test_a_claim_that_is_being_written_is_waited_for_and_one_that_never_is_follo
 def successor(waits: set[int], nodes: int = 3, retries: int = 3) -> tuple[Coordinator, list[Any]]:
     said: list[Any] = []
     past = Past(start(nodes=nodes), frozenset(waits), Failure("node 0 was lost", node=0), 20)
-    coordinator = Coordinator(
-        nodes,
-        "job",
-        "10.0.0.2:1",
-        300,
-        lambda *word: said.append(word),
-        0,
-        retries,
-        generation=8,
-        past=past,
-    )
-    return coordinator, said
+    terms = Terms(nodes, "job", "10.0.0.2:1", 300, retries, generation=8, past=past)
+    return Coordinator(terms, lambda *word: said.append(word), 0), said
 
 
 def comes(node: int, generation: int = 7, step: int = 41) -> Join:
@@ -193,13 +184,11 @@ def test_nothing_starts_under_a_number_that_another_has_claimed() -> None:
     said: list[Any] = []
     asked: list[int] = []
 
-    def claim(generation: int) -> bool:
+    def claim(generation: int) -> None:
         asked.append(generation)
-        return False
 
-    coordinator = Coordinator(
-        1, "job", "here", 300, lambda *word: said.append(word), 0, claim=claim, generation=4
-    )
+    terms = Terms(1, "job", "here", 300, claim=claim, generation=4)
+    coordinator = Coordinator(terms, lambda *word: said.append(word), 0)
     coordinator.receive(0, join(), 1)
     assert (asked, said) == ([5], [])
     assert coordinator.over

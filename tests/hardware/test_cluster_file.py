@@ -49,6 +49,7 @@ network = "2x100G"
 cpu = "EPYC 9654"
 power_watts = 3000
 price_per_hour = 24.5
+days_between_failures = 154
 
 [[nodes.levels]]
 name = "bridge"
@@ -101,6 +102,7 @@ def test_a_file_is_the_machines_it_describes() -> None:
     }
     assert (ours.device_count, ours.cores, ours.memory_bytes, ours.power_watts) == (64, 32, 256 * 10**9, 3000)
     assert ours.price_per_hour == 24.5
+    assert (ours.days_between_failures, h100.days_between_failures) == (154.0, None)
     assert ours.inside == (Level("bridge", 100e9, 6e-7, 2), Level("PCIe", 16e9, 1e-6))
     assert ours.network == (Level("network", 6.25e9, 2.7e-6),)
     assert ours.cpu is not None

@@ -61,6 +61,30 @@ def test_a_claim_whose_writer_died_over_it_counts_but_leads_nowhere(tmp_path: Pa
     assert claims.make(tmp_path, claim(3, "other"))
 
 
+def test_a_slow_writer_s_claim_is_closed_though_it_was_followed_before_its_line_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert claims.make(tmp_path, claim(1))
+    write = os.write
+
+    def after_another_has_followed(descriptor: int, line: bytes) -> int:
+        monkeypatch.setattr(os, "write", write)
+        seen = claims.newest(tmp_path)
+        assert seen is not None
+        assert (seen.generation, seen.place) == (2, ""), "there, and still empty"
+        assert claims.make(tmp_path, claim(3, "other"))
+        return write(descriptor, line)
+
+    monkeypatch.setattr(os, "write", after_another_has_followed)
+    assert claims.make(tmp_path, claim(2, "slow"))
+    found = claims.read(tmp_path, 2)
+    assert found is not None
+    assert (found.coordinator, found.place, found.followed) == ("slow", "10.0.0.1:29500", True)
+    with pytest.raises(WanmaError, match="start 2 of this run has been followed by start 3"):
+        Fence(tmp_path, 2).check()
+    Fence(tmp_path, 3).check()
+
+
 def test_the_end_of_a_run_is_no_successor(tmp_path: Path) -> None:
     claims.make(tmp_path, claim(1))
     claims.end(tmp_path, 1, 130)

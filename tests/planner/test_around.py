@@ -145,7 +145,8 @@ def test_a_run_also_waits_for_its_last_save() -> None:
         assert found.step.checkpoint == pytest.approx(parts.copy_seconds * shares, abs=1e-12)
         steps_seconds = run_seconds(of.job.train, of.global_batch, PLAN, found.step)
         at_end = parts.write_seconds + copies * parts.copy_seconds
-        assert found.run.seconds == pytest.approx(steps_seconds + at_end)
+        assert found.run.useful is not None
+        assert found.run.seconds == pytest.approx(steps_seconds / found.run.useful.share + at_end)
 
 
 # ------------------------------------------------------------------ both

@@ -7,6 +7,7 @@ from typing import Any
 from wanma.elastic.coordinator import Coordinator
 from wanma.elastic.failure import Failure
 from wanma.elastic.messages import Join, Message
+from wanma.elastic.terms import Terms
 
 ECHO = Failure("Connection closed by peer", rank=0, consequence=True)
 CAUSE = Failure("ValueError", rank=1)
@@ -18,7 +19,7 @@ class Table:
     def __init__(self, nodes: int, retries: int = 0) -> None:
         self.said: list[tuple[int, Message]] = []
         self.coordinator = Coordinator(
-            nodes, "job", "10.0.0.1:1", 300, lambda *word: self.said.append(word), 0, retries
+            Terms(nodes, "job", "10.0.0.1:1", 300, retries), lambda *word: self.said.append(word), 0
         )
 
     def hear(self, peer: int, message: Message, now: float = 1) -> list[tuple[int, Message]]:

@@ -16,6 +16,7 @@ from wanma.checkpoint.partner import Partner
 from wanma.checkpoint.shards import local_part
 from wanma.checkpoint.snapshot import _Image
 from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.training import snapshots
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.trainer import Trainer
 
@@ -41,6 +42,11 @@ def rank_0_fails_in_step_4() -> None:
 
 def rank_1_fails_in_step_4() -> None:
     _before(4, lambda trainer: trainer.worker.rank == 1)
+
+
+def snapshots_may_come_every_five_steps() -> None:
+    """Whatever they cost."""
+    snapshots.steps_between = lambda _cost, _step: 5  # type: ignore[assignment]
 
 
 def rank_1_has_no_memory_for_snapshots() -> None:

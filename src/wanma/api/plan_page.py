@@ -12,6 +12,7 @@ from wanma.api.words import (
     MEMORY_COLOURS,
     TIME_KINDS,
     axes_words,
+    copies_words,
     energy_words,
     memory_parts,
     memory_words,
@@ -23,6 +24,7 @@ from wanma.api.words import (
     share_lines,
     step_words,
     time_shares,
+    useful_words,
 )
 from wanma.job.forecast import Forecast, StepTime, Workload
 from wanma.observe.units import NONE, bytes_text, count_text, duration_text, number_text, share_text
@@ -86,6 +88,9 @@ def _numbers(study: Study) -> str:
             found.append(Tile("energy", energy_words(run.energy_joules), "at the wall"))
         if run.price is not None:
             found.append(Tile("price", number_text(run.price)))
+        if useful := useful_words(forecast):
+            share, _, causes = useful.removeprefix("useful ").partition(": ")
+            found.append(Tile("useful", share, causes))
     return tiles(found)
 
 
@@ -136,6 +141,8 @@ def _memory_card(study: Study, forecast: Forecast) -> str:
         for place in ("host", "disk")
         if (size := getattr(forecast, f"{place}_bytes"))
     )
+    if copies := copies_words(forecast, study.planned.plan, study.cluster):
+        waiting += row(f"copies for recovery, {escape(copies)}", bytes_text(forecast.snapshots_bytes))
     told = pipeline_words(forecast)
     note = f'<p class="note">Pipeline ranks in their order: {escape(told)}</p>' if told else ""
     return card("Memory of the fullest rank", f"{body}<table>{rows}{waiting}</table>{note}")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from wanma.api.planning import Prepared, notes
 from wanma.api.step_table import step_table
-from wanma.api.words import memory_parts, pipeline_words
+from wanma.api.words import copies_words, memory_parts, pipeline_words
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
@@ -37,7 +37,7 @@ def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
         return Group(*parts)
     if forecast.step is not None:
         parts += [_head("A step, forecast"), step_table(forecast, workload)]
-    parts += [_head("Memory of a rank, forecast"), _memory_table(forecast)]
+    parts += [_head("Memory of a rank, forecast"), _memory_table(forecast, prepared)]
     parts += [_head("Model"), _size_table(workload)]
     told = dict.fromkeys([*forecast.reasons, *notes(job, prepared.planned)])
     parts += [Text(f"· {note}", style="dim") for note in told]
@@ -98,16 +98,19 @@ def _offloaded(plan: Plan) -> str:
     return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "nothing")
 
 
-def _memory_table(forecast: Forecast) -> RenderableType:
+def _memory_table(forecast: Forecast, prepared: Prepared) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
+    table.add_column()
     for _, name, size in memory_parts(forecast):
         table.add_row(name, bytes_text(size))
     table.add_row(Text("in all", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
     for place in ("host", "disk"):
         if size := getattr(forecast, f"{place}_bytes"):
             table.add_row(f"waiting on {place}", bytes_text(size))
+    if copies := copies_words(forecast, prepared.plan, prepared.cluster):
+        table.add_row("copies for recovery", bytes_text(forecast.snapshots_bytes), copies)
     if told := pipeline_words(forecast):
         return Group(table, Text(f"pipeline ranks in their order: {told}"))
     return table

@@ -8,7 +8,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from wanma.api.words import TIME_KINDS, rate, rate_unit, rate_words, run_words, step_words, time_shares
+from wanma.api.words import (
+    TIME_KINDS,
+    rate,
+    rate_unit,
+    rate_words,
+    run_words,
+    step_words,
+    time_shares,
+    useful_words,
+)
 from wanma.job.forecast import Forecast, StepTime, Workload
 from wanma.observe.units import duration_text, share_text
 
@@ -36,6 +45,8 @@ def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
     parts: list[RenderableType] = [Text(", ".join(facts)), table]
     if run := run_words(forecast):
         parts.append(Text(f"the whole run: {run}"))
+    if useful := useful_words(forecast):
+        parts.append(Text(useful))
     return Group(*parts)
 
 

@@ -22,14 +22,14 @@ def commit(
     metric: float | None,
     state_json: str,
     still_mine: Callable[[], None] = lambda: None,
-) -> Path:
+) -> tuple[Path, Manifest]:
     """Wait for every rank's part, then make the checkpoint appear whole.
 
     Args:
         still_mine: raises when these ranks may no longer write into the run.
 
     Returns:
-        the committed folder.
+        the committed folder, and what it says that it holds.
 
     Raises:
         WanmaError: a rank failed or is late, or the parts do not make up the tensors.
@@ -46,7 +46,7 @@ def commit(
     meeting.tidy()
     sync_folder(partial)
     still_mine()
-    return publish(partial, step)
+    return publish(partial, step), manifest
 
 
 def merge(

@@ -92,7 +92,8 @@ def _write(
     written[0].collect()
     shutil.rmtree(partial / "held")
     state = to_json(tables[0]["state"], "the training state")
-    return commit(partial, written[0], step, None, state)
+    path, _ = commit(partial, written[0], step, None, state)
+    return path
 
 
 def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:

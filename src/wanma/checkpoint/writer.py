@@ -58,6 +58,8 @@ class SaveResult:
     """Write, fsync and hash of this rank's part."""
     commit_seconds: float
     """From then until all ranks' parts were committed; 0 when the save failed."""
+    whole_bytes: int | None = None
+    """Of all ranks' parts; None on other ranks than 0, and when the save failed."""
     error: WanmaError | None = None
 
 
@@ -253,7 +255,10 @@ class Checkpointer:
             result = replace(result, write_seconds=time.perf_counter() - began)
             job.meeting.post(table)
             if self._rank == 0:
-                commit(job.partial, job.meeting, job.step, job.metric, job.state_json, self._still_mine)
+                _, whole = commit(
+                    job.partial, job.meeting, job.step, job.metric, job.state_json, self._still_mine
+                )
+                result = replace(result, whole_bytes=whole.bytes)
             else:
                 job.meeting.follow(final)
             result = replace(

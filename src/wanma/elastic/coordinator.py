@@ -12,7 +12,6 @@ lives, so two never compute at once. Here all machines of the run are needed; `r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -47,7 +46,8 @@ from wanma.elastic.messages import (
 from wanma.elastic.peer import Begun, Peer, Send, objection, seat
 from wanma.elastic.recovery import Retries, newest_common, newest_whole
 from wanma.elastic.stragglers import Stragglers
-from wanma.elastic.succession import LOST_HINT, Past
+from wanma.elastic.succession import LOST_HINT
+from wanma.elastic.terms import Terms
 from wanma.elastic.told import missing_text, nobody_came
 from wanma.job.errors import EXIT_USAGE
 
@@ -60,45 +60,21 @@ HALT_SECONDS = 60.0
 
 
 class Coordinator:
-    """One run's agreement between its nodes. `generation` counts the starts of its ranks.
+    """One run's agreement between its nodes. `generation` counts the starts of its ranks."""
 
-    Args:
-        claim: asked before each start; false: another coordinator has that generation, and whoever drives
-            this one sends its nodes there.
-        generation: the number of the newest start so far.
-        past: the run of a coordinator that has been lost, to be carried on.
-    """
-
-    def __init__(
-        self,
-        nodes: int,
-        job_hash: str,
-        place: str,
-        start_seconds: float,
-        send: Send,
-        now: float,
-        retries: int = 0,
-        slow_factor: float = 1.5,
-        *,
-        claim: Callable[[int], bool] = lambda _generation: True,
-        generation: int = 0,
-        past: Past | None = None,
-    ) -> None:
-        self.generation = generation
-        self._claim = claim
+    def __init__(self, terms: Terms, send: Send, now: float) -> None:
+        self.generation = terms.generation
+        self._terms, self._nodes, self._send = terms, terms.nodes, send
         self._unfit: dict[int, Failure] = {}
         """Nodes that have failed a health check → which."""
-        self._slow_factor = slow_factor
-        self._stragglers = Stragglers(slow_factor)
+        self._stragglers = Stragglers(terms.slow_factor)
         self._state: Literal["meeting", "running", "halting", "rescuing", "over"] = "meeting"
-        self._nodes, self._job_hash, self._place, self._send = nodes, job_hash, place, send
-        self._start_seconds = start_seconds
         self._peers: dict[int, Peer] = {}
-        self._deadline: float | None = now + start_seconds
+        self._deadline: float | None = now + terms.start_seconds
         self._exit_code = 0
         self._echo: Failure | None = None
         self._inquiry: Inquiry | None = None
-        self._retries = Retries(retries)
+        self._retries = Retries(terms.retries)
         self._cause: Failure | None = None
         """Why the generation before ended."""
         self._lost: Failure | None = None
@@ -114,7 +90,7 @@ class Coordinator:
         """The newest generation that had ranks."""
         self._awaited: set[int] = set()
         """Nodes that are expected from a coordinator that was lost."""
-        if past is not None:
+        if (past := terms.past) is not None:
             self._state, self._deadline = "halting", now + past.patience_seconds
             self._cause = self._lost = past.failure
             self._started, self._ranks_by_node = past.start.generation, past.start.ranks_by_node
@@ -202,7 +178,11 @@ class Coordinator:
         elif self._state == "halting":
             late = [peer.named for peer in self._running() if peer.halted is None]
             cause = f"the ranks could not be ended within {HALT_SECONDS:.0f} s on {', '.join(late)}"
-            self._end(Abort(1, Failure(cause, hint=f"why they had to end: {self._why}")))
+            hint = (
+                "the kernel ends no process that waits for a disk or driver: look there with `ps` and "
+                f"`dmesg`, and restart what holds it; why they had to end: {self._why}"
+            )
+            self._end(Abort(1, Failure(cause, hint=hint)))
         elif self._inquiry is not None:
             self._conclude_hang(self._inquiry, now)
         elif self._echo is not None:
@@ -262,26 +242,26 @@ class Coordinator:
     def _objection(self, join: Join) -> Refused | None:
         if self._is_closed or len(self._peers) == self._nodes:
             return Refused(
-                f"the run at {self._place} has its {self._nodes} machines already",
+                f"the run at {self._terms.place} has its {self._nodes} machines already",
                 "wait until it has ended, or choose another port for cluster.rendezvous",
             )
         taken = [(self._number(other), other.join.host) for other in self._peers.values()]
-        return objection(join, self._nodes, self._place, self._job_hash, taken)
+        return objection(join, self._nodes, self._terms.place, self._terms.job_hash, taken)
 
     def _number(self, peer: Peer) -> int | None:
         """That nobody else may ask for."""
         return peer.node if peer.node >= 0 else peer.join.node_rank
 
     def _start(self) -> None:
-        if not self._claim(self.generation + 1):
+        generation = self._terms.claim(self.generation + 1)
+        if generation is None:
             self._state, self._deadline = "over", None
             return
         by_node = self._seated()
         self._state = "running"
-        self.generation += 1
-        self._started = self.generation
+        self.generation = self._started = generation
         self._deadline = self._echo = self._inquiry = self._lost = None
-        self._stragglers = Stragglers(self._slow_factor)
+        self._stragglers = Stragglers(self._terms.slow_factor)
         self._ranks_by_node = self._ranks_of(by_node)
         plan, forecast = self._planned()
         begun = Begun(self.generation, self._recovery, self._ranks_by_node, plan, forecast)
@@ -309,20 +289,23 @@ class Coordinator:
         return self._nodes
 
     def _wait_for_machines(self, now: float) -> None:
+        if self._exit_code:  # asked to stop while ranks were to be started: nobody would wait for that
+            self._stop_waiting(now)
+            return
         why = self._lost or self._cause
         assert why is not None
-        self._deadline = now + self._start_seconds
+        self._deadline = now + self._terms.start_seconds
         missing = max(self._needed - len(self._peers), 1)
-        self._broadcast(Waiting(missing_text(why, missing, self._start_seconds)))
+        self._broadcast(Waiting(missing_text(why, missing, self._terms.start_seconds)))
 
     def _meeting_is_late(self) -> None:
         """Nobody came."""
         if (why := self._lost or self._cause) is not None:
-            hint = f"no machine took its place within {self._start_seconds:.0f} s; {why.hint}"
+            hint = f"no machine took its place within {self._terms.start_seconds:.0f} s; {why.hint}"
             self._end(Abort(1, replace(why, hint=hint)))
             return
         hosts = [peer.join.host for peer in self._peers.values()]
-        self._end(Abort(1, nobody_came(hosts, self._nodes, self._place, self._start_seconds)))
+        self._end(Abort(1, nobody_came(hosts, self._nodes, self._terms.place, self._terms.start_seconds)))
 
     # Running -------------------------------------------------------------------------------------
 
@@ -335,12 +318,16 @@ class Coordinator:
         if request.seconds is not None:
             self._stop_until = min(self._stop_until or now + request.seconds, now + request.seconds)
         if self._is_waiting:
-            if self._stop_until is not None and self._cause is not None:
-                self._rescue(now)
-            else:
-                self._end(Abort(self._exit_code))
+            self._stop_waiting(now)
         else:
             self._broadcast(Stop(self._exit_code, request.seconds, request.what))
+
+    def _stop_waiting(self, now: float) -> None:
+        """No rank lives, and none is to be started any more."""
+        if self._stop_until is not None and self._started:
+            self._rescue(now)
+        else:
+            self._end(Abort(self._exit_code))
 
     def _failed(self, failure: Failure, now: float) -> None:
         if failure.unfit and failure.node is not None:

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from wanma.elastic.asking import ask_beside
 from wanma.elastic.beacon import Beacon
@@ -37,6 +36,7 @@ from wanma.elastic.messages import (
     Welcome,
 )
 from wanma.elastic.network import Place, place_at
+from wanma.elastic.peer import Send
 from wanma.elastic.probe import Probe
 from wanma.elastic.protocol import line_keys, new_nonce, proof, proof_holds
 from wanma.elastic.resizing import ResizingCoordinator
@@ -44,6 +44,7 @@ from wanma.elastic.secret import VARIABLE
 from wanma.elastic.session import Session
 from wanma.elastic.size import Decision, Situation
 from wanma.elastic.succession import Past
+from wanma.elastic.terms import Terms
 from wanma.job import claims
 from wanma.job.claims import Claim
 
@@ -63,26 +64,33 @@ class DrivenCoordinator:
         launch: Launch,
         place: str,
         loop: Loop,
-        send: Callable[[int, Message], None],
-        claim: Callable[[int], bool] = lambda _generation: True,
+        send: Send,
+        claim: Callable[[int], int | None] = lambda generation: generation,
         generation: int = 0,
         past: Past | None = None,
     ) -> None:
-        now = time.monotonic()
         self._loop = loop
-        limits = (launch.start_seconds, send, now, launch.retries, launch.slow_factor)
-        common = (launch.nodes, launch.job_hash, place, *limits)
-        carried_on: Any = {"claim": claim, "generation": generation, "past": past}
+        terms = Terms(
+            launch.nodes,
+            launch.job_hash,
+            place,
+            launch.start_seconds,
+            launch.retries,
+            launch.slow_factor,
+            claim,
+            generation,
+            past,
+        )
         self._coordinator = (
-            Coordinator(*common, **carried_on)
+            Coordinator(terms, send, time.monotonic())
             if launch.replanner is None
-            else self._resizing(launch, launch.replanner, common, carried_on)
+            else self._resizing(launch, launch.replanner, terms, send)
         )
         self._timer: Timer | None = None
         self._arm()
 
     def _resizing(
-        self, launch: Launch, replanner: Replanner, common: Any, carried_on: Any
+        self, launch: Launch, replanner: Replanner, terms: Terms, send: Send
     ) -> ResizingCoordinator:
         def ask(question: int, situation: Situation) -> None:
             ask_beside(replanner, situation, self._loop, lambda decision: answer(question, decision))
@@ -92,7 +100,12 @@ class DrivenCoordinator:
             self._arm()
 
         coordinator = ResizingCoordinator(
-            *common, **carried_on, ask=ask, min_nodes=launch.min_nodes, join_seconds=launch.join_seconds
+            terms,
+            send,
+            time.monotonic(),
+            ask=ask,
+            min_nodes=launch.min_nodes,
+            join_seconds=launch.join_seconds,
         )
         return coordinator
 
@@ -219,14 +232,22 @@ class Host:
 
     # Claims --------------------------------------------------------------------------------------
 
-    def _claim(self, generation: int) -> bool:
-        """Before a start; once this coordinator holds a claim, nobody else starts under that number."""
-        if not (self._beacon.mine and generation == self._beacon.held):
-            claim = Claim(generation, self._place.text, self.name, host_name())
-            if not claims.make(self._launch.run_directory, claim):
-                return False  # the beacon sees the other's claim soon
-            self._beacon.held, self._beacon.mine = generation, True
-        return True
+    def _claim(self, generation: int) -> int | None:
+        """Before a start; once this coordinator holds a claim, nobody else starts under that number.
+
+        A claim that says nothing leads nowhere: whoever made it has died, or found the disk full. The next
+        number closes it, should its line still come.
+        """
+        if self._beacon.mine and generation == self._beacon.held:
+            return generation
+        run = self._launch.run_directory
+        while not claims.make(run, Claim(generation, self._place.text, self.name, host_name())):
+            there = claims.read(run, generation)
+            if there is None or there.place:
+                return None  # the beacon sees the other's claim soon
+            generation += 1
+        self._beacon.held, self._beacon.mine = generation, True
+        return generation
 
     def _followed(self, claim: Claim) -> None:
         """Another coordinator has claimed the run: all here join it."""

@@ -35,6 +35,7 @@ from wanma.elastic.messages import (
     Over,
     Refused,
     Start,
+    Stop,
     StopRequest,
     Waiting,
     Was,
@@ -92,6 +93,8 @@ class RemoteLink:
         self._start: Start | None = None
         self._vacancy: Vacancy | None = None
         self._halted: Halted | None = None
+        self._asked: StopRequest | None = None
+        """What this node's user has asked for, until the coordinator has heard it."""
         self._address = place.address[0]
         self._presence: Presence | None = None
         self._host: Host | None = None
@@ -108,6 +111,8 @@ class RemoteLink:
     def send(self, message: Message) -> None:
         """To the coordinator; while there is none, what cannot wait is done here."""
         if self._state in ("attached", "cut"):
+            if isinstance(message, StopRequest):
+                self._asked = message
             self._session.send(message)
         elif self._state == "orphaned":
             if isinstance(message, Halted):
@@ -142,7 +147,7 @@ class RemoteLink:
         ):
             if self._trying is None or self._trying.generation != claim.generation:
                 self._trying, self._since = claim, time.monotonic()
-            self._place = resolve(claim.place)
+            self._place = self._resolved(claim.place)
         else:
             self._trying, self._place = None, self._rendezvous
             if self._host is None and (listener := listen_at(self._place)) is not None:
@@ -166,6 +171,17 @@ class RemoteLink:
                 "or raise cluster.start_seconds",
             )
         self._later(self._seek)
+
+    def _resolved(self, text: str) -> Place:
+        """A place, at the address that it has now, or had: the name server may be what is lost."""
+        try:
+            return resolve(text)
+        except WanmaError as error:
+            known = [place for place in (self._place, self._rendezvous) if place.text == text]
+            if not known:
+                raise
+            logger.warning("%s; going on with the address before", error)
+            return known[0]
 
     def _newest(self) -> Claim | None:
         try:
@@ -229,7 +245,12 @@ class RemoteLink:
             assert self._halted is not None
             if attached.coordinator == self._vacancy.claim.coordinator:
                 was = Was(self._vacancy.start.generation, self._vacancy.start.node_rank, self._halted)
-                self._vacancy.withdraw()
+                try:
+                    self._vacancy.withdraw()
+                except OSError as error:  # a vote that stays would count; the next look tries again
+                    logger.warning("a vote against %s cannot be taken back: %s", self._place.text, error)
+                    connection.close()
+                    return
                 self._vacancy = None
                 self._join(connection, address, attached, was)
                 self._say(f"takes part again, at {self._place.text}")
@@ -298,6 +319,8 @@ class RemoteLink:
                 if isinstance(message, Start):
                     self._start = message
                     self._session.begin(message.generation)
+                elif isinstance(message, Stop):
+                    self._asked = None
                 self._on_message(message)
 
     def _beat(self) -> None:
@@ -332,18 +355,25 @@ class RemoteLink:
             self._state = "seeking"
             self._seek()
             return
-        claim = to if to is not None and self._sees(to) else self._its_claim()
-        if claim is None or not self._launch.retries:
-            self._on_lost(f"lost the coordinator at {self._place.text}: {reason}")
+        lost = f"lost the coordinator at {self._place.text}: {reason}"
+        run = self._launch.run_directory
+        try:
+            claim = to if to is not None and self._sees(to) else self._its_claim()
+            if claim is None or not self._launch.retries:
+                self._on_lost(lost)
+                return
+            self._vacancy = Vacancy(run, self._start, claim, self._launch.lost_seconds, reason, dead)
+        except OSError as error:
+            self._on_lost(f"{lost}; and who carries the run on cannot be read in {run}: {error}")
             return
-        self._say(f"lost the coordinator at {self._place.text}: {reason}; the ranks here are ended")
-        self._vacancy = Vacancy(
-            self._launch.run_directory, self._start, claim, self._launch.lost_seconds, reason, dead
-        )
+        self._say(f"{lost}; the ranks here are ended")
         self._state, self._halted = "orphaned", None
         self._deadline = time.monotonic() + self._launch.start_seconds
-        self._place = resolve(claim.place)
+        self._place = self._resolved(claim.place)
         self._on_message(Halt())
+        if self._asked is not None:  # nobody may have heard it: ranks would start here again
+            self._on_message(Abort(self._asked.exit_code))
+            return
         self._search()
 
     def _sees(self, claim: Claim) -> bool:
@@ -389,7 +419,7 @@ class RemoteLink:
         vacancy.look()
         if vacancy.claim.place and vacancy.claim.place != self._place.text:
             self._hang_up()
-            self._place = resolve(vacancy.claim.place)
+            self._place = self._resolved(vacancy.claim.place)
         if vacancy.claim.ended is None and vacancy.may_claim():
             self._take_over(vacancy)
 

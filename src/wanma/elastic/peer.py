@@ -111,7 +111,10 @@ def objection(
     if join.node_rank is None:
         return None
     if join.node_rank >= nodes:
-        return Refused(f"cluster.node_rank {join.node_rank} is not below cluster.nodes {nodes}")
+        return Refused(
+            f"cluster.node_rank {join.node_rank} is not below cluster.nodes {nodes}",
+            "count the machines from 0, or leave cluster.node_rank out and let arrival decide",
+        )
     for number, host in taken:
         if join.node_rank == number:
             return Refused(

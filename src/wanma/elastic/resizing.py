@@ -35,7 +35,7 @@ from wanma.elastic.messages import (
 from wanma.elastic.peer import Peer, Send
 from wanma.elastic.recovery import newest_whole
 from wanma.elastic.size import Decision, Situation, choose_nodes, spare_text
-from wanma.elastic.succession import Past
+from wanma.elastic.terms import Terms
 from wanma.job.plan import Plan
 from wanma.job.worker import Change
 
@@ -54,38 +54,11 @@ class ResizingCoordinator(Coordinator):
     """
 
     def __init__(
-        self,
-        nodes: int,
-        job_hash: str,
-        place: str,
-        start_seconds: float,
-        send: Send,
-        now: float,
-        retries: int = 0,
-        slow_factor: float = 1.5,
-        *,
-        ask: Ask,
-        min_nodes: int,
-        join_seconds: float,
-        claim: Callable[[int], bool] = lambda _generation: True,
-        generation: int = 0,
-        past: Past | None = None,
+        self, terms: Terms, send: Send, now: float, *, ask: Ask, min_nodes: int, join_seconds: float
     ) -> None:
-        super().__init__(
-            nodes,
-            job_hash,
-            place,
-            start_seconds,
-            send,
-            now,
-            retries,
-            slow_factor,
-            claim=claim,
-            generation=generation,
-            past=past,
-        )
+        super().__init__(terms, send, now)
         self._ask, self._min_nodes, self._join_seconds = ask, min_nodes, join_seconds
-        self._patience = now + start_seconds
+        self._patience = now + terms.start_seconds
         self._is_last_call = False
         """Enough machines for the first start are here, and it waits a little for more."""
         self._is_deciding = False
@@ -93,7 +66,7 @@ class ResizingCoordinator(Coordinator):
         """Machines whose ranks need not wait for imports any more; those that have gone may be among them."""
         self._questions = 0
         self._open_question: int | None = None
-        self._decision = decision_of(past.start) if past is not None else None
+        self._decision = decision_of(terms.past.start) if terms.past is not None else None
         """Of the newest generation."""
         self._told: tuple[Plan, int] | None = None
         """Plan and machines of the newest generation that finished a step."""
@@ -277,7 +250,7 @@ class ResizingCoordinator(Coordinator):
         """More machines may help; where there can be no more, the run ends."""
         here = len(self._peers)
         self._lost = Failure(f"no plan for the machines that are here ({here}): {decision.reason}")
-        if here == self._nodes:
+        if here == self._nodes and self._stop_until is None:
             self._end(Abort(1, self._lost))
         else:
             self._is_deciding = self._is_last_call = False

@@ -235,7 +235,11 @@ def _machines(
     power_watts = node.power_watts if section.power_watts is None else section.power_watts
     disk = None if section.disk_gb_per_second is None else _bytes(section.disk_gb_per_second)
     return replace(
-        node, power_watts=power_watts, price_per_hour=section.price_per_hour, disk_bytes_per_second=disk
+        node,
+        power_watts=power_watts,
+        price_per_hour=section.price_per_hour,
+        disk_bytes_per_second=disk,
+        days_between_failures=section.days_between_failures,
     )
 
 

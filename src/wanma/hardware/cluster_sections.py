@@ -53,6 +53,9 @@ class NodesSection(Section):
     disk_gb_per_second: float | None = Field(
         None, gt=0, le=1e5, description="of one node's own disks, 10⁹ bytes per second written"
     )
+    days_between_failures: float | None = Field(
+        None, gt=0, le=1e6, description="of one node, on average; default: as often as Llama 3's run failed"
+    )
     name: str | None = Field(None, description="in messages; default: the device's")
     levels: list[LevelSection] = Field(default_factory=list, description="how they are connected")
 

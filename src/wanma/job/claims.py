@@ -3,10 +3,11 @@
     generations/7           created exclusively by the coordinator of start 7, before any of its ranks lives
     generations/7.lost.2    node 2 no longer hears that coordinator, and has ended its ranks
 
-A claim's first line says where the run meets; a second one closes it: another has followed, or the run has
-ended. Ranks look at their own claim before they commit or record anything (`Fence`). Files are opened anew
-for every look, which is what network file systems keep consistent: a name that was missing may stay so in
-their caches for a while. Times are never compared between machines.
+One line of a claim says where the run meets; another one closes it: another has followed, or the run has
+ended. All are appended, because what closes a claim may come before a slow writer's own line. Ranks look at
+their own claim before they commit or record anything (`Fence`). Files are opened anew for every look, which
+is what network file systems keep consistent: a name that was missing may stay so in their caches for a
+while. Times are never compared between machines.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from wanma.job.errors import WanmaError
 
@@ -50,14 +52,14 @@ def make(run: Path, claim: Claim) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _write(path, os.O_CREAT | os.O_EXCL, asdict(claim))
+            _append(path, asdict(claim), os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             # A server may have answered twice: then it is this one's after all.
             there = read(run, claim.generation)
             if there is None or there.coordinator != claim.coordinator:
                 return False
         for older in _still_open(run, claim.generation):
-            _write(_path(run, older), os.O_APPEND, {"followed_by": claim.generation})
+            _append(_path(run, older), {"followed_by": claim.generation})
     except OSError as error:
         raise WanmaError(
             f"cannot claim generation {claim.generation} of the run in {path}: {error.strerror or error}",
@@ -72,12 +74,14 @@ def read(run: Path, generation: int) -> Claim | None:
         lines = _path(run, generation).read_bytes().splitlines()
     except FileNotFoundError:
         return None
-    try:
-        said = [json.loads(line) for line in lines]
-        later = {name: value for line in said[1:] for name, value in line.items()}
-        return Claim(**{**said[0], "followed": "followed_by" in later, "ended": later.get("ended")})
-    except (ValueError, TypeError, IndexError):
-        return Claim(generation, "", "", "")
+    said: dict[str, Any] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # being written, or its writer died over it
+            said.update({name: value for name, value in dict(json.loads(line)).items() if value is not None})
+    place, coordinator, host = (said.get(name, "") for name in ("place", "coordinator", "host"))
+    return Claim(
+        generation, place, coordinator, host, said.get("node"), "followed_by" in said, said.get("ended")
+    )
 
 
 def newest(run: Path) -> Claim | None:
@@ -88,7 +92,7 @@ def newest(run: Path) -> Claim | None:
 
 def end(run: Path, generation: int, exit_code: int) -> None:
     """Say that the run has ended, so that nobody looks for its coordinator. Raises `OSError`."""
-    _write(_path(run, generation), os.O_APPEND, {"ended": exit_code})
+    _append(_path(run, generation), {"ended": exit_code})
 
 
 def beat(run: Path, generation: int) -> None:
@@ -159,16 +163,17 @@ def _still_open(run: Path, before: int) -> list[int]:
 
 
 def _closed(path: Path) -> bool:
-    """Has a second line."""
+    """Has been appended to, whatever became of the line of whoever made it."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes().count(b"\n") > 1
     return False
 
 
-def _write(path: Path, flags: int, value: dict[str, object]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
+def _append(path: Path, value: dict[str, object], new: int = 0) -> None:
+    """A line, after an empty one but in a `new` file: two ends of lines say that a claim is closed."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | new, 0o644)
     try:
-        os.write(descriptor, json.dumps(value).encode() + b"\n")
+        os.write(descriptor, (b"" if new else b"\n") + json.dumps(value).encode() + b"\n")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

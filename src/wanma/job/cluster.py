@@ -74,6 +74,8 @@ class Node:
     """Of one machine, in whatever currency its file uses; None when unknown."""
     disk_bytes_per_second: float | None = None
     """At which one machine's own disks are written, and read no slower; None when unknown."""
+    days_between_failures: float | None = None
+    """Of one machine with its share of the network, on average; None when unknown."""
 
     def __post_init__(self) -> None:
         for what in ("count", "cores", "memory_bytes"):

@@ -122,14 +122,34 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class UsefulTime:
+    """What of a long run's time is work that counts."""
+
+    share: float
+    copying_share: float
+    """Waiting for copies of the state in memory; those on disk are part of a step."""
+    seconds_between_failures: float
+    """The mean."""
+    seconds_per_failure: float
+    """That one costs: until training goes on, and work that is done again."""
+
+    @property
+    def failing_share(self) -> float:
+        return 1 - self.share - self.copying_share
+
+
+@dataclass(frozen=True)
 class RunCost:
     """What the whole run takes."""
 
     seconds: float
+    """With what failures and copies of the state take, as `useful` says."""
     energy_joules: float | None
     """At the wall; None where nobody says what the machines draw."""
     price: float | None = None
     """In the cluster file's currency; None where it names no price."""
+    useful: UsefulTime | None = None
+    """None: `seconds` are of a run in which nothing fails."""
 
 
 MEMORY_KINDS = MappingProxyType(

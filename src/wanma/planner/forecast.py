@@ -6,16 +6,19 @@ functions, without torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
+from wanma.observe.units import duration_text
 from wanma.planner.around import around
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
-from wanma.planner.cost.energy import run_cost
+from wanma.planner.cost.energy import LEAST_SHARE, run_cost
 from wanma.planner.cost.module import (
     knows_operators,
     module_boundary_seconds,
@@ -33,6 +36,9 @@ from wanma.planner.memory.table import tabulate
 from wanma.planner.problem import Problem
 from wanma.planner.rules import global_batches
 from wanma.planner.snapshots import snapshot_bytes
+from wanma.planner.useful import useful_time
+
+Memory = TypeVar("Memory")
 
 
 def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> Forecast:
@@ -54,16 +60,7 @@ def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> For
 
 def memory(problem: Problem, plan: Plan) -> Forecast:
     """Of `plan`, its memory alone."""
-    setting = memory_setting(problem, plan)
-    needed = forecast_memory(
-        problem.workload,
-        plan,
-        setting.optimizer,
-        micro_batches=setting.micro_batches,
-        weight_average=setting.weight_average,
-        dimensions=problem.dimensions,
-        software=setting.software,
-    )
+    needed = _calculated(forecast_memory, problem, plan)
     return replace(needed, snapshots_bytes=snapshot_bytes(problem.job, problem.workload, plan))
 
 
@@ -71,8 +68,15 @@ def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Foreca
     """`found`, a forecast of `plan`, with what each rank of its pipeline holds."""
     if plan.pp == 1 or plan.placement:
         return found
+    held = (rank.forecast for rank in _calculated(memory_of_ranks, problem, plan))
+    told = tuple(PipelineRank(one.memory_bytes, one.tensor_bytes) for one in held)
+    return replace(found, pipeline_ranks=told)
+
+
+def _calculated(calculate: Callable[..., Memory], problem: Problem, plan: Plan) -> Memory:
+    """By one of `memory.ranks`'s two functions."""
     setting = memory_setting(problem, plan)
-    ranks = memory_of_ranks(
+    return calculate(
         problem.workload,
         plan,
         setting.optimizer,
@@ -81,9 +85,6 @@ def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Foreca
         dimensions=problem.dimensions,
         software=setting.software,
     )
-    held = (rank.forecast for rank in ranks)
-    told = tuple(PipelineRank(one.memory_bytes, one.tensor_bytes) for one in held)
-    return replace(found, pipeline_ranks=told)
 
 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:
@@ -193,18 +194,30 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         return replace(needed, reasons=(*needed.reasons, unknown_rates(problem, plan) or ""))
     flops = problem.workload.flops_per_sample * problem.global_batch
     peak = problem.machine.chip.peak_flops_per_second["fp8" if plan.fp8 else plan.precision]
+    run = run_cost(problem, plan, step)
     return replace(
         needed,
         step=step,
         samples_per_second=problem.global_batch / step.seconds,
         model_flops_utilisation=flops / step.seconds / (plan.world_size * peak),
-        run=run_cost(problem, plan, step),
+        run=run,
         reasons=(
             *needed.reasons,
             where_time_goes(step),
             *told_of_tables(problem.workload, step),
+            *(() if run is not None else (never_ends(problem, plan, step),)),
             *problem.machine.assumed,
         ),
+    )
+
+
+def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
+    """Why there is no forecast of the whole run."""
+    found = useful_time(problem, plan, step)
+    return (
+        f"the whole run: with a failure every {duration_text(found.seconds_between_failures)} less than "
+        f"{LEAST_SHARE:.0%} of its time would be useful; save more often (checkpoint.every_steps), and keep "
+        "copies in memory (checkpoint.snapshots)"
     )
 
 

@@ -46,6 +46,11 @@ class Failures:
         exposure = devices * days * DAY
         return cls(process / exposure, node / exposure, correlated / exposure)
 
+    def as_often_as(self, days_between: float, devices: int) -> Failures:
+        """The same causes in the same proportions, once in `days_between` on `devices`."""
+        factor = 1 / (days_between * DAY * devices * self.per_device_second)
+        return Failures(self.process * factor, self.node * factor, self.correlated * factor)
+
     @property
     def per_device_second(self) -> float:
         return self.process + self.node + self.correlated

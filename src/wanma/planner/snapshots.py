@@ -1,26 +1,50 @@
-"""What snapshots for recovery take of the machines' own memory."""
+"""Snapshots for recovery: what they take of the machines' own memory, and how often they are made."""
 
 from __future__ import annotations
+
+import math
 
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.planner.memory.state import state_elements
 
+COST_SHARE = 0.01
+"""Of the time of training, what snapshots may cost where the job leaves their interval open."""
+
 _IMAGES = 2
 """Written in turn, so that one of them is always whole."""
 
 
 def snapshot_bytes(job: Job, workload: Workload, plan: Plan) -> int:
-    """Of one rank; ranks of one machine that hold the same share it. As much again on several machines, for
-    each also keeps another's (`checkpoint.partner`). 0 where the job wants none, or `plan`
-    keeps state on disk, which then has no copy in memory."""
-    if job.checkpoint.snapshots == "off" or "disk" in (plan.offload_parameters, plan.offload_optimizer):
-        return 0
+    """Of one rank, all that it holds of them: two images, and as many of a guest where machines are each
+    other's partners. 0 where there are none (`image_bytes`)."""
+    copies = 2 if has_partner(job) else 1
+    return int(copies * _IMAGES * image_bytes(job, workload, plan))
+
+
+def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
+    """Of one rank's part of one snapshot; ranks of one machine that hold the same share it.
+
+    0 where the job wants none, where nobody would recover from them, or where `plan` keeps state on disk,
+    which then has no copy in memory.
+    """
+    on_disk = "disk" in (plan.offload_parameters, plan.offload_optimizer)
+    if job.checkpoint.snapshots == "off" or job.cluster.retries == 0 or on_disk:
+        return 0.0
     elements = workload.parameters + state_elements(workload, job.train)
     if job.train.weight_average > 0:
         elements += workload.parameters
     element_bytes = 8 if plan.precision == "fp64" else 4
-    copies = 2 if job.cluster.nodes > 1 and job.checkpoint.partner is not False else 1
     parts = max(plan.world_size // plan.replicas, plan.world_size // job.cluster.nodes, 1)
-    return int(copies * _IMAGES * element_bytes * elements / parts)
+    return element_bytes * elements / parts
+
+
+def has_partner(job: Job) -> bool:
+    """Whether another machine keeps a copy of each one's snapshots."""
+    return job.cluster.nodes > 1 and job.checkpoint.partner is not False
+
+
+def steps_between(cost_seconds: float, step_seconds: float) -> int:
+    """Fewest steps from one snapshot to the next with which they cost no more than `COST_SHARE`."""
+    return max(math.ceil(cost_seconds / (COST_SHARE * step_seconds)), 1)

@@ -24,7 +24,7 @@ from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
 from wanma.training.published import published_names, start_from_published
-from wanma.training.snapshots import layout_of
+from wanma.training.snapshots import EVERY, layout_of
 from wanma.training.state import TrainingState, restore_random_state
 from wanma.training.uploads import fetch_newest, refuse_taken
 
@@ -41,6 +41,8 @@ class Resumed:
     this run, or none of these."""
     messages: list[str]
     """What to tell the user, on rank 0."""
+    snapshots_every: int | None = None
+    """Steps between the snapshots of the ranks before, where those had found out; told already."""
 
 
 def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fingerprint: str) -> Resumed:
@@ -81,7 +83,9 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
             messages.append(f"carrying on from step {state.step} ({label})")
         messages += notes
         memory: Literal["memory", "partner"] = "partner" if helped else "memory"
-        return Resumed("checkpoint" if path is not None else memory, messages)
+        if path is not None:
+            return Resumed("checkpoint", messages)
+        return Resumed(memory, messages, source.manifest.state.get(EVERY))
 
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())

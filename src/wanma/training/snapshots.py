@@ -7,7 +7,6 @@ step_ended      begins the next snapshot where it is due
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,32 +24,33 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Images, Worker
 from wanma.observe.units import bytes_text
+from wanma.planner.snapshots import steps_between
 from wanma.training.state import TrainingState, random_state
 
-COST_SHARE = 0.01
-"""Of the time of training, what snapshots may cost where the job leaves their interval open."""
 _MARGIN = 1.2
 """By which an interval is longer than it had to be as it is chosen, so that it stays."""
 _UNUSUAL = 2
 """First snapshots, one into each image: memory that nobody has touched before is slow."""
 LONGEST_WAIT_SECONDS = 1.0
 """For partner nodes, where the job says how often snapshots are taken; and not longer than a step."""
+EVERY = "snapshots_every"
+"""In the state that a snapshot holds: the interval as ranks that go on from it find it."""
 _COSTS, _STEPS = 5, 20
 """How many of the last ones count."""
 
 
 class Interval:
-    """Steps between snapshots, such that they cost at most `COST_SHARE`. Until that is known: one step."""
+    """Steps between snapshots, such that they cost next to nothing (`steps_between`); one until then."""
 
-    def __init__(self) -> None:
-        self.steps: int | None = None
+    def __init__(self, steps: int | None = None) -> None:
+        self.steps = steps
 
     def consider(self, cost_seconds: float, step_seconds: float) -> bool:
         """What a snapshot costs, and what a step takes without; returns whether the interval is another now.
 
         It is lengthened where it is too short, and shortened where half of it would do.
         """
-        needed = max(math.ceil(cost_seconds / (COST_SHARE * step_seconds)), 1)
+        needed = steps_between(cost_seconds, step_seconds)
         if self.steps is not None and self.steps / 2 <= needed <= self.steps:
             return False
         before, self.steps = self.steps, max(round(_MARGIN * needed), 1)
@@ -63,6 +63,7 @@ class StepSnapshots:
     Args:
         replicas: ranks of this pipeline stage.
         compare: raises if ranks differ that should not. All ranks call it together, before each snapshot.
+        every: steps between the snapshots of the ranks before this recovery; None: not known.
 
     Raises:
         JobError: the job asks for snapshots that this plan cannot have.
@@ -79,13 +80,14 @@ class StepSnapshots:
         replicas: Sequence[int],
         data_fingerprint: str,
         compare: Callable[[], None],
+        every: int | None = None,
     ) -> None:
         self.notes: list[str] = []
         """What to tell the user at the start."""
         self._plan, self._worker, self._state = plan, worker, state
         self._replicas, self._fingerprint, self._compare = replicas, data_fingerprint, compare
         self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
-        self._interval = Interval()
+        self._interval = Interval(every)
         self._last_step = state.step
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
@@ -275,7 +277,7 @@ class StepSnapshots:
             self._snapshots.begin(
                 step,
                 tensors,
-                {**self._state.values(), "data_fingerprint": self._fingerprint},
+                {**self._state.values(), "data_fingerprint": self._fingerprint, EVERY: self._interval.steps},
                 {"random": random_state()},
                 changing=self._buffers,
             )
@@ -298,7 +300,9 @@ class StepSnapshots:
 
     @property
     def _every(self) -> int:
-        return self._fixed or self._interval.steps or 1
+        """After a recovery, too, the first ones are taken step by step: what they cost is found out anew, and
+        machines that are new hold copies at once."""
+        return self._fixed or (self._interval.steps if self._costs else None) or 1
 
     def _note(self, taken: Taken) -> None:
         """What it cost. On CPUs the background computes on cores that training would have."""

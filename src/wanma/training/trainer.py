@@ -132,6 +132,7 @@ class Trainer:
             replicas=self._stage_ranks(),
             data_fingerprint=data_fingerprint,
             compare=self._replicas.compare,
+            every=resumed.snapshots_every,
         )
         self._log = StepLog(job, worker)
         self._own_work = OwnWork(plan, grid, worker.control)
@@ -455,9 +456,9 @@ class Trainer:
                 self._recorder.event(
                     "checkpoint",
                     step=result.step,
-                    bytes=result.bytes,
+                    bytes=result.whole_bytes,
                     stall_seconds=result.stall_seconds + self._waited_seconds,
-                    write_seconds=result.write_seconds,
+                    write_seconds=result.write_seconds + result.commit_seconds,
                 )
             if result.path is not None:
                 self._uploads.wake(result.step)

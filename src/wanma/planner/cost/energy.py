@@ -1,4 +1,4 @@
-"""What a whole run takes: time with its ramp and validations, energy at the wall, price.
+"""What a whole run takes: time with its ramp, validations and failures, energy at the wall, price.
 
     cost = run_cost(problem, plan, forecast(problem, plan).step)
 
@@ -9,9 +9,8 @@ machines and the cooling of the hall are not counted. Pure functions, without to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wanma.job.cluster import Node
 from wanma.job.forecast import RunCost, StepTime
@@ -21,6 +20,7 @@ from wanma.planner.around import around
 from wanma.planner.cost.compute import product_rate
 from wanma.planner.cost.operators import product_precision
 from wanma.planner.problem import Problem
+from wanma.planner.useful import machines_used, useful_time
 
 PRODUCTS, STREAMING, COMMUNICATING, WAITING = 1.0, 0.7, 0.5, 0.3
 """Power of a device next to its limit. Products of training run into the limit, which is why clocks fall
@@ -32,6 +32,9 @@ HOST = 0.5
 """Power of the rest of a machine, next to what its maker allows for beside the devices (4.6 kW in a DGX
 H100). Eight H100 that train drew at most 8.4 of 10.2 kW (Latif et al. 2024, recalled), which leaves 0.6 of
 that rest; less where a hall cools without the machines' own fans."""
+
+LEAST_SHARE = 0.01
+"""Of useful time: with less, nobody would call it a run."""
 
 USUAL_HOST = 0.8
 """The rest of a machine at its limit over its devices' limits, where nobody states the whole: 0.46 in a
@@ -54,17 +57,19 @@ class Activity:
         return busy + COMMUNICATING * self.communicating + WAITING * self.waiting
 
 
-def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost:
-    """Of all the job's steps, with the smaller ones of its ramp, its validations, and writing the last state.
+def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost | None:
+    """Of all the job's steps, with the smaller ones of its ramp, its validations, writing the last state, and
+    what failures and copies of the state take (`useful`). None where failures leave less than `LEAST_SHARE`.
 
-    Machines of which the plan fills a part count whole.
+    Machines of which the plan fills a part count whole. While a run recovers, they draw as if it trained.
     """
-    node = problem.cluster.nodes[0]
-    here = max(problem.machine.devices // node.count, 1)
-    used = math.ceil(plan.world_size / here)
-    seconds = run_seconds(problem.job.train, problem.global_batch, plan, step)
+    useful = useful_time(problem, plan, step)
+    if useful.share < LEAST_SHARE:
+        return None
+    seconds = run_seconds(problem.job.train, problem.global_batch, plan, step) / useful.share
     seconds += around(problem, plan).at_end_seconds
-    return cost_of(seconds, [(node, used)], activity(problem, plan, step))
+    used = [(problem.cluster.nodes[0], machines_used(problem, plan))]
+    return replace(cost_of(seconds, used, activity(problem, plan, step)), useful=useful)
 
 
 def cost_of(seconds: float, used: Sequence[tuple[Node, int]], doing: Activity) -> RunCost:
