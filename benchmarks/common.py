@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.pace import at_rest, is_slow
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("wanma", "torch", "accelerate", "lightning", "deepspeed", "numpy")
@@ -155,6 +157,8 @@ def take_pairs(
 ) -> bool:
     """Sample the contenders in turn until `piece["pairs"]` has `pairs` undisturbed rounds; saves each round.
 
+    A round begins when the machine is not slow, and counts if it is not slow at the end either (`pace`).
+
     Args:
         deadline: of `time.monotonic()`; no round starts after it.
 
@@ -163,7 +167,7 @@ def take_pairs(
     """
     rounds: list[dict[str, Any]] = piece.setdefault("pairs", [])
     while len(quiet := undisturbed(piece)) < pairs:
-        if time.monotonic() > deadline:
+        if not at_rest(piece, deadline):
             return False
         if len(rounds) - len(quiet) >= pairs:
             raise BenchmarkError(
@@ -176,17 +180,19 @@ def take_pairs(
         }
         for name, measure in contenders.items():
             taken[name] = take_sample(measure, noise)
+        taken["slow"] = is_slow(piece)
         rounds.append(taken)
         save()
     return True
 
 
 def undisturbed(piece: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rounds of a piece in which no sample was disturbed."""
+    """The rounds of a piece in which no sample was disturbed and the machine was not slow."""
     return [
         taken
         for taken in piece.get("pairs", [])
-        if not any(isinstance(sample, dict) and sample["disturbed"] for sample in taken.values())
+        if not taken.get("slow", False)
+        and not any(isinstance(sample, dict) and sample["disturbed"] for sample in taken.values())
     ]
 
 

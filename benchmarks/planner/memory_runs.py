@@ -127,7 +127,7 @@ def _measure(run: Run, cache: str) -> dict[str, Any]:
         job, directory = Path(folder) / "job.toml", Path(folder) / "run"
         job.write_text("\n".join(lines) + "\n")
         environment = {
-            key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_"))
+            key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GLIBC_", "MKL_"))
         }
         command = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(directory)]
         run_command(command, environment, Path(folder) / "output.log", TIMEOUT_SECONDS)

@@ -5,8 +5,10 @@
     python -m benchmarks.planner.real --memory --minutes 5   # only peaks, of few steps; needs no quiet
     python -m benchmarks.planner.real --report
 
-A run's steps count only where other programs left the machine alone. Runs of two other models correct the
-calibration, as `wanma plan --learn` does. State and report are in benchmarks/results/planner-real.*.
+A run's steps count only where other programs left the machine alone, and where a fixed matrix product
+before and after the run took no longer than usual: this machine may be a guest of another. Runs of two other
+models correct the calibration, as `wanma plan --learn` does. State and report are in
+benchmarks/results/planner-real.*.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, ROOT, BenchmarkError, commit, machine, run_command
+from benchmarks.pace import at_rest, is_slow
 from benchmarks.planner.quiet import Watch
 from benchmarks.planner.real_cases import MODELS, cases, job_text
-from benchmarks.planner.real_report import report
+from benchmarks.planner.real_report import report, steps_that_count
 from wanma.data.open import prepare
 from wanma.hardware.discover import discover
 from wanma.job.load import load_job
@@ -85,18 +88,19 @@ def _run(state: dict[str, Any], options: argparse.Namespace) -> None:
     for name, layout in cases():
         if (options.model and name not in options.model) or (options.layout and layout not in options.layout):
             continue
-        while quiet_steps(state, name, layout) < options.quiet and time.monotonic() < deadline:
+        while quiet_steps(state, name, layout) < options.quiet and at_rest(state, deadline):
             taken = _train(name, layout, options.steps, options.foreign_limit)
+            taken["slow"] = is_slow(state)
             state["runs"].append(taken)
             _note_memory(state, taken)
             _save(state)
-            counted = sum(step["others"] <= options.foreign_limit for step in taken["steps"])
+            counted = len(steps_that_count(taken))
             print(f"{name}, {layout}: {counted} of {len(taken['steps'])} steps were quiet", flush=True)
 
 
 def quiet_steps(state: dict[str, Any], name: str, layout: str) -> int:
     runs = [run for run in state["runs"] if (run["model"], run["layout"]) == (name, layout)]
-    return sum(step["others"] <= run["foreign_limit"] for run in runs for step in run["steps"])
+    return sum(len(steps_that_count(run)) for run in runs)
 
 
 def _measure_memory(state: dict[str, Any], options: argparse.Namespace) -> None:

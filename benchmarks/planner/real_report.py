@@ -74,7 +74,7 @@ def read_rows(state: Mapping[str, Any]) -> list[Row]:
     rows, runs, memories = [], state["runs"], state.get("memory", {})
     for name, layout in cases():
         own = [run for run in runs if (run["model"], run["layout"]) == (name, layout)]
-        quiet = [step for run in own for step in run["steps"] if step["others"] <= run["foreign_limit"]]
+        quiet = [step for run in own for step in steps_that_count(run)]
         if len(quiet) < LEAST_STEPS:
             continue
         phases = {key: median(step["phases"][key] for step in quiet) for key in quiet[0]["phases"]}
@@ -92,6 +92,13 @@ def read_rows(state: Mapping[str, Any]) -> list[Row]:
             )
         )
     return rows
+
+
+def steps_that_count(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those in which other programs left the machine alone; none of a run after which it was slow."""
+    if run.get("slow", False):
+        return []
+    return [step for step in run["steps"] if step["others"] <= run["foreign_limit"]]
 
 
 def forecast_of(row: Row, calibration: Calibration) -> Forecast:
