@@ -1,7 +1,7 @@
 """Whether this machine is as fast as it can be: it may be a guest of another, with neighbours.
 
-No counter shows them, but how long the same work takes. `kept` is a part of a benchmark's results, in which the least that
-was ever seen is remembered.
+No counter shows them, but how long the same work takes. `kept` is a part of a benchmark's results, in which
+the least that was ever seen is remembered.
 """
 
 from __future__ import annotations
