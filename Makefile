@@ -4,6 +4,7 @@
 #
 # PYTHON=python3.12   another interpreter       JOB=mine.toml   another job
 # ARGS="train.steps=20"   passed on to wanma or pytest
+# AT_ONCE=1               test files that run beside each other: 2, or 1 on a single core
 # PIP_ARGS="..."        handed to pip, e.g. the index of PyTorch's small CPU builds
 
 PYTHON   ?= python3
@@ -11,6 +12,7 @@ VENV     ?= .venv
 JOB      ?= examples/gpt.toml
 ARGS     ?=
 PIP_ARGS ?=
+AT_ONCE  ?= $(shell expr 1 + \( $$(nproc) \> 1 \))
 READY    := $(VENV)/.ready
 BIN      := $(VENV)/bin
 
@@ -20,7 +22,7 @@ train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-_SKIPS = pytest.StashKey[list[tuple[str, str]]]()
+
+class Skips:
+    """Who skipped, and why; of tests in other processes (pytest-xdist) it hears what they report."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.found[report.nodeid] = reason
+
+
+_SKIPS = pytest.StashKey[Skips]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_SKIPS] = []
+    config.stash[_SKIPS] = Skips()
+    config.pluginmanager.register(config.stash[_SKIPS])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,22 +62,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a gpu"))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    _note(item.config, report)
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    _note(collector.config, report)
-    return report
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     passed = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
     if session.exitstatus in passed and _unwelcome(session.config):
@@ -72,17 +76,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.line(f"{name}: {reason}")
 
 
-def _note(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
-    if report.skipped and not hasattr(report, "wasxfail"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        config.stash[_SKIPS].append((report.nodeid, reason))
-
-
 def _unwelcome(config: pytest.Config) -> list[tuple[str, str]]:
     allowed = [word.lower() for word in config.getoption("--no-skips-except")]
     if not allowed:
         return []
-    return [skip for skip in config.stash[_SKIPS] if not any(word in skip[1].lower() for word in allowed)]
+    found = config.stash[_SKIPS].found.items()
+    return [skip for skip in found if not any(word in skip[1].lower() for word in allowed)]
 
 
 def _marked(items: list[pytest.Item], marker: str) -> Iterator[pytest.Item]:

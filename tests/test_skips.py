@@ -26,9 +26,12 @@ def run(folder: Path, source: str, *options: str) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize("name", ["module", "condition"])
-def test_a_skip_for_another_reason_fails_the_run_and_is_named(tmp_path: Path, name: str) -> None:
-    code, text = run(tmp_path, SKIPPING[name], "--no-skips-except=gpu")
+def test_a_skip_for_another_reason_fails_the_run_and_is_named(
+    tmp_path: Path, name: str, workers: str
+) -> None:
+    code, text = run(tmp_path, SKIPPING[name], "--no-skips-except=gpu", "-n", workers)
     assert code == pytest.ExitCode.TESTS_FAILED
     assert "skips that count as failures here" in text
     assert "no_such_package" in text or "no chromium" in text
