@@ -30,8 +30,9 @@ def at_rest(kept: MutableMapping[str, Any], deadline: float) -> bool:
 
 def is_slow(kept: MutableMapping[str, Any]) -> bool:
     now = product_seconds()
-    kept["product_seconds"] = min(now, kept.get("product_seconds", now))
-    return now > SLOW * kept["product_seconds"]
+    least: float = min(now, kept.get("product_seconds", now))
+    kept["product_seconds"] = least
+    return now > SLOW * least
 
 
 def product_seconds(times: int = 5) -> float:
