@@ -116,11 +116,18 @@ class Desk:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_mind_signals,
         )
         return Running(process)
 
     def training(self, name: str) -> Training:
         return Training(self.folder / name)
+
+
+def _mind_signals() -> None:
+    """A shell lets what it starts in the background ignore these, and all that this starts."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Running:
