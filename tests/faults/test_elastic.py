@@ -119,7 +119,7 @@ class Gang(Machines):
         super().__init__(desk, name, *JOB, *words, **injected(marks, *faults))
         for node in range(count):
             self.start(node)
-        assert self.running[0].until(lambda: bool(struck(marks)))
+        assert self.running[0].until(lambda: bool(struck(marks))), self.running[0].end().text
 
     def end_all(self) -> Ran:
         first, *others = self.end()

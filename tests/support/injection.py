@@ -72,7 +72,8 @@ class Strike:
 def struck(folder: Path) -> list[Strike]:
     """The faults that have struck, in the order of `injected`."""
     marks = sorted(folder.iterdir(), key=lambda mark: int(mark.name))
-    return [Strike(*map(float, mark.read_text().split())) for mark in marks]
+    times = [mark.read_text().split() for mark in marks]
+    return [Strike(*map(float, both)) for both in times if both]  # one that is empty is being written
 
 
 @dataclass(frozen=True)
