@@ -24,6 +24,7 @@ JOB = (
     "model.layers=2",
     "checkpoint.snapshots=1",
     "observe.log_every_steps=20",
+    "cluster.join_seconds=100",  # all of a gang begin, however slow their imports are
 )
 TOLERANCE = 1e-9
 """Of losses and weights in fp64, between one order of summation and another, as in tests/parallel."""
