@@ -94,8 +94,9 @@ def test_parameters_begin_as_transformers_begins_them(family: str, tmp_path: Pat
         if like.std() == 0 or like.numel() == 1:
             assert torch.equal(tensor, like), name
         else:
-            assert float(tensor.std()) == pytest.approx(float(like.std()), rel=0.2), name
-            assert abs(float(tensor.mean())) < 0.2 * float(like.std()), name
+            chance = 5 / like.numel() ** 0.5  # five times what two draws of so many numbers differ by
+            assert float(tensor.std()) == pytest.approx(float(like.std()), rel=chance), name
+            assert abs(float(tensor.mean())) < chance * float(like.std()), name
 
 
 REFUSED = {
