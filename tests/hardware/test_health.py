@@ -32,7 +32,8 @@ def test_a_device_that_is_well_passes_and_says_how_fast_it_is() -> None:
     found = check_device(CPU, LITTLE)
     assert (found.device, found.memory_bytes) == ("cpu", 1 << 16)
     assert found.flops_per_second > 1e6
-    assert check_device(CPU).seconds > 0
+    quickest = min(check_device(CPU).seconds for _ in range(5))
+    assert 0 < quickest < 0.5, "as a run has it, on a machine that other tests may share"
 
 
 def test_one_wrong_number_of_a_product_is_shown_beside_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
