@@ -17,10 +17,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 
 class Stopwatch:
-    """Seconds spent in communication since the last `take`."""
+    """Seconds spent in communication since the last `take`.
+
+    Attributes:
+        total: since the beginning.
+    """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self.total = 0.0
+        self._taken = 0.0
         self._started: float | None = None
 
     def start(self, now: float) -> None:
@@ -28,11 +33,11 @@ class Stopwatch:
 
     def stop(self, now: float) -> None:
         if self._started is not None:
-            self._seconds += now - self._started
+            self.total += now - self._started
             self._started = None
 
     def take(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self._taken = self.total - self._taken, self.total
         return seconds
 
 

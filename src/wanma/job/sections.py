@@ -250,6 +250,15 @@ class ParallelSection(Section):
         default_factory=list,
         description="samples of each data rank in every sum of them (unlike devices); default: equal",
     )
+    balance: Literal["auto", "off", "on"] = Field(
+        "auto",
+        description="move shares of the batch while the run goes on, by how fast ranks are; auto: where the "
+        "planner gave unlike devices unlike shares, and not under train.deterministic",
+    )
+    share_moves: list[tuple[int, list[PositiveInt]]] = Field(
+        default_factory=list,
+        description="[[step, batch_shares], ...]: other shares from that step on, as a run with balance told",
+    )
     sequence: bool = Field(
         True, description="tp: ranks also share the sequence between the split matrices (sequence parallel)"
     )

@@ -30,6 +30,7 @@ from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
 from wanma.parallel.shard import Sharded
 from wanma.parallel.whole import Whole
+from wanma.parallel.work_clock import WorkClock
 from wanma.planner.stages import SPLIT_BACKWARD
 
 SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
@@ -52,6 +53,7 @@ class Pipeline:
         parts: the stages' modules, and
         numbers: which stages they are.
         data_parallel: how each of them is held by the data ranks.
+        clock: of what they compute.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Pipeline:
         plan: Plan,
         grid: Grid,
         data_parallel: tuple[Sharded | Whole, ...],
+        clock: WorkClock,
     ) -> None:
+        self._clock = clock
         self._parts = dict(zip(numbers, parts, strict=True))
         self._data_parallel = dict(zip(numbers, data_parallel, strict=True))
         self._plan = plan
@@ -110,8 +114,12 @@ class Pipeline:
     def evaluate(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """`run` without backward, and of any number of micro-batches."""
         self._tell(positions, seed, loss)
-        with torch.no_grad():
-            return self._drive(self._schedule(batch, count, trains=False).eval, batch)
+        self._clock.is_on = False
+        try:
+            with torch.no_grad():
+                return self._drive(self._schedule(batch, count, trains=False).eval, batch)
+        finally:
+            self._clock.is_on = True
 
     def _tell(self, positions: Tensor | None, seed: int, loss: Loss) -> None:
         self._loss = loss
@@ -151,7 +159,7 @@ class Pipeline:
         return schedule
 
     def _stage(self, number: int, boundaries: list[_Boundary]) -> PipelineStage:
-        return _Stage(
+        stage = _Stage(
             self._parts[number],
             number,
             self._plan.stages,
@@ -160,6 +168,8 @@ class Pipeline:
             output_args=boundaries[number + 1].example(),
             group=self._group,
         )
+        stage.clock = self._clock
+        return stage
 
     @torch.no_grad()
     def _find_boundaries(self, batch: Batch, rows: int) -> list[_Boundary]:
@@ -232,7 +242,10 @@ class Pipeline:
 
     def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
-        return self._loss(output, target)
+        self._clock.start()
+        loss = self._loss(output, target)
+        self._clock.stop(forward=True)
+        return loss
 
 
 @dataclass(frozen=True)
@@ -250,10 +263,29 @@ class _Boundary:
 
 
 class _Stage(PipelineStage):
-    """torch's stage; before its first step it says hello to its neighbours, but not to its own rank.
+    """torch's stage, with a clock around what it computes: a schedule waits for neighbours between those calls.
 
-    torch 2.11 does that too where a rank holds neighbouring stages, and Gloo refuses it.
+    Before its first step it says hello to its neighbours, but not to its own rank: torch 2.11 does that too
+    where a rank holds neighbouring stages, and Gloo refuses it.
     """
+
+    clock: WorkClock
+
+    def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        self.clock.start()
+        output = super().forward_one_chunk(*arguments, **keywords)
+        self.clock.stop(forward=True)
+        return output
+
+    def backward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        self.clock.start()
+        super().backward_one_chunk(*arguments, **keywords)
+        self.clock.stop(forward=False)
+
+    def backward_weight_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        self.clock.start()
+        super().backward_weight_one_chunk(*arguments, **keywords)
+        self.clock.stop(forward=False)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]

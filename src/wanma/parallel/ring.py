@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from wanma.collectives.waits import waiting
 from wanma.parallel.block_attention import Sight, attend, attend_backward
 
 
@@ -221,8 +222,9 @@ class _Arrival:
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        with waiting():
+            for work in self.works:
+                work.wait()
         return self.received
 
 

@@ -54,6 +54,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
             is_saved = end_step(trainer, agreement, measure)
+            loader.follow(trainer.plan)
             if agreement.stop and state.step < job.train.steps:
                 outcome = "interrupted"
                 break

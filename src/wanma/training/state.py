@@ -33,6 +33,8 @@ class TrainingState:
     best_loss: float | None = None
     """Lowest validation loss so far."""
     anomalies: Anomalies = field(default_factory=Anomalies)
+    share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Shares of the batch that the run has moved to by the ranks' times, and the optimizer steps before each."""
 
     def begin(self, but: Container[str] = ()) -> None:
         """Initial weights: of a run that takes up no checkpoint.
@@ -90,6 +92,7 @@ class TrainingState:
             "loss_scale_good_steps": self.scale.good_steps,
             "best_loss": self.best_loss,
             "anomalies": self.anomalies.values(),
+            "share_moves": [[step, list(shares)] for step, shares in self.share_moves],
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -101,6 +104,7 @@ class TrainingState:
         self.best_loss = values["best_loss"]
         if "anomalies" in values:  # older checkpoints have none
             self.anomalies.restore(values["anomalies"])
+        self.share_moves = [(step, tuple(shares)) for step, shares in values.get("share_moves", ())]
 
 
 def seed_generators(seed: int, rank: int) -> None:

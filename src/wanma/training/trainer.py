@@ -37,6 +37,7 @@ from wanma.training.records import StepLog, open_recorder
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
+from wanma.training.share_moves import Moved, ShareMoves
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
@@ -73,7 +74,8 @@ class Trainer:
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
     ) -> None:
-        self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
+        self.job, self.worker, self.grid = job, worker, grid
+        self._devices = plan.world_size
         self.phases = PhaseTimer()
         self._targets_per_sample = targets_per_sample
         self._fingerprint = data_fingerprint
@@ -117,6 +119,7 @@ class Trainer:
             still_mine=worker.still_mine,
         )
         resumed = resume(self.state, job, plan, worker, data_fingerprint)
+        self._shares = ShareMoves(job, plan, grid, parallel, self.state)
         self._replicas = ReplicaCheck(
             self.state,
             worker,
@@ -147,8 +150,9 @@ class Trainer:
                 plan=str(plan),
                 **({"again": True} if worker.restart is not None else {}),
             )
-            for text in [*resumed.messages, *self._snapshots.notes]:
+            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
                 self._recorder.message(text)
+        self._shares.notes.clear()
         self._uploads.wake(self.state.step)
         self._restart = worker.restart
         """Until the first step after it is finished."""
@@ -157,8 +161,15 @@ class Trainer:
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
+        self._work_seconds, self._worked_under = 0.0, self.plan
+        self._moved: Moved | None = None
         self._noted: dict[str, Tensor] = {}
         self._step_started = time.perf_counter()
+
+    @property
+    def plan(self) -> Plan:
+        """Of the step that comes next: shares of the batch may move between steps."""
+        return self._shares.plan
 
     def __enter__(self) -> Trainer:
         return self
@@ -197,9 +208,12 @@ class Trainer:
             # The next phase reads numbers, and would be charged with all the work queued before them.
             with self.phases.phase("forward_backward"):
                 torch.cuda.current_stream().synchronize()
+        self._work_seconds, self._worked_under = state.parallel.clock.take(), self.plan
+        self._shares.worked(self._work_seconds)
         with self.phases.phase("checkpoint"):
             self._snapshots.settle()  # first: that all agree then says that all have settled
         with self.phases.phase("communication"):
+            of_snapshots = self._snapshots.shared()
             agreement = agree(
                 loss_sum,
                 targets,
@@ -209,10 +223,11 @@ class Trainer:
                 step=step + 1,
                 factor=self.factor(global_batch) / state.parallel.divisor,
                 pause=self.worker.control.pause_requested(),
-                shared=self._snapshots.shared(),
+                shared=(*of_snapshots, *self._shares.shared()),
             )
-            for text in self._snapshots.agreed(agreement.shared):
+            for text in self._snapshots.agreed(agreement.shared[: len(of_snapshots)]):
                 self.message(text)
+            decision = self._shares.agreed(agreement.shared[len(of_snapshots) :])
             wrong = self._what_is_left_out(agreement, loss_sum)
             self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite and not wrong)
         with self.phases.phase("optimizer"):
@@ -230,6 +245,7 @@ class Trainer:
                 "warning",
             )
         self._rate, self._global_batch = rate, global_batch
+        self._moved = self._shares.move(decision)
         self.worker.control.step_done(state.step)
         return agreement
 
@@ -244,7 +260,8 @@ class Trainer:
         self._log.step(
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
-        self._own_work.step(phases, self._global_batch)
+        self._own_work.step(phases, self._work_seconds, self._global_batch, self._worked_under)
+        self._shares.step_ended(phases, seconds)
         self._write_record(agreement, seconds, phases)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
@@ -256,7 +273,6 @@ class Trainer:
         if self._recorder is None:
             return
         self._tell_recovery()
-        devices = self.plan.world_size
         self._recorder.step(
             {
                 "step": self.state.step,
@@ -273,10 +289,22 @@ class Trainer:
                 "mfu": None
                 if self._flops_per_sample is None
                 else model_flops_utilization(
-                    self._flops_per_sample, self._global_batch, seconds, devices, self._peak
+                    self._flops_per_sample, self._global_batch, seconds, self._devices, self._peak
                 ),
             }
         )
+        while self._shares.notes:
+            self.message(self._shares.notes.pop(0), "warning")
+        if self._moved is not None:
+            moved = self._moved
+            self._recorder.event(
+                "shares",
+                step=moved.step,
+                batch_shares=list(moved.shares),
+                before=list(moved.before),
+                level="info",
+                text=moved.text,
+            )
 
     def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
         """Note a validation result; one that is not a number is the best of nothing."""
@@ -423,12 +451,12 @@ class Trainer:
 
     def _room_for_saves(self) -> Scratch | None:
         """State that is on disk because memory has no room for it is not copied into memory either."""
-        on_disk = "disk" in (self.plan.offload_parameters, self.plan.offload_optimizer)
+        on_disk = "disk" in (self.grid.plan.offload_parameters, self.grid.plan.offload_optimizer)
         return self.state.parallel.scratch if on_disk else None
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
-        per_stage = self.plan.world_size // self.plan.pp
+        per_stage = self._devices // self.grid.plan.pp
         first = self.grid.at("pp") * per_stage
         return list(range(first, first + per_stage))
 
