@@ -49,8 +49,16 @@ def planned(asked: Job) -> Plan:
     [
         ([1, 2, 3], {}, r"batch_shares = \[1, 2, 3\] has 3 numbers for 2 data ranks"),
         ([1, 2], {"auto": True}, r"with parallel = 'auto', which chooses"),
-        ([1, 9], {}, r"shares \[1, 9\] of train.global_batch = 8 give data rank 0 no sample: its share is 1 of 10"),
-        ([1, 3], {"pp": 2, "micro_batch": 2}, r"gives data rank 0 2 samples, and .* makes them 1 micro-batches"),
+        (
+            [1, 9],
+            {},
+            r"shares \[1, 9\] of train.global_batch = 8 give data rank 0 no sample: its share is 1 of 10",
+        ),
+        (
+            [1, 3],
+            {"pp": 2, "micro_batch": 2},
+            r"gives data rank 0 2 samples, and .* makes them 1 micro-batches",
+        ),
         ([], {"share_moves": [[2, [1, 2, 5]]]}, r"share_moves = \[2, \[1, 2, 5\]\] has 3 numbers for 2"),
         ([], {"share_moves": [[2, [1, 99]]]}, r"shares \[1, 99\] .* give data rank 0 no sample"),
         ([], {"share_moves": [[0, [1, 3]]]}, r"the steps must rise from 1 on \(given: \[0\]\)"),
@@ -107,7 +115,12 @@ def test_a_pipeline_takes_shares_that_leave_each_replica_enough_micro_batches() 
     [
         (Plan(dp_replicate=2, micro_batch=2), (7, 1), 1, None),
         (Plan(dp_replicate=2, micro_batch=2), (6, 2), 2, None),
-        (Plan(dp_replicate=2, micro_batch=2), (5, 3), 2, "does not divide into micro-batches of whole groups"),
+        (
+            Plan(dp_replicate=2, micro_batch=2),
+            (5, 3),
+            2,
+            "does not divide into micro-batches of whole groups",
+        ),
         (Plan(pp=2, dp_replicate=2, micro_batch=2), (6, 2), 1, "at least as many as stages"),
         (Plan(pp=2, dp_replicate=2, micro_batch=2), (5, 3), 1, None),
     ],

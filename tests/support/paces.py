@@ -1,4 +1,5 @@
-"""Ranks that tell times by their rows, as a machine without any noise would: for tests of shares that move."""
+"""Ranks that tell times by their rows, as a machine without any noise would: for tests of shares that
+move."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def all_take_the_same() -> None:
 def _tell(row_seconds) -> None:  # type: ignore[no-untyped-def]  # a lambda
     worked, step_ended = ShareMoves.worked, ShareMoves.step_ended
 
-    def told(self: ShareMoves, seconds: float) -> None:  # noqa: ARG001  # the clock's own
+    def told(self: ShareMoves, seconds: float) -> None:  # the clock's own
         rank, plan = self._grid.data_rank, self.plan
         rows = len(plan.rows(global_batch(self._job.train, self._state.step), rank))
         worked(self, rows * row_seconds(rank, plan.data_ranks))

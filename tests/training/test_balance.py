@@ -47,7 +47,8 @@ def test_a_pipeline_is_filled_in_whole_micro_batches() -> None:
     unit = Unit(least=5, filled=4)
     assert computed_rows(5, unit) == 8
     found = best_shares([Pace(1.0), Pace(3.0)], 24, unit)
-    assert found is not None and min(found) >= 5
+    assert found is not None
+    assert min(found) >= 5
     assert slowest_seconds([Pace(1.0), Pace(3.0)], found, unit) == 24.0, "two micro-batches on the slow rank"
 
 
@@ -64,11 +65,10 @@ def test_no_other_shares_are_faster(rates: tuple[list[int], list[int]], batch: i
     paces = [Pace(float(rate), float(fixed)) for rate, fixed in zip(*rates, strict=True)]
     unit = Unit(filled=filled)
     found = best_shares(paces, batch, unit)
-    assert found is not None and sum(found) == batch
+    assert found is not None
+    assert sum(found) == batch
     every = (
-        shares
-        for shares in itertools.product(range(1, batch + 1), repeat=len(paces))
-        if sum(shares) == batch
+        shares for shares in itertools.product(range(1, batch + 1), repeat=len(paces)) if sum(shares) == batch
     )
     assert slowest_seconds(paces, found, unit) == min(slowest_seconds(paces, one, unit) for one in every)
 

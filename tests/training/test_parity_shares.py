@@ -121,9 +121,10 @@ GROUP_PLANS = {
     "experts over 2": Plan(dp_replicate=2, ep=2, micro_batch=6, batch_shares=TWO),
 }
 CASES = [
-    ("dense", name, plan)
-    for name, plan in [*DATA_PLANS.items(), *PIPELINES.items()]
-] + [("experts", *one) for one in EXPERT_PLANS.items()] + [("groups", *one) for one in GROUP_PLANS.items()]  # fmt: skip
+    *(("dense", *one) for one in (DATA_PLANS | PIPELINES).items()),
+    *(("experts", *one) for one in EXPERT_PLANS.items()),
+    *(("groups", *one) for one in GROUP_PLANS.items()),
+]
 
 
 @pytest.mark.parametrize(

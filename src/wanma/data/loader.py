@@ -31,8 +31,8 @@ class Step:
     """Samples consumed by the steps before it, over all ranks."""
     global_batch: int
     micro_batches: list[Batch]
-    """As many on every data rank, where they exchange something within each: a rank that has fewer rows then gets
-    padding rows at the end."""
+    """As many on every data rank, where they exchange something within each: a rank that has fewer rows then
+    gets padding rows at the end."""
 
 
 class Loader:

@@ -1,4 +1,5 @@
-"""Unlike shares of the global batch: where each begins, and whether their micro-batches may differ in number."""
+"""Unlike shares of the global batch: where each begins, and whether their micro-batches may differ in
+number."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def starts(shares: Sequence[int], global_batch: int) -> list[int]:
 
 
 def why_equal_counts(plan: Plan) -> str | None:
-    """Why every data rank needs as many micro-batches as the others, whatever its share; None where it does not.
+    """Why every data rank needs as many micro-batches as the others, whatever its share; None where it does
+    not.
 
     Their sizes may differ in any case. Where what data ranks do together is done once per step, a rank with
     a third of the rows runs a third of the micro-batches; where it is done within each, as many smaller ones.

@@ -263,7 +263,8 @@ class _Boundary:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with a clock around what it computes: a schedule waits for neighbours between those calls.
+    """torch's stage, with a clock around what it computes: a schedule waits for neighbours between those
+    calls.
 
     Before its first step it says hello to its neighbours, but not to its own rank: torch 2.11 does that too
     where a rank holds neighbouring stages, and Gloo refuses it.

@@ -1,4 +1,5 @@
-"""How long a rank computes in a step, without what it waits for others: its pace, and who is slow, follow from it.
+"""How long a rank computes in a step, without what it waits for others: its pace, and who is slow, follow
+from it.
 
 On a CPU all that is waited for is timed where it is waited for, and left out. A GPU waits within what is
 queued on it: there the device's own clock tells the forward alone, in which data ranks exchange nothing.
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 
 FORWARDS = 3.0
-"""Of a forward's time, what forward and backward take: backward computes the gradients of inputs and of weights
-(Kaplan et al. 2020, section 2.1). Ranks are compared with each other, so that it cancels."""
+"""Of a forward's time, what forward and backward take: backward computes the gradients of inputs and of
+weights (Kaplan et al. 2020, section 2.1). Ranks are compared with each other, so that it cancels."""
 
 
 class WorkClock:

@@ -6,7 +6,6 @@ Nothing has started when these rules are asked; each names the keys, why, and th
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 from wanma.data.ramp import global_batch

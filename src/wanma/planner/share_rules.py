@@ -10,7 +10,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.planner.groups import Group
-from wanma.planner.rules import check_micro_batches, global_batches
+from wanma.planner.rules import check_micro_batches
 
 
 def check_batch_shares(job: Job) -> None:
@@ -48,7 +48,8 @@ def check_shares(job: Job, plan: Plan, group: Group) -> None:
     """Shares of a plan, and those that the job moves to, against the batches of the steps that have them.
 
     Raises:
-        JobError: a data rank would get no sample, a pipeline or a group of samples could not be run, or shares
+        JobError: a data rank would get no sample, a pipeline or a group of samples could not be run, or
+        shares
             are to follow the ranks' times, which this plan does not tell.
     """
     for step, shares in [(0, list(plan.batch_shares)), *job.parallel.share_moves]:
@@ -78,8 +79,8 @@ def wrong_shares(job: Job, plan: Plan, shares: tuple[int, ...], group: int, step
 def why_not_timed(plan: Plan) -> str | None:
     """Why a rank's own work cannot be told from its waiting for other data ranks; None where it can.
 
-    A processor's clock runs while a rank waits and so the waiting is measured and left out. A GPU waits within
-    what is queued on it, and only a forward without exchanges between data ranks tells its pace.
+    A processor's clock runs while a rank waits and so the waiting is measured and left out. A GPU waits
+    within what is queued on it, and only a forward without exchanges between data ranks tells its pace.
     """
     if plan.device == "cpu":
         return None
@@ -124,8 +125,8 @@ def _check_balance(job: Job, ranks: int) -> None:
         return
     if job.train.deterministic:
         raise JobError(
-            "parallel.balance = 'on' with train.deterministic: shares follow measured times, which no two runs "
-            "have alike",
+            "parallel.balance = 'on' with train.deterministic: shares follow measured times, which no two "
+            "runs have alike",
             "set parallel.balance = 'off'; parallel.share_moves repeats the moves that a run has told",
         )
     if ranks == 1 and not parallel.auto:

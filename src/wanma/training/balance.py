@@ -1,8 +1,8 @@
 """Shares of the batch by how fast ranks are: which would be best, and when it is worth to move. Pure.
 
-A rank's time for a step is what it takes whatever it computes, such as its optimizer's update, and so much for
-each row. Ranks wait for the slowest of them. The best shares make the slowest time the shortest; they are taken
-up where they have promised enough for long enough, since a move has a price and times are noisy.
+A rank's time for a step is what it takes whatever it computes, such as its optimizer's update, and so much
+for each row. Ranks wait for the slowest of them. The best shares make the slowest time the shortest; they are
+taken up where they have promised enough for long enough, since a move has a price and times are noisy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_GAIN = 0.05
-"""Of the slowest rank's time, what new shares must promise. Between equal ranks that share cores, means of four
-steps differ by a few per cent."""
+"""Of the slowest rank's time, what new shares must promise. Between equal ranks that share cores, means of
+four steps differ by a few per cent."""
 IN_A_ROW = 2
 """Windows that must promise it, before shares move."""
 AT_ONCE_GAIN = 0.2

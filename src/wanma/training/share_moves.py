@@ -1,7 +1,8 @@
 """Shares of the batch that move while a run goes on: by a job's own list, or by the ranks' times.
 
-Which samples are in a step, and in which order, never changes: only who computes them (laws 1 and 2). Times travel
-every few steps in the all-reduce that each step has anyway, and all ranks decide alike from the same sums.
+Which samples are in a step, and in which order, never changes: only who computes them (laws 1 and 2). Times
+travel every few steps in the all-reduce that each step has anyway, and all ranks decide alike from the same
+sums.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from wanma.training.balance import Balancer, Decision, Pace, Unit, computed_rows
 from wanma.training.state import TrainingState
 
 WINDOW_STEPS, WINDOW_SECONDS = 4, 0.5
-"""Times are averaged over so many steps, and so long: a kernel that shares out a processor does it in periods of a
-tenth of a second."""
+"""Times are averaged over so many steps, and so long: a kernel that shares out a processor does it in periods
+of a tenth of a second."""
 LEFT_OUT_STEPS = 1
 """At the start, and after a move: buffers and kernels are made for sizes that come for the first time."""
 
@@ -127,7 +128,9 @@ class ShareMoves:
         if wrong is not None:
             if not self._is_refused:
                 self._is_refused = True
-                self.notes.append(f"shares of the batch stay, though {_listed(decision.shares)} would fit: {wrong}")
+                self.notes.append(
+                    f"shares of the batch stay, though {_listed(decision.shares)} would fit: {wrong}"
+                )
             return None
         reason = (
             f"the slowest rank computes {duration_text(decision.before_seconds)} a step, and would "
@@ -184,8 +187,8 @@ class ShareMoves:
 def balances(job: Job, plan: Plan) -> bool:
     """Whether shares follow the ranks' times.
 
-    Left to itself, only where the planner gave unlike devices unlike shares: elsewhere a slow rank is a fault that
-    is told, and runs of one layout are equal bit for bit.
+    Left to itself, only where the planner gave unlike devices unlike shares: elsewhere a slow rank is a fault
+    that is told, and runs of one layout are equal bit for bit.
     """
     asked = job.parallel.balance
     if plan.data_ranks == 1 or asked == "off" or job.parallel.share_moves:

@@ -34,7 +34,8 @@ class TrainingState:
     """Lowest validation loss so far."""
     anomalies: Anomalies = field(default_factory=Anomalies)
     share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Shares of the batch that the run has moved to by the ranks' times, and the optimizer steps before each."""
+    """Shares of the batch that the run has moved to by the ranks' times, and the optimizer steps before
+    each."""
 
     def begin(self, but: Container[str] = ()) -> None:
         """Initial weights: of a run that takes up no checkpoint.

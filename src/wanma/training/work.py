@@ -13,8 +13,8 @@ from wanma.planner.share_rules import why_not_timed
 class OwnWork:
     """Tells it after every step, on the page that the supervisor reads anyway: no collective, no system call.
 
-    Of forward and backward it tells what `WorkClock` does: on CPUs without all that is waited for in them, under
-    every axis. On GPUs where nobody waits in a forward; elsewhere a rank is judged by its waiting for
+    Of forward and backward it tells what `WorkClock` does: on CPUs without all that is waited for in them,
+    under every axis. On GPUs where nobody waits in a forward; elsewhere a rank is judged by its waiting for
     data alone.
     """
 
