@@ -22,6 +22,7 @@ from wanma.planner.forecast import unknown_rates
 from wanma.planner.measure.calibration import Calibration
 from wanma.planner.mixed.best import search_mixed
 from wanma.planner.mixed.fleet import fleet_of
+from wanma.planner.mixed.grid import gridded, search_grids
 from wanma.planner.problem import (
     MEMORY_SHARE,
     Problem,
@@ -49,8 +50,8 @@ def find_plans(
     """The best plans of a job on a cluster, those that are a forecast only marked as such.
 
     On processors each number of ranks of a machine is a problem of its own, for the ranks share it. On unlike
-    devices there are plans that treat all alike, and, where the job leaves all open, such as place unlike
-    replicas on them.
+    devices there are plans that treat all alike, and, where the job leaves all open, such as give equal ranks
+    unlike shares of the batch, or place unlike replicas on them.
 
     Args:
         dimensions: of a decoder, where the model is one.
@@ -68,8 +69,8 @@ def find_plans(
         problem = problem_of(job, cluster, workload, dimensions, calibration)
         fleet = fleet_of(cluster, MEMORY_SHARE, calibration)
         start = replace(_exact(job, problem.cluster), compile=True)
-        placed = search_mixed(problem, fleet, start, keep=keep)
-        found.append(_marked(problem, placed))
+        placed = gridded(search_mixed(problem, fleet, start, keep=keep), fleet)
+        found += [_marked(problem, one) for one in (placed, search_grids(problem, fleet, start, keep=keep))]
     return merged(found, keep)
 
 
