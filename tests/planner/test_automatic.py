@@ -290,9 +290,7 @@ def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> Non
 # ------------------------------------------------------------------ unlike devices
 
 
-def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown_beside_them() -> (
-    None
-):
+def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown() -> None:
     mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
     asked = job({"auto": True}, cluster={"nodes": 2, "rendezvous": "a:1"})
     few = replace(SMALL, layers=2)
