@@ -143,3 +143,17 @@ def test_samples_that_share_a_statistic_stay_together_on_every_rank() -> None:
     assert plans[3, 1]().accumulation(16) == 1
     with pytest.raises(JobError, match="does not divide into micro-batches of whole groups"):
         plans[5, 3]()
+
+
+def test_shares_that_may_move_are_forecast_to_add_up_gradients() -> None:
+    """One micro-batch each, as it begins; a rank that gets more samples will have two."""
+    needed = {}
+    for balance in ("off", "on"):
+        asked = job([], dp_replicate=1, dp_shard=2, shard="optimizer", micro_batch=4, balance=balance)
+        dimensions = DecoderDimensions(4, 128, 4, 4, 384, 320)
+        workload = decoder_workload(dimensions, 64)
+        found = complete(asked, layout(asked, LAPTOP), LAPTOP, workload, dimensions)
+        assert found.plan.accumulation(8) == 1
+        assert found.forecast is not None
+        needed[balance] = found.forecast.memory_bytes
+    assert needed["on"] > needed["off"]

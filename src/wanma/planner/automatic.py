@@ -65,12 +65,16 @@ def find_plans(
     searches = _searches(job, cluster, workload, dimensions, calibration, worlds)
     found = [_marked(problem, search(problem, space, keep=keep)) for problem, space in searches]
     on_gpus = is_mixed(cluster) and device_of(job, cluster) == "cuda"
+    # A run that goes on with fewer machines does not know which of unlike ones are left.
+    is_elastic = job.cluster.min_nodes not in (None, job.cluster.nodes)
     if on_gpus and dimensions is not None and not said_keys(job):
         problem = problem_of(job, cluster, workload, dimensions, calibration)
         fleet = fleet_of(cluster, MEMORY_SHARE, calibration)
         start = replace(_exact(job, problem.cluster), compile=True)
-        placed = gridded(search_mixed(problem, fleet, start, keep=keep), fleet)
-        found += [_marked(problem, one) for one in (placed, search_grids(problem, fleet, start, keep=keep))]
+        placed = [search_mixed(problem, fleet, start, keep=keep)]
+        if not is_elastic:
+            placed = [gridded(placed[0], fleet), search_grids(problem, fleet, start, keep=keep)]
+        found += [_marked(problem, one) for one in placed]
     return merged(found, keep)
 
 

@@ -90,9 +90,14 @@ def _calculated(calculate: Callable[..., Memory], problem: Problem, plan: Plan) 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:
     """What a forecast of memory needs beside model and plan."""
     train = problem.job.train
+    count = plan.accumulation(max(global_batches(problem.job)))
+    if problem.job.parallel.balance == "on" and plan.data_ranks > 1:
+        count = max(
+            count, 2
+        )  # a rank may get more than one micro-batch's samples, and adds up gradients then
     return Setting(
         rule_of(train),
-        plan.accumulation(max(global_batches(problem.job))),
+        count,
         train.weight_average > 0,
         software(problem, plan),
         None,

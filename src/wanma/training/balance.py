@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_GAIN = 0.05
-"""Of the slowest rank's time, what new shares must promise. Between equal ranks that share cores, means of
-four steps differ by a few per cent."""
+"""Of the slowest rank's time, what new shares must promise: less is lost in the noise of a few steps."""
 IN_A_ROW = 2
 """Windows that must promise it, before shares move."""
 AT_ONCE_GAIN = 0.2

@@ -62,6 +62,9 @@ class ShareMoves:
         self.notes: list[str] = []
         self._job, self._grid, self._state = job, grid, state
         self._moves = job.parallel.share_moves
+        if self._moves and len(self._moves[0][1]) != plan.data_ranks:  # the run has grown or shrunk since
+            self._moves = []
+            self.notes.append(f"parallel.share_moves is left: there are {plan.data_ranks} data ranks now")
         self._is_on = balances(job, plan)
         self._unit = unit_of(job, plan, parallel)
         is_new = True
