@@ -92,9 +92,7 @@ def memory_setting(problem: Problem, plan: Plan) -> Setting:
     train = problem.job.train
     count = plan.accumulation(max(global_batches(problem.job)))
     if problem.job.parallel.balance == "on" and plan.data_ranks > 1:
-        count = max(
-            count, 2
-        )  # a rank may get more than one micro-batch's samples, and adds up gradients then
+        count = max(count, 2)  # who gets more samples than one micro-batch takes adds up gradients
     return Setting(
         rule_of(train),
         count,

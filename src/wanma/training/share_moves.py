@@ -125,7 +125,7 @@ class ShareMoves:
         if listed is not None:
             self._take_up(listed)
             return Moved(step, listed, before, "parallel.share_moves")
-        if decision is None or step >= self._job.train.steps:
+        if decision is None:
             return None
         wrong = wrong_shares(self._job, self.plan, decision.shares, self._unit.rows, step)
         if wrong is not None:
