@@ -113,7 +113,7 @@ def test_a_machine_of_a_mixed_cluster_is_the_one_that_its_work_is_planned_for(
 
     as_number(1)
     as_number(2)
-    with pytest.raises(JobError, match="cluster.node_rank = 0 is .*H100.* and this machine is .*A100"):
+    with pytest.raises(JobError, match=r"cluster\.node_rank = 0 is .*H100.* and this machine is .*A100"):
         as_number(0)
     with pytest.raises(JobError, match="nobody said which of them this is") as refusal:
         as_number(None)

@@ -59,7 +59,7 @@ def planned(asked: Job) -> Plan:
             {"pp": 2, "micro_batch": 2},
             r"gives data rank 0 2 samples, and .* makes them 1 micro-batches",
         ),
-        ([], {"share_moves": [[2, [1, 2, 5]]]}, r"share_moves = \[2, \[1, 2, 5\]\] has 3 numbers for 2"),
+        ([], {"share_moves": [[2, [1, 2, 5]]]}, r"share_moves = \[\[2, \[1, 2, 5\]\]\] has 3 numbers for 2"),
         ([], {"share_moves": [[2, [1, 99]]]}, r"shares \[1, 99\] .* give data rank 0 no sample"),
         ([], {"share_moves": [[0, [1, 3]]]}, r"the steps must rise from 1 on \(given: \[0\]\)"),
         ([], {"share_moves": [[3, [1, 3]], [3, [1, 1]]]}, r"must rise from 1 on \(given: \[3, 3\]\)"),
