@@ -163,17 +163,16 @@ class ShareMoves:
         """The shares that the run had when it was saved, where it goes on with them."""
         step, shares = self._state.share_moves[-1]
         told = f"the shares of the batch that the run had moved to at step {step} ({_listed(shares)})"
+        why: str | None
         if not self._is_on:
+            why = "nothing moves shares now (parallel.balance)"
+        elif len(shares) != self.plan.data_ranks:
+            why = f"there are {self.plan.data_ranks} data ranks now"
+        else:
+            why = wrong_shares(self._job, self.plan, shares, self._unit.rows, self._state.step)
+        if why is not None:
             self._state.share_moves.clear()
-            self.notes.append(f"{told} are left: nothing moves shares now (parallel.balance)")
-            return None
-        if len(shares) != self.plan.data_ranks:
-            self._state.share_moves.clear()
-            self.notes.append(f"{told} are left: there are {self.plan.data_ranks} data ranks now")
-            return None
-        if wrong := wrong_shares(self._job, self.plan, shares, self._unit.rows, self._state.step):
-            self._state.share_moves.clear()
-            self.notes.append(f"{told} are left: {wrong}")
+            self.notes.append(f"{told} are left: {why}")
             return None
         self.notes.append(f"going on with {told}")
         return shares
