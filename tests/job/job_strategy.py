@@ -33,6 +33,11 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
             lambda ramp: sorted(ramp.items())
         ),
     },
+    ParallelSection: {
+        "share_moves": st.lists(
+            st.tuples(st.integers(), st.lists(st.integers(1, 99), max_size=3)), max_size=2
+        ),
+    },
     ClusterSection: {
         "node_rank": st.just(0),
         "min_nodes": st.sampled_from([None, 1]),

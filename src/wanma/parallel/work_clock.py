@@ -64,6 +64,7 @@ class WorkClock:
         """Seconds since the last call; on a GPU when all that was queued has ended."""
         if self._device == "cuda":
             queued, self._queued = self._queued, []
-            return FORWARDS * sum(begin.elapsed_time(end) for begin, end in queued) / 1e3
+            forwards: float = sum(begin.elapsed_time(end) for begin, end in queued)
+            return FORWARDS * forwards / 1e3  # from milliseconds
         seconds, self._seconds = self._seconds, 0.0
         return seconds

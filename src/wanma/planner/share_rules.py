@@ -20,8 +20,9 @@ def check_batch_shares(job: Job) -> None:
         JobError: names the keys.
     """
     parallel = job.parallel
-    given = [("batch_shares", parallel.batch_shares, parallel.batch_shares)] if parallel.batch_shares else []
-    given += [("share_moves", [list(move)], move[1]) for move in parallel.share_moves]
+    given = [("share_moves", f"[{list(move)}]", move[1]) for move in parallel.share_moves]
+    if parallel.batch_shares:
+        given.insert(0, ("batch_shares", str(parallel.batch_shares), parallel.batch_shares))
     ranks = parallel.dp_replicate * parallel.dp_shard
     for name, written, shares in given:
         key = f"parallel.{name} = {written}"
