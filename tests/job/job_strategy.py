@@ -14,6 +14,7 @@ from wanma.job.sections import (
     DataSection,
     Job,
     ModelSection,
+    ParallelSection,
     Section,
     TrainSection,
 )
