@@ -227,6 +227,11 @@ class TrainSection(Section):
         return self
 
 
+def _pair(value: Any) -> Any:
+    """A list is good for a tuple here too, where `parallel` may be a word and so is looked at beforehand."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class ParallelSection(Section):
     """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
@@ -255,7 +260,7 @@ class ParallelSection(Section):
         description="move shares of the batch while the run goes on, by how fast ranks are; auto: where the "
         "planner gave unlike devices unlike shares, and not under train.deterministic",
     )
-    share_moves: list[tuple[int, list[PositiveInt]]] = Field(
+    share_moves: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_pair)]] = Field(
         default_factory=list,
         description="[[step, batch_shares], ...]: other shares from that step on, as a run with balance told",
     )
