@@ -292,7 +292,8 @@ def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> Non
 
 def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown() -> None:
     mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
-    asked = job({"auto": True}, cluster={"nodes": 2, "rendezvous": "a:1"})
+    where = {"nodes": 2, "rendezvous": "a:1"}
+    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
     found = find_plans(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
     placed = [one for one in found.candidates if one.plan.placement]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from wanma.job.worker import Unsupervised
 from wanma.models.decoder import Block
 
-SECONDS = 0.1
+SECONDS = 0.15
 """That the slow rank takes longer in every forward of a block."""
 
 

@@ -31,12 +31,12 @@ def placed(*replicas: Replicas, shares: tuple[int, ...] = (), shard: str = "opti
 
 
 def test_replicas_that_differ_by_their_device_alone_are_a_grid_with_unlike_shares() -> None:
-    slow_first = placed(Replicas(4, (SLOW,), 2), Replicas(4, (FAST,), 4), shares=(1, 1, 1, 1, 3, 3, 3, 2))
+    slow_first = placed(Replicas(4, (SLOW,), 2), Replicas(4, (FAST,), 2), shares=(1, 1, 1, 1, 3, 3, 3, 2))
     grid = as_grid(slow_first, fleet())
     assert isinstance(grid, Plan)
     assert (grid.pp, grid.dp_replicate, grid.dp_shard, grid.shard) == (1, 1, 8, "optimizer")
     assert grid.batch_shares == (3, 3, 3, 2, 1, 1, 1, 1), "in the order of the machines"
-    assert grid.micro_batch == 2, "the smaller device's"
+    assert grid.micro_batch == 2
     assert grid.placement == ()
     assert grid.counts(15) == [2, 2, 2, 1, 1, 1, 1, 1]
     whole = as_grid(replace(slow_first, shard="nothing"), fleet())
@@ -65,13 +65,17 @@ def test_stages_that_are_cut_by_the_speed_of_their_devices_are_a_grid() -> None:
     ("plan", "reason"),
     [
         (placed(Replicas(4, (FAST,)), Replicas(2, (replace(SLOW, tp=2),))), "other stages, other tp"),
-        (placed(Replicas(4, (FAST,)), Replicas(4, (SLOW,), 1, "full")), "recompute unlike shares"),
+        (
+            placed(Replicas(4, (FAST,)), Replicas(4, (SLOW,), 1, "full")),
+            "unlike micro-batches or of unlike recompute",
+        ),
+        (placed(Replicas(4, (FAST,)), Replicas(4, (SLOW,), 2)), "unlike micro-batches"),
         (placed(Replicas(2, (Place(0, 3), Place(1, 1, tp=2)))), "stages of unlike tp"),
         (placed(Replicas(4, (Place(1, 3), Place(0, 1)))), "in another order than the machines"),
         (placed(Replicas(4, (FAST,)), Replicas(3, (SLOW,))), "7 ranks do not fill 2 machines"),
         (placed(Replicas(4, (FAST,))), "in another order than the machines"),
     ],
-    ids=["tp", "recompute", "stages' tp", "order", "count", "one kind"],
+    ids=["tp", "recompute", "micro-batches", "stages' tp", "order", "count", "one kind"],
 )
 def test_what_is_no_grid_says_why(plan: Plan, reason: str) -> None:
     told = as_grid(plan, fleet())

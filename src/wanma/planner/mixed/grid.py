@@ -8,33 +8,30 @@ without torch.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from dataclasses import replace
 
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
-from wanma.planner.mixed.best import mixed_forecast, search_mixed
+from wanma.planner.mixed.best import search_mixed
 from wanma.planner.mixed.fleet import Fleet
 from wanma.planner.mixed.options import MixedSpace
-from wanma.planner.mixed.timing import MixedCosts
 from wanma.planner.problem import Problem
 from wanma.planner.search.candidates import Candidate, Found, pareto_front
-
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
     """The grid that a placed plan is; or why it is none.
 
-    Micro-batches are as large as the smallest of the replicas' own. Replicas that share the optimizer's state
-    with their like share it with all: each device then holds less than was placed.
+    Replicas that share the optimizer's state with their like share it with all: each device then holds less
+    than was placed.
     """
     unlike = {(tuple(place.tp for place in one.places), one.stage_cuts) for one in plan.placement}
     if len(unlike) > 1:
         return "replicas that differ by their devices (other stages, other tp) are not run yet"
-    if len({one.recompute for one in plan.placement}) > 1:
-        return "replicas that recompute unlike shares of their blocks are not run yet"
+    if len({(one.micro_batch, one.recompute) for one in plan.placement}) > 1:
+        return "replicas of unlike micro-batches or of unlike recompute are not run yet"
     places = plan.placement[0].places
     if len({place.tp for place in places}) > 1:
         return "stages of unlike tp are not run yet"
@@ -50,7 +47,7 @@ def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
         dp_replicate=1 if sharded else plan.dp_replicate,
         dp_shard=plan.dp_replicate if sharded else 1,
         shard=plan.shard if sharded else "nothing",
-        micro_batch=min(one.micro_batch for one in plan.placement),
+        micro_batch=plan.placement[0].micro_batch,
         recompute=plan.placement[0].recompute,
         sequence=plan.sequence and plan.tp > 1,
         stage_cuts=plan.placement[0].stage_cuts,
@@ -69,16 +66,18 @@ def search_grids(problem: Problem, fleet: Fleet, start: Plan, *, keep: int = 10)
         JobError: as of `search_mixed`.
     """
     began = time.perf_counter()
-    costs = MixedCosts(problem, fleet, replace(start, sequence=problem.job.parallel.sequence))
     found: list[Candidate] = []
-    considered, pruned = 0, Counter[str]()
-    for tp in MixedSpace().tp:
-        for recompute in RECOMPUTES:
-            space = MixedSpace(tp=(tp,), stages=(1,), recompute=(recompute,), shard=("optimizer",))
-            of_space = search_mixed(problem, fleet, start, space, keep=keep)
-            considered += of_space.considered
-            pruned.update(of_space.pruned)
-            found += [grid for one in of_space.candidates if (grid := _candidate(costs, one)) is not None]
+    considered, pruned, every = 0, Counter[str](), MixedSpace()
+    # One of each at a time: the search would choose others for each kind of devices, which are no grid.
+    for tp, micro_batch, recompute in itertools.product(every.tp, every.micro_batch, every.recompute):
+        space = MixedSpace((tp,), (1,), (micro_batch,), (recompute,), ("optimizer",))
+        of_space = search_mixed(problem, fleet, start, space, keep=keep)
+        considered += of_space.considered
+        pruned.update(of_space.pruned)
+        for one in of_space.candidates:
+            grid = as_grid(one.plan, fleet)
+            if len(one.plan.placement) > 1 and not isinstance(grid, str):
+                found.append(Candidate(grid, one.forecast))
     found.sort(key=lambda one: one.seconds)
     seconds = time.perf_counter() - began
     return Found(tuple(found[:keep]), pareto_front(found), None, considered, dict(pruned), seconds)
@@ -89,29 +88,11 @@ def gridded(found: Found, fleet: Fleet) -> Found:
 
     def turned(one: Candidate) -> Candidate:
         grid = as_grid(one.plan, fleet)
-        is_same = len({replicas.micro_batch for replicas in one.plan.placement}) == 1
-        if isinstance(grid, str) or not is_same:
-            return one
-        return replace(one, plan=grid, forecast_only=None)
+        return one if isinstance(grid, str) else replace(one, plan=grid, forecast_only=None)
 
     return replace(
         found, candidates=tuple(map(turned, found.candidates)), pareto=tuple(map(turned, found.pareto))
     )
-
-
-def _candidate(costs: MixedCosts, placed: Candidate) -> Candidate | None:
-    """A placed plan as a grid, forecast as it would run; None where it is none, or stays on one kind."""
-    plan = placed.plan
-    smallest = min(one.micro_batch for one in plan.placement)
-    even = replace(
-        plan,
-        micro_batch=smallest,
-        placement=tuple(replace(one, micro_batch=smallest) for one in plan.placement),
-    )
-    grid = as_grid(even, costs.fleet)
-    if isinstance(grid, str) or len(plan.placement) < 2:
-        return None
-    return Candidate(grid, mixed_forecast(costs, even, costs.problem.global_batch), None)
 
 
 def _in_order_of_machines(plan: Plan) -> tuple[int, ...]:
