@@ -186,7 +186,7 @@ def parse() -> argparse.Namespace:
     add("--report", action="store_true", help="only the report of what was measured")
     add("--minutes", type=float, default=5.0, help="start no run after this (default 5)")
     add("--steps", type=int, default=14, help="of a run (default 14)")
-    add("--rounds", type=int, default=3, help="runs of every case (default 3)")
+    add("--rounds", type=int, default=2, help="runs of every case (default 2)")
     add("--retries", type=int, default=2, help="more runs of a case that lacks quiet steps (default 2)")
     add("--quiet", type=int, default=8, help="quiet steps that every case wants (default 8)")
     add("--foreign-limit", type=float, default=0.1, help="CPUs that others may use in one (default 0.1)")
