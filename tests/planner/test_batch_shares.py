@@ -11,11 +11,12 @@ from wanma.job.errors import JobError
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.job.shares import why_not_timed
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
+from wanma.planner.capabilities import not_runnable
 from wanma.planner.choose import complete, layout
-from wanma.planner.groups import Group
-from wanma.planner.share_rules import check_shares, why_not_timed, wrong_shares
+from wanma.planner.share_rules import wrong_shares
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
 
@@ -99,9 +100,9 @@ def test_balance_by_times_is_refused_where_runs_are_to_be_equal_bit_for_bit() ->
 def test_balance_needs_times_without_waiting(plan: Plan, reason: str | None) -> None:
     told = why_not_timed(plan)
     assert told is None if reason is None else told is not None and reason in told
-    if reason is not None:
-        with pytest.raises(JobError, match=reason):
-            check_shares(job([], balance="on"), plan, Group(1, "", ""))
+    refused = not_runnable(job([], balance="on"), plan, LAPTOP)
+    assert (refused is None) == (reason is None)
+    assert not_runnable(job([]), plan, LAPTOP) is None
 
 
 def test_a_pipeline_takes_shares_that_leave_each_replica_enough_micro_batches() -> None:

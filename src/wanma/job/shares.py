@@ -1,5 +1,5 @@
-"""Unlike shares of the global batch: where each begins, and whether their micro-batches may differ in
-number."""
+"""Unlike shares of the global batch: where each begins, whether their micro-batches may differ in number, and
+whether they can follow the ranks' times."""
 
 from __future__ import annotations
 
@@ -37,4 +37,19 @@ def why_equal_counts(plan: Plan) -> str | None:
         return f"{plan.shard} that are sharded are exchanged within every micro-batch"
     if plan.shard == "optimizer" and plan.offload_parameters != "nothing":
         return "parameters that are offloaded are gathered within every micro-batch"
+    return None
+
+
+def why_not_timed(plan: Plan) -> str | None:
+    """Why a rank's own work cannot be told from its waiting for other data ranks; None where it can.
+
+    A processor's clock runs while a rank waits and so the waiting is measured and left out. A GPU waits
+    within what is queued on it, and only a forward without exchanges between data ranks tells its pace.
+    """
+    if plan.device == "cpu":
+        return None
+    if plan.ep > 1:
+        return "on GPUs, experts that data ranks share (ep) hide which of them the others wait for"
+    if plan.shard == "parameters" and plan.pp == 1:
+        return "on GPUs, parameters that are gathered around each block hide which rank the others wait for"
     return None

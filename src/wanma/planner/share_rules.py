@@ -49,19 +49,11 @@ def check_shares(job: Job, plan: Plan, group: Group) -> None:
     """Shares of a plan, and those that the job moves to, against the batches of the steps that have them.
 
     Raises:
-        JobError: a data rank would get no sample, a pipeline or a group of samples could not be run, or
-        shares
-            are to follow the ranks' times, which this plan does not tell.
+        JobError: a data rank would get no sample, or a pipeline or a group of samples could not be run.
     """
     for step, shares in [(0, list(plan.batch_shares)), *job.parallel.share_moves]:
         if shares:
             _check_one(job, plan.but(batch_shares=tuple(shares)), group, step)
-    if job.parallel.balance == "on" and (reason := why_not_timed(plan)):
-        raise JobError(
-            f"parallel.balance = 'on': {reason}",
-            "set parallel.balance = 'off' and parallel.batch_shares by hand, or parallel.shard to 'nothing' "
-            "or 'optimizer'",
-        )
 
 
 def wrong_shares(job: Job, plan: Plan, shares: tuple[int, ...], group: int, step: int) -> str | None:
@@ -74,21 +66,6 @@ def wrong_shares(job: Job, plan: Plan, shares: tuple[int, ...], group: int, step
         _check_one(job, plan.but(batch_shares=shares), Group(group, "the group", "a statistic"), step)
     except JobError as error:
         return error.message
-    return None
-
-
-def why_not_timed(plan: Plan) -> str | None:
-    """Why a rank's own work cannot be told from its waiting for other data ranks; None where it can.
-
-    A processor's clock runs while a rank waits and so the waiting is measured and left out. A GPU waits
-    within what is queued on it, and only a forward without exchanges between data ranks tells its pace.
-    """
-    if plan.device == "cpu":
-        return None
-    if plan.ep > 1:
-        return "on GPUs, experts that data ranks share (ep) hide which of them the others wait for"
-    if plan.shard == "parameters" and plan.pp == 1:
-        return "on GPUs, parameters that are gathered around each block hide which rank the others wait for"
     return None
 
 

@@ -63,7 +63,7 @@ def best_shares(paces: Sequence[Pace], batch: int, unit: Unit) -> tuple[int, ...
     no whole number of units.
 
     Each unit in turn goes to the rank that has done it soonest, which is best where more rows never take less
-    time (Ibaraki & Katoh 1988, section 4.2).
+    time (minimax allocation, Ibaraki & Katoh 1988).
     """
     least = math.ceil(max(unit.least, 1) / unit.rows) * unit.rows
     rest, odd = divmod(batch - least * len(paces), unit.rows)

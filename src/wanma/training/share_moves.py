@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from wanma.data.ramp import global_batch
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.job.shares import why_not_timed
 from wanma.models.routing import Routing
 from wanma.models.statistics import GroupedBatchNorm
 from wanma.observe.units import duration_text
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
-from wanma.planner.share_rules import why_not_timed, wrong_shares
+from wanma.planner.share_rules import wrong_shares
 from wanma.planner.stages import runs_micro_batches
 from wanma.training.balance import Balancer, Decision, Pace, Unit, computed_rows
 from wanma.training.state import TrainingState

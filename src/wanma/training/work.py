@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from wanma.job.plan import Plan
+from wanma.job.shares import why_not_timed
 from wanma.job.worker import Control
 from wanma.parallel.mesh import Grid
-from wanma.planner.share_rules import why_not_timed
 
 
 class OwnWork:
