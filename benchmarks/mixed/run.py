@@ -12,12 +12,14 @@ to the results file, so that it can be run bit by bit. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from benchmarks.common import (  # after the path is set
     Results,
     carry_out,
     common_parser,
-    describe_environment,
+    machine,
     take_pairs,
 )
 from benchmarks.mixed.contenders import CONTENDERS, Setting, measure, prepare_data
@@ -47,7 +49,13 @@ def run(options: argparse.Namespace) -> None:
         return
     results = Results(options.results)
     deadline = time.monotonic() + options.minutes * 60
-    environment = describe_environment(options.venv)
+    environment = {
+        "machine": machine(),
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: version(name) for name in ("wanma", "torch", "numpy")},
+        },
+    }
     for setting in settings(options):
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
