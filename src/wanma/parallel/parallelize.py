@@ -150,7 +150,7 @@ def parallelize(
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     # Of the process: all that tensor, context and expert ranks wait for each other.
     within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Stopwatch()
-    clock = WorkClock(grid.device.type, lambda: stopwatch.total + within.total)
+    clock = WorkClock(grid.device.type, lambda: stopwatch.total + within.total, by_piece=plan.pp > 1)
     pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
     return Parallel(

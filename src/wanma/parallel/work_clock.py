@@ -8,7 +8,8 @@ queued on it: there the device's own clock tells the forward alone, in which dat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,23 +20,39 @@ weights (Kaplan et al. 2020, section 2.1). Ranks are compared with each other, s
 
 
 class WorkClock:
-    """Adds up the pieces of a step between `start` and `stop`.
+    """Adds up the pieces of a step between `start` and `stop`, or a whole step's forward and backward.
 
     Args:
         device: "cpu" or "cuda".
         waited: seconds that this process has waited for other ranks so far; not asked on GPUs.
+        by_piece: between the pieces it waits for others, untimed, as for its neighbours in a pipeline.
 
     Attributes:
         is_on: whether pieces count; evaluation's do not.
     """
 
-    def __init__(self, device: str, waited: Callable[[], float]) -> None:
+    def __init__(self, device: str, waited: Callable[[], float], *, by_piece: bool) -> None:
         self.is_on = True
+        self._by_piece = by_piece or device == "cuda"
         self._device, self._waited = device, waited
         self._seconds = 0.0
         self._began: tuple[float, float] | None = None
         self._queued: list[tuple[Any, Any]] = []
         self._event: Any = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All of a step's forwards and backwards, and what is between them, in one piece where that can be."""
+        if self._by_piece:
+            yield
+            return
+        self.start()
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+            self.stop(forward=False)
 
     def start(self) -> None:
         """A forward or a backward of this rank begins."""
@@ -49,6 +66,8 @@ class WorkClock:
 
     def stop(self, *, forward: bool) -> None:
         """It has ended, or on a GPU is queued."""
+        if not self.is_on:
+            return
         if self._device == "cuda":
             if self._event is not None and forward:
                 end: Any = torch.cuda.Event(enable_timing=True)

@@ -49,7 +49,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
             with phases.phase("data"):
                 step = next(batches)
             progress(state.step, "forward and backward")
-            with phases.phase("forward_backward"):
+            with phases.phase("forward_backward"), state.parallel.clock.whole():
                 loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
