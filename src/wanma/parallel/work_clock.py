@@ -42,7 +42,7 @@ class WorkClock:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """All of a step's forwards and backwards, and what is between them, in one piece where that can be."""
+        """All of a step's forwards and backwards, and what is between them, where that is one piece."""
         if self._by_piece:
             yield
             return
