@@ -34,7 +34,7 @@ LINK = Machine(CHIP, (Link(4, 1e-4, 2e9),), start_seconds=0.0)
 
 
 def sweep(machine: Machine = LINK) -> Sweep:
-    """As if measured on a machine with such links; its ring is half as fast, and large trees a quarter."""
+    """As if measured on a machine with such links; its ring is half as fast."""
     timings = [
         Timing(
             "all_reduce", name, "fp32", 4, 1, size, factor * all_reduce_seconds(machine, Group(4), size), 8e9
@@ -136,8 +136,8 @@ def calibrated(path: Path) -> Measured:
         for size in SIZES
         for operator, seconds in (("all_reduce", all_reduce_seconds), ("send", all_gather_seconds))
     )
-    points += (Point("product", (64, 64, 64), 1e-6, "fp32"),)  # type: ignore[arg-type]
-    measured = Measured("a CPU", 4, 1, slow, points=points)  # type: ignore[arg-type]
+    points += (Point("product", (64, 64, 64), 1e-6, "fp32"),)
+    measured = Measured("a CPU", 4, 1, slow, points=points)
     save_calibration(Calibration((measured,)), path)
     return measured
 

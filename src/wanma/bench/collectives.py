@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,7 +26,9 @@ from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
 from wanma.engines.local import run as run_local
 from wanma.hardware.discover import discover
+from wanma.hardware.interfaces import check_interface
 from wanma.hardware.limits import usable_memory_bytes
+from wanma.hardware.position import position_of
 from wanma.job.cluster import Node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from, parse_override
@@ -73,6 +76,7 @@ def bench_collectives(
     if seconds <= 0:
         raise JobError(f"--seconds {seconds:g}: measuring takes time", "give at least 1")
     section = cluster_section(overrides)
+    check_interface(section.interface)
     (node,) = discover().nodes
     uses_gpus = section.device != "cpu"
     device = "cuda" if node.devices and uses_gpus else "cpu"
@@ -168,6 +172,7 @@ def _measure(
             node_rank=section.node_rank,
             rendezvous=section.rendezvous,
             interface=section.interface,
+            position=position_of(section, os.environ).text,
             environment=worker_environment(section, plan),
             start_seconds=section.start_seconds + seconds,
             hang_seconds=seconds + SILENCE_SECONDS,

@@ -289,7 +289,15 @@ class ClusterSection(Section):
     )
     node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by arrival")
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
-    interface: str | None = Field(None, description="network interface for collectives; default: by route")
+    interface: str | None = Field(
+        None, min_length=1, description="network interface for collectives; default: by route"
+    )
+    place: str | None = Field(
+        None,
+        min_length=1,
+        description="where this machine is in the network, outermost first: 'rack-3/switch-1'; near machines "
+        "get neighbouring numbers; default: the cluster file's hosts, or Slurm's topology",
+    )
     threads_per_rank: int | None = Field(None, gt=0, description="CPU threads; default: cores / ranks")
     scratch: str | None = Field(
         None, description="folder on each machine for what is offloaded to disk; default: the run directory's"
