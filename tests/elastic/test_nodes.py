@@ -44,7 +44,8 @@ def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: st
         assert meets == f"the 2 nodes of the run meet at {rendezvous}"
         assert joined == (
             f"joined the run at {rendezvous}: this is node {number} of 2, with rank {number} of 2 "
-            f"(both counted from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log"
+            f"(both counted from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log\n"
+            "  collectives go over lo (127.0.0.1), by the route to the others"
         )
         assert rest == ([] if number == 0 else ["the run is finished on all 2 nodes"])
 
