@@ -26,6 +26,10 @@ def joined(worker: Worker) -> dist.ProcessGroup:
     return group
 
 
+def one_node(group: dist.ProcessGroup) -> list[range]:
+    return [range(group.size())]
+
+
 def noise(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + elements)
     return torch.randn(elements, generator=generator, dtype=torch.float64).to(dtype)
@@ -40,13 +44,13 @@ def reduce_all(worker: Worker) -> dict[Any, bytes]:
             for size in SIZES:
                 for dtype in DTYPES:
                     buffer = noise(worker.rank, size, dtype)
-                    run(buffer, group)
+                    run(buffer, group, one_node(group))
                     exact = sum(noise(rank, size, dtype).double() for rank in range(worker.world_size))
                     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
                     error = (buffer.double() - exact).abs().max().item() if size else 0.0
                     assert error <= tolerance, (name, size, dtype, error)
                     again = noise(worker.rank, size, dtype)
-                    run(again, group)
+                    run(again, group, one_node(group))
                     assert torch.equal(again, buffer), f"{name} repeats bit for bit"
                     found[name, size, str(dtype)] = buffer.view(torch.uint8).numpy().tobytes()
     finally:
@@ -68,15 +72,15 @@ def others_run(worker: Worker) -> None:
     first, last = chunk(me, ranks, elements)
     try:
         scattered = torch.arange(elements, dtype=torch.float64) + me
-        ALGORITHMS["reduce_scatter"]["ring"](scattered, group)
+        ALGORITHMS["reduce_scatter"]["ring"](scattered, group, one_node(group))
         expected = ranks * torch.arange(first, last, dtype=torch.float64) + sum(range(ranks))
         assert torch.equal(scattered[first:last], expected)
         gathered = torch.zeros(elements)
         gathered[first:last] = me + 1.0
-        ALGORITHMS["all_gather"]["ring"](gathered, group)
+        ALGORITHMS["all_gather"]["ring"](gathered, group, one_node(group))
         assert gathered.tolist() == [rank + 1.0 for rank in range(ranks) for _ in range(4)]
         passed = torch.full((elements,), float(me + 7))
-        ALGORITHMS["broadcast"]["tree"](passed, group)
+        ALGORITHMS["broadcast"]["tree"](passed, group, one_node(group))
         assert passed.tolist() == [7.0] * elements
     finally:
         dist.destroy_process_group()
@@ -94,7 +98,7 @@ def in_a_part_of_the_world(worker: Worker) -> list[float]:
         if worker.rank != 1:
             assert group is not None
             for run in ALGORITHMS["all_reduce"].values():
-                run(buffer, group)
+                run(buffer, group, one_node(group))
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from wanma.bench.asked import DIRECT, Asked
-from wanma.collectives.algorithms import ALGORITHMS
+from wanma.collectives.algorithms import ALGORITHMS, Nodes
 from wanma.collectives.measure import (
     BACKEND,
     Collective,
@@ -70,7 +70,7 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
         group = dist.group.WORLD
         assert group is not None  # the grid has joined it
         limits, limit = _limits(request, group, grid.device)
-        cases = [*limits, *_collectives(request.asked, group, grid.device)]
+        cases = [*limits, *_collectives(request, group, grid.device)]
 
         def told(number: int) -> None:
             worker.control.progress(number, "measuring")
@@ -109,11 +109,13 @@ def _plain(case: _Case, taken: Taken) -> list[object]:
     return [case.collective, case.algorithm, case.dtype, case.size, case.size_bytes, taken.seconds]
 
 
-def _collectives(asked: Asked, group: dist.ProcessGroup, device: torch.device) -> Iterator[_Case]:
+def _collectives(request: Request, group: dist.ProcessGroup, device: torch.device) -> Iterator[_Case]:
+    asked, here = request.asked, group.size() // request.machines
+    nodes = [range(first, first + here) for first in range(0, group.size(), here)]
     for dtype, (collective, algorithm) in product(asked.dtypes, asked.algorithms):
         measured, by = _measured_as(collective, algorithm, device)
         for number, size in enumerate(asked.sizes):
-            measure = partial(_timed, measured, by, size, DTYPES[dtype], group, device)
+            measure = partial(_timed, measured, by, size, DTYPES[dtype], group, device, nodes)
             rounded = rounded_bytes(size, group.size(), DTYPES[dtype])
             yield _Case(measure, collective, algorithm, dtype, number, rounded)
 
@@ -125,9 +127,12 @@ def _timed(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
     device: torch.device,
+    nodes: Nodes,
     seconds: float,
 ) -> float:
-    return collective_seconds(collective, size, group, device, seconds, dtype=dtype, algorithm=algorithm)
+    return collective_seconds(
+        collective, size, group, device, seconds, dtype=dtype, algorithm=algorithm, nodes=nodes
+    )
 
 
 def _measured_as(collective: str, algorithm: str, device: torch.device) -> tuple[Collective, str]:

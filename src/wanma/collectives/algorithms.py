@@ -1,6 +1,6 @@
 """Collectives put together from messages between two ranks, beside the backend's own.
 
-    ALGORITHMS["all_reduce"]["halving_doubling"](buffer, group)
+    ALGORITHMS["all_reduce"]["halving_doubling"](buffer, group, [range(group.size())])
 
 Which messages, `schedules` says; here they are sent. A backend's own all-reduce is a ring more often than
 not, whose steps grow with the ranks: over links that are far rather than narrow, log₂ n steps take less time
@@ -10,7 +10,7 @@ same bits, and have them again the next time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -31,8 +31,12 @@ from wanma.collectives.schedules import (
 )
 from wanma.job.errors import WanmaError
 
-Algorithm = Callable[[Tensor, dist.ProcessGroup], None]
-"""Changes a contiguous buffer of one dim in place; all ranks of the group call it, with as many elements.
+Nodes = Sequence[Sequence[int]]
+"""Ranks, counted within their group, by node."""
+
+Algorithm = Callable[[Tensor, dist.ProcessGroup, Nodes], None]
+"""Changes a contiguous buffer of one dim in place; all ranks of the group call it, with as many elements, and
+say on which nodes they are.
 
 all_reduce: it becomes the sum of all ranks' buffers. reduce_scatter: its chunk of this rank's number does
 (`schedules.chunk`); the others are left undefined. all_gather: it has that chunk, and gets the others.
@@ -122,7 +126,7 @@ def _lost(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeErro
 
 
 def _following(schedule: Schedule) -> Algorithm:
-    return lambda buffer, group: follow(schedule, buffer, group)
+    return lambda buffer, group, _nodes: follow(schedule, buffer, group)
 
 
 ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.algorithms import ALGORITHMS
+from wanma.collectives.algorithms import ALGORITHMS, Nodes
 from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch
 
 Collective = Literal[
@@ -57,6 +57,7 @@ def collective_seconds(
     *,
     dtype: torch.dtype = torch.float32,
     algorithm: str = BACKEND,
+    nodes: Nodes = (),
 ) -> float:
     """Run one collective back to back for about `seconds`; all ranks of `group` call it alike.
 
@@ -64,6 +65,7 @@ def collective_seconds(
         buffer_bytes: of all_reduce, all_to_all, send and broadcast: one rank's buffer; of the others the
             whole, of which each rank has a part. Rounded up to whole elements of `dtype` for every rank.
         algorithm: 'backend', or one of `ALGORITHMS[collective]`.
+        nodes: where the ranks are, for algorithms that mind; default: on one.
 
     Returns:
         seconds of one run on the slowest rank; the same on all of them.
@@ -78,7 +80,8 @@ def collective_seconds(
     if algorithm == BACKEND:
         return _repeated(_runner(collective, elements, group, device, dtype), group, device, seconds)
     buffer = torch.zeros(elements, device=device, dtype=dtype)
-    return _repeated(partial(ALGORITHMS[collective][algorithm], buffer, group), group, device, seconds)
+    run = partial(ALGORITHMS[collective][algorithm], buffer, group, nodes or [range(ranks)])
+    return _repeated(run, group, device, seconds)
 
 
 def rounded_bytes(buffer_bytes: int, ranks: int, dtype: torch.dtype) -> int:
