@@ -50,6 +50,15 @@ def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: st
         assert rest == ([] if number == 0 else ["the run is finished on all 2 nodes"])
 
 
+def test_near_machines_get_neighbouring_ranks_whoever_comes_first(start: Any, rendezvous: str) -> None:
+    first = start("a", "finish", rendezvous=rendezvous, position="rack-10/a")
+    wait_for_listener(rendezvous)
+    second = start("b", "finish", rendezvous=rendezvous, position="rack-9/a")
+    assert (first.end(), second.end()) == (0, 0)
+    assert (list(first.logs()), list(second.logs())) == (["rank-1.log"], ["rank-0.log"])
+    assert first.texts[1].endswith("its place in the network: rack-10/a")
+
+
 def test_a_failure_on_one_node_is_the_same_message_on_both(start: Any, rendezvous: str) -> None:
     nodes = [
         start(name, "raise_on_rank_1", rendezvous=rendezvous, node_rank=rank)

@@ -23,6 +23,8 @@ KEY = "cluster.interface"
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
 
+LOOPBACK = "lo"
+"""As Linux calls it."""
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """By which Gloo and NCCL are told."""
 
@@ -142,9 +144,10 @@ def way_from(address: str, given: str | None = None, known: Sequence[Interface] 
     Raises:
         WanmaError: as `way_to`.
     """
-    known = interfaces() if known is None else known
     if given is not None:
         return given_way(given, address, known)
+    # A run of one machine reads no table: it starts sooner.
+    known = () if ipaddress.ip_address(address).is_loopback else interfaces() if known is None else known
     return _with_address(address, known, "by the route to the others")
 
 
@@ -196,10 +199,8 @@ def default_ways(known: Sequence[Interface] | None = None, route: Route = local_
 
 def _with_address(address: str, known: Sequence[Interface], why: str) -> Way:
     if ipaddress.ip_address(address).is_loopback:  # of 127.0.0.0/8, an interface has only the first
-        name = next((one.name for one in known if one.is_loopback), "lo")
-    else:
-        name = next((one.name for one in known if address in one.addresses), None)
-    return Way(name, address, why)
+        return Way(LOOPBACK, address, why)
+    return Way(next((one.name for one in known if address in one.addresses), None), address, why)
 
 
 def _refuse_internal(way: Way, other: str, known: Sequence[Interface]) -> None:
