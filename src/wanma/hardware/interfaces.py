@@ -206,7 +206,8 @@ def _with_address(address: str, known: Sequence[Interface], why: str) -> Way:
 def _refuse_internal(way: Way, other: str, known: Sequence[Interface]) -> None:
     found = next((one for one in known if one.name == way.interface), None)
     if found is not None and found.is_internal:
-        usable = [one.name for one in known if one.is_up and not one.is_internal and not one.is_loopback]
+        reach = [one for one in known if one.is_up and one.addresses and not one.is_loopback]
+        usable = [one.name for one in reach if not one.is_internal]
         raise WanmaError(
             f"{other} is reached through {way.interface}, which joins containers or virtual machines of this "
             "machine, and no others",
