@@ -15,6 +15,7 @@ from support.machines import CHIP
 from wanma.bench.collectives_page import charts, sweeps_page
 from wanma.bench.collectives_text import sweeps_text
 from wanma.bench.files import check_folder, write_sweeps
+from wanma.bench.operators import forecast_seconds
 from wanma.bench.results import COLUMNS, Sweep, to_csv
 from wanma.bench.saved import check_saving, save_sweeps
 from wanma.collectives.bandwidth import Timing
@@ -85,6 +86,31 @@ def test_the_table_has_a_line_for_each_size_with_time_bandwidth_and_share_of_the
     assert "all_gather, fp32" in lines
     assert "Other programs" not in shown(sweep())
     assert "busy during 3 of the measurements" in shown(replace(sweep(), disturbed=3))
+
+
+def test_a_forecast_stands_after_the_time_of_what_training_runs() -> None:
+    timings = sweep().timings
+    foreseen = tuple(
+        replace(one, forecast_seconds=1.5e-3) if one.algorithm == "backend" else one for one in timings
+    )
+    lines = shown(replace(sweep(), timings=foreseen)).splitlines()
+    start = lines.index("all_reduce, fp32")
+    assert lines[start + 1].split()[:5] == ["size", "backend", "µs", "forecast", "GB/s"]
+    assert all(line.split()[3] == "1,500" for line in lines[start + 2 : start + 6])
+    assert "forecast" not in lines[lines.index("all_gather, fp32") + 1]
+
+
+def test_forecasts_know_what_training_runs_and_nothing_else() -> None:
+    def foreseen(collective: str, algorithm: str, on_cpu: bool = True) -> float | None:
+        return forecast_seconds(LINK, collective, algorithm, 4, 1 << 20, on_cpu=on_cpu)
+
+    assert foreseen("all_reduce", "backend") == all_reduce_seconds(LINK, Group(4), 1 << 20)
+    assert foreseen("all_gather", "direct") == all_gather_seconds(LINK, Group(4), 1 << 20)
+    assert foreseen("all_gather", "direct", on_cpu=False) is None, "there is no such way on a GPU"
+    assert foreseen("all_reduce", "ring") is None
+    assert foreseen("broadcast", "backend") is None
+    for unknown in (None, replace(LINK, unknown="nobody says"), replace(LINK, links=(Link(2, 0.0, 1.0),))):
+        assert forecast_seconds(unknown, "all_reduce", "backend", 4, 1 << 20, on_cpu=True) is None
 
 
 def test_the_page_draws_bandwidth_and_time_of_each_collective_beside_the_limit() -> None:

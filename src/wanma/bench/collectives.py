@@ -14,12 +14,13 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from wanma.bench.asked import SIZES, Asked, algorithms_of, dtypes_of, sizes_of
+from wanma.bench.operators import forecast_seconds
 from wanma.bench.results import Sweep
 from wanma.collectives.bandwidth import Timing
 from wanma.elastic.environment import worker_environment
@@ -29,12 +30,14 @@ from wanma.hardware.discover import discover
 from wanma.hardware.interfaces import check_interface
 from wanma.hardware.limits import usable_memory_bytes
 from wanma.hardware.position import position_of
-from wanma.job.cluster import Node
+from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from, parse_override
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
 from wanma.observe.units import bytes_text
+from wanma.planner.cost.machines import machine_of
+from wanma.planner.measure.calibration import load_calibration
 from wanma.planner.measure.here import device_name, machine_text, plainest_plan, rank_counts
 
 ENTRY = "wanma.bench.worker:measure_worker"
@@ -196,14 +199,27 @@ def _agreed(asked: Asked, ranks: int, seconds: float, section: ClusterSection) -
 
 def _sweep(result: dict[str, Any], node: Node, plan: Plan, asked: Asked, section: ClusterSection) -> Sweep:
     limits = [size / seconds for size, seconds in zip(asked.sizes, result["limits"], strict=True)]
+    ranks, on_cpu = plan.world_size, plan.device == "cpu"
+    machine = None
+    if section.nodes == 1:
+        seen = node if not on_cpu else replace(node, devices=())
+        machine = machine_of(Cluster((seen,)), calibration=load_calibration(), ranks=ranks)
     timings = tuple(
         Timing(
-            collective, algorithm, dtype, plan.world_size, section.nodes, size_bytes, seconds, limits[number]
+            collective,
+            algorithm,
+            dtype,
+            ranks,
+            section.nodes,
+            size_bytes,
+            seconds,
+            limits[number],
+            forecast_seconds(machine, collective, algorithm, ranks, size_bytes, on_cpu=on_cpu),
         )
         for collective, algorithm, dtype, number, size_bytes, seconds in result["timings"]
     )
     return Sweep(
-        ranks=plan.world_size,
+        ranks=ranks,
         nodes=section.nodes,
         device=device_name(node, plan),
         threads=plan.threads_per_rank if plan.device == "cpu" else 0,

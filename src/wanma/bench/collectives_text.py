@@ -38,15 +38,19 @@ def _sweep(sweep: Sweep) -> Iterator[RenderableType]:
 
 
 def _table(timings: Sequence[Timing]) -> RenderableType:
-    """Each algorithm's time and bus bandwidth, the fastest of each size marked."""
+    """Each algorithm's time and bus bandwidth, the fastest of each size marked, and after the time of what
+    training runs what forecasts took it to be."""
     from rich.table import Table
     from rich.text import Text
 
     names = tuple(dict.fromkeys(one.algorithm for one in timings))
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("size", justify="right")
+    foreseen = {one.algorithm for one in timings if one.forecast_seconds is not None}
     for name in names:
         table.add_column(f"{name} µs", justify="right")
+        if name in foreseen:
+            table.add_column("forecast", justify="right", style="dim")
         table.add_column("GB/s", justify="right")
     table.add_column("limit GB/s", justify="right")
     table.add_column("of it", justify="right")
@@ -57,6 +61,8 @@ def _table(timings: Sequence[Timing]) -> RenderableType:
         for name in names:
             style = "bold" if row[name] is best and len(names) > 1 else ""
             cells.append(Text(f"{1e6 * row[name].seconds:,.0f}", style=style))
+            if name in foreseen:
+                cells.append(Text(f"{1e6 * (row[name].forecast_seconds or 0.0):,.0f}"))
             cells.append(Text(f"{row[name].bus_bandwidth / 1e9:.3g}", style=style))
         table.add_row(
             bytes_text(size),

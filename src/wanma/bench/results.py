@@ -22,6 +22,7 @@ COLUMNS = (
     "bus_bytes_per_second",
     "limit_bytes_per_second",
     "share_of_limit",
+    "forecast_seconds",
 )
 
 
@@ -81,4 +82,5 @@ def _row(one: Timing) -> Sequence[Any]:
         one.bus_bandwidth,
         one.limit_bytes_per_second,
         one.share_of_limit,
+        one.forecast_seconds,
     )

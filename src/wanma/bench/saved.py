@@ -6,35 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from wanma.bench.asked import DIRECT
+from wanma.bench.operators import operators_of
 from wanma.bench.results import Sweep
-from wanma.collectives.bandwidth import Timing
 from wanma.job.errors import JobError, WanmaError
 from wanma.planner.measure.calibration import (
     Calibration,
     Measured,
-    Operator,
     Point,
     load_calibration,
     save_calibration,
 )
 from wanma.planner.measure.fitting import with_collectives
-
-_OF_A_CPU: dict[tuple[str, str], tuple[Operator, ...]] = {
-    ("all_reduce", "backend"): ("all_reduce",),
-    ("all_gather", DIRECT): ("all_gather",),
-    ("all_gather", "backend"): ("tensor_gather",),
-    ("reduce_scatter", DIRECT): ("reduce_scatter",),
-    ("reduce_scatter", "backend"): ("tensor_scatter",),
-    ("all_to_all", "backend"): ("all_to_all",),
-}
-"""What of a sweep forecasts know, by (collective, algorithm): what training runs."""
-_OF_A_GPU: dict[tuple[str, str], tuple[Operator, ...]] = {
-    ("all_reduce", "backend"): ("all_reduce",),
-    ("all_gather", "backend"): ("all_gather", "tensor_gather"),
-    ("reduce_scatter", "backend"): ("reduce_scatter", "tensor_scatter"),
-    ("all_to_all", "backend"): ("all_to_all",),
-}
 
 
 def check_saving(nodes: int) -> None:
@@ -87,12 +69,7 @@ def _merged(kept: Calibration, sweep: Sweep) -> Measured:
 
 
 def _points(sweep: Sweep) -> Iterator[Point]:
-    known = _OF_A_CPU if sweep.threads else _OF_A_GPU
     for one in sweep.timings:
         if one.dtype == "fp32":
-            yield from _as_points(one, known)
-
-
-def _as_points(one: Timing, known: dict[tuple[str, str], tuple[Operator, ...]]) -> Iterator[Point]:
-    for operator in known.get((one.collective, one.algorithm), ()):
-        yield Point(operator, (one.ranks, one.size_bytes), one.seconds)
+            for operator in operators_of(one.collective, one.algorithm, on_cpu=sweep.threads > 0):
+                yield Point(operator, (one.ranks, one.size_bytes), one.seconds)

@@ -40,6 +40,8 @@ class Timing:
     """Of one run on the slowest rank."""
     limit_bytes_per_second: float
     """Of the link in one direction, measured in the same run with messages of this size."""
+    forecast_seconds: float | None = None
+    """What forecasts took it to last, before this measurement; None where they do not know it."""
 
     @property
     def algorithm_bandwidth(self) -> float:
