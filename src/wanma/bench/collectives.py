@@ -37,7 +37,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
 from wanma.observe.units import bytes_text
 from wanma.planner.cost.machines import machine_of
-from wanma.planner.measure.calibration import load_calibration
+from wanma.planner.measure.calibration import Calibration, load_calibration
 from wanma.planner.measure.here import device_name, machine_text, plainest_plan, rank_counts
 
 ENTRY = "wanma.bench.worker:measure_worker"
@@ -100,11 +100,20 @@ def bench_collectives(
     else:
         counts = rank_counts(node, ranks, least=2, uses_gpus=uses_gpus)
     _check_memory(asked, max(counts), device)
-    return [
-        sweep
-        for count in counts
-        if (sweep := _measure(node, count, section, asked, seconds, progress)) is not None
-    ]
+    # Before the work, so that a damaged calibration is told of at once.
+    bench = _Bench(node, section, asked, seconds, load_calibration())
+    return [sweep for count in counts if (sweep := _measure(bench, count, progress)) is not None]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What does not change with the number of ranks."""
+
+    node: Node
+    section: ClusterSection
+    asked: Asked
+    seconds: float
+    calibration: Calibration
 
 
 def cluster_section(overrides: Sequence[str]) -> ClusterSection:
@@ -152,14 +161,8 @@ class _Told:
             self.progress(event["text"])
 
 
-def _measure(
-    node: Node,
-    ranks: int,
-    section: ClusterSection,
-    asked: Asked,
-    seconds: float,
-    progress: Callable[[str], None],
-) -> Sweep | None:
+def _measure(bench: _Bench, ranks: int, progress: Callable[[str], None]) -> Sweep | None:
+    node, section, seconds = bench.node, bench.section, bench.seconds
     plan = plainest_plan(node, ranks, section.nodes, uses_gpus=section.device != "cpu")
     from wanma.bench.worker import RESULT, SILENCE_SECONDS, Request
 
@@ -167,7 +170,7 @@ def _measure(
         launch = Launch(
             run_directory=Path(folder),
             entry=ENTRY,
-            payload=pickle.dumps(Request(plan, asked, seconds, section.nodes)),
+            payload=pickle.dumps(Request(plan, bench.asked, seconds, section.nodes)),
             preload=PRELOAD,
             ranks_per_node=ranks,
             threads_per_rank=plan.threads_per_rank,
@@ -179,38 +182,37 @@ def _measure(
             environment=worker_environment(section, plan),
             start_seconds=section.start_seconds + seconds,
             hang_seconds=seconds + SILENCE_SECONDS,
-            job_hash=_agreed(asked, ranks, seconds, section),
+            job_hash=_agreed(bench, ranks),
         )
         outcome = run_local(launch, _Told(plan.world_size, progress).hear)
         if outcome.exit_code != 0:
             what = outcome.message or f"was stopped (exit code {outcome.exit_code})"
             raise WanmaError(f"measuring {plan.world_size} ranks: {what}", exit_code=outcome.exit_code)
         written = Path(folder) / RESULT
-        return (
-            _sweep(json.loads(written.read_text()), node, plan, asked, section) if written.exists() else None
-        )
+        return _sweep(json.loads(written.read_text()), bench, plan) if written.exists() else None
 
 
-def _agreed(asked: Asked, ranks: int, seconds: float, section: ClusterSection) -> str:
+def _agreed(bench: _Bench, ranks: int) -> str:
     """What the machines of one measurement must have in common."""
-    together = repr((asked, ranks, seconds, section.nodes, section.device))
+    together = repr((bench.asked, ranks, bench.seconds, bench.section.nodes, bench.section.device))
     return hashlib.sha256(together.encode()).hexdigest()[:16]
 
 
-def _sweep(result: dict[str, Any], node: Node, plan: Plan, asked: Asked, section: ClusterSection) -> Sweep:
-    limits = [size / seconds for size, seconds in zip(asked.sizes, result["limits"], strict=True)]
+def _sweep(result: dict[str, Any], bench: _Bench, plan: Plan) -> Sweep:
+    node, nodes = bench.node, bench.section.nodes
+    limits = [size / seconds for size, seconds in zip(bench.asked.sizes, result["limits"], strict=True)]
     ranks, on_cpu = plan.world_size, plan.device == "cpu"
     machine = None
-    if section.nodes == 1:
+    if nodes == 1:
         seen = node if not on_cpu else replace(node, devices=())
-        machine = machine_of(Cluster((seen,)), calibration=load_calibration(), ranks=ranks)
+        machine = machine_of(Cluster((seen,)), calibration=bench.calibration, ranks=ranks)
     timings = tuple(
         Timing(
             collective,
             algorithm,
             dtype,
             ranks,
-            section.nodes,
+            nodes,
             size_bytes,
             seconds,
             limits[number],
@@ -220,7 +222,7 @@ def _sweep(result: dict[str, Any], node: Node, plan: Plan, asked: Asked, section
     )
     return Sweep(
         ranks=ranks,
-        nodes=section.nodes,
+        nodes=nodes,
         device=device_name(node, plan),
         threads=plan.threads_per_rank if plan.device == "cpu" else 0,
         backend=result["backend"],
