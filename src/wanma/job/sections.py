@@ -287,7 +287,7 @@ class ClusterSection(Section):
         ge=1,
         description="fewest machines that the run goes on with, as in nodes = '2..8'; default: all",
     )
-    node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by arrival")
+    node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by place, then arrival")
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
     interface: str | None = Field(
         None, min_length=1, description="network interface for collectives; default: by route"
