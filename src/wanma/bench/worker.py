@@ -16,7 +16,7 @@ from wanma.bench.asked import DIRECT, Asked
 from wanma.collectives.algorithms import ALGORITHMS, Nodes
 from wanma.collectives.measure import (
     BACKEND,
-    Collective,
+    Timed,
     collective_seconds,
     copy_seconds,
     rounded_bytes,
@@ -33,7 +33,7 @@ SILENCE_SECONDS = 300.0
 ROUND = "round"
 """Kind of the event that tells of a round which begins."""
 
-_SCATTERED: dict[str, Collective] = {"all_gather": "tensor_gather", "reduce_scatter": "tensor_scatter"}
+_SCATTERED: dict[str, Timed] = {"all_gather": "tensor_gather", "reduce_scatter": "tensor_scatter"}
 """Collectives that the runtime does not leave to the backend on a CPU → those that are the backend's own."""
 
 
@@ -121,7 +121,7 @@ def _collectives(request: Request, group: dist.ProcessGroup, device: torch.devic
 
 
 def _timed(
-    collective: Collective,
+    collective: Timed,
     algorithm: str,
     size: int,
     dtype: torch.dtype,
@@ -135,9 +135,9 @@ def _timed(
     )
 
 
-def _measured_as(collective: str, algorithm: str, device: torch.device) -> tuple[Collective, str]:
+def _measured_as(collective: str, algorithm: str, device: torch.device) -> tuple[Timed, str]:
     """What `collectives.measure` calls it."""
-    known: dict[str, Collective] = {
+    known: dict[str, Timed] = {
         "all_reduce": "all_reduce",
         "all_gather": "all_gather",
         "reduce_scatter": "reduce_scatter",

@@ -28,8 +28,9 @@ Collective = Literal[
     "tensor_scatter",
     "all_to_all",
     "send",
-    "broadcast",
 ]
+Timed = Collective | Literal["broadcast"]
+"""What can be timed: what training uses, and what a benchmark shows beside it."""
 
 COLLECTIVES: tuple[Collective, ...] = (
     "all_reduce",
@@ -49,7 +50,7 @@ BACKEND = "backend"
 
 
 def collective_seconds(
-    collective: Collective,
+    collective: Timed,
     buffer_bytes: int,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -132,7 +133,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _runner(
-    collective: Collective,
+    collective: Timed,
     elements: int,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -176,7 +177,7 @@ def _runner(
 
 
 def _point_to_point(
-    collective: Collective, whole: Tensor, part: Tensor, group: dist.ProcessGroup
+    collective: Timed, whole: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
     if collective == "all_gather":
         gather = GlooAllGather(Stopwatch())
