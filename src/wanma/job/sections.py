@@ -287,14 +287,13 @@ class ClusterSection(Section):
         ge=1,
         description="fewest machines that the run goes on with, as in nodes = '2..8'; default: all",
     )
-    node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by place, then arrival")
-    rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
-    interface: str | None = Field(
-        None, min_length=1, description="network interface for collectives; default: by route"
+    node_rank: int | None = Field(
+        None, ge=0, description="this machine's number; default: by place, then arrival"
     )
+    rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
+    interface: str | None = Field(None, description="network interface for collectives; default: by route")
     place: str | None = Field(
         None,
-        min_length=1,
         description="where this machine is in the network, outermost first: 'rack-3/switch-1'; near machines "
         "get neighbouring numbers; default: the cluster file's hosts, or Slurm's topology",
     )
