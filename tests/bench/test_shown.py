@@ -126,6 +126,7 @@ def test_the_page_draws_bandwidth_and_time_of_each_collective_beside_the_limit()
     page = sweeps_page([sweep()])
     assert page.startswith("<!doctype html>")
     assert page.count("<figure") == 4
+    assert "of &lt;somebody&gt;" in sweeps_page([replace(sweep(), machine="of <somebody>")])
     assert "nccl-tests" in page
 
 

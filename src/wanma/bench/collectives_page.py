@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from html import escape
 from itertools import groupby
 
 from wanma.bench.results import Sweep
@@ -21,11 +22,11 @@ DEFINITIONS = (
 
 def sweeps_page(sweeps: Iterable[Sweep]) -> str:
     """The page, as HTML."""
-    parts = ["<h1>Collectives</h1>", f'<p class="note">{DEFINITIONS}</p>']
+    parts = [f"<header><h1>Collectives</h1><p>{DEFINITIONS}</p></header>"]
     for sweep in sweeps:
-        drawn = "".join(figure(chart) for chart in charts(sweep))
-        note = f'<p class="note">{sweep.machine}, {sweep.date}. Limit: {sweep.limit}.</p>'
-        parts.append(card(sweep.title, note + drawn))
+        told = f"{sweep.machine}, {sweep.date}. Limit: {sweep.limit}."
+        parts.append(card(sweep.title, f'<p class="note">{escape(told)}</p>'))
+        parts.append(f'<section class="charts">{"".join(map(figure, charts(sweep)))}</section>')
     return document("Collectives", parts)
 
 
