@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.collectives.schedules import (
@@ -98,6 +98,7 @@ def _complete(rank: Rank) -> bool:
     return True
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(1, 17), st.integers(0, 40))
 def test_every_rank_ends_with_every_ranks_number_once(name: str, ranks: int, elements: int) -> None:
     everything = frozenset(range(ranks))
@@ -105,6 +106,7 @@ def test_every_rank_ends_with_every_ranks_number_once(name: str, ranks: int, ele
         assert rank.buffer == [everything] * elements
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 40))
 def test_a_scatter_leaves_each_rank_the_sum_of_its_chunk_and_a_gather_everything(
     ranks: int, elements: int
@@ -118,6 +120,7 @@ def test_a_scatter_leaves_each_rank_the_sum_of_its_chunk_and_a_gather_everything
         assert rank.buffer == [frozenset({owner}) for owner in owners]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 17), st.integers(0, 5))
 def test_a_broadcast_reaches_all_in_as_many_steps_as_doublings(ranks: int, elements: int) -> None:
     everyone = follow(tree_broadcast, ranks, elements, "root")
@@ -169,6 +172,7 @@ def test_a_tree_has_fewest_messages_and_steps() -> None:
         assert max(rank.rounds for rank in everyone) == 2 * math.ceil(math.log2(ranks))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(0, 1000))
 def test_chunks_are_as_even_as_can_be_and_cover_everything(ranks: int, elements: int) -> None:
     cut = [chunk(number, ranks, elements) for number in range(ranks)]
