@@ -200,7 +200,9 @@ def differ(worker: Worker, kind: str) -> str:
 def test_ranks_in_different_collectives_are_an_error_and_not_a_wrong_sum(kind: str) -> None:
     zero, _, two = run_ranks(differ, RANKS, (kind,))
     for text in (zero, two):
-        assert re.search(r"rank \d is in another collective, or in this one with another size", text), text
+        assert re.search(
+            r"rank \d and others are in different collectives, or in one with different sizes", text
+        ), text
 
 
 # ---------------------------------------------------------------- deadlines
@@ -253,11 +255,12 @@ def test_errors_name_who_did_not_come() -> None:
 
 
 def mapped(worker: Worker) -> tuple[set[str], int, int]:
-    with shared_world(worker) as (group, _):
+    with shared_world(worker) as (group, grid):
         kept = group.allocate(100_000, torch.float32)
         dist.all_reduce(kept.zero_())
         maps = Path("/proc/self/maps").read_text()
         inside = maps.count("memfd:wanma-collectives")
+        del grid
         shared = {line.split()[-1] for line in maps.splitlines() if "/dev/shm" in line}
     kept.fill_(1.0)  # still there: the arena stays for as long as it has tensors
     del kept, group

@@ -50,11 +50,13 @@ def native_library() -> NativeLibrary:
         return NativeLibrary(None, "no C++ compiler was found (apt-get install g++)")
     try:
         path = built(COLLECTIVES, compiler)
-        load(path)
+        library = load(path)
     except WanmaError as error:
         return NativeLibrary(None, error.message)
     except OSError as error:
         return NativeLibrary(None, f"the compiled code cannot be loaded: {error}")
+    if not library.wanma_has_float16():
+        return NativeLibrary(None, f"{compiler} does not know 16-bit numbers (g++ 12 or later does)")
     return NativeLibrary(path)
 
 

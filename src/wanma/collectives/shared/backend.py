@@ -107,7 +107,8 @@ def _make(options: Any, way: Way) -> Any:
     gloo._set_sequence_number_for_group()
     if ranks == 1:
         return gloo
-    meeting = dist.PrefixStore("shared", store)
+    # The same store may have seen a group of this name before: what was said there is not for us.
+    meeting = dist.PrefixStore(f"shared/{store.add(f'shared/{rank}', 1)}", store)
     members = _tell_all(meeting, "member", rank, ranks, asdict(_Member(host_id(), os.getpid(), way.reason)))
     found = [_Member(**member) for member in members]
     reason = _against(found)

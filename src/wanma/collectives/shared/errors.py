@@ -39,8 +39,8 @@ def failure_text(
             else f"connection closed by peer: rank {cause} has given up"
         ),
         Outcome.MISMATCH: (
-            f"rank {cause} is in another collective, or in this one with another size, type or root: "
-            "all ranks of a group have to call the same ones in the same order"
+            f"rank {cause} and others are in different collectives, or in one with different sizes, types or "
+            "roots: all ranks of a group have to call the same ones in the same order"
         ),
         Outcome.UNDER_WAY: f"timed out waiting for it after {timeout_seconds:g} s; it is still under way",
     }

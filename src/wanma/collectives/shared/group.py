@@ -17,22 +17,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from wanma.collectives.shared.arena import Arena
+from wanma.collectives.shared.calls import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    check_whole,
+    operation_of,
+    plain,
+    reduce_scatter,
+)
 from wanma.collectives.shared.errors import SharedMemoryError, failure_text
-from wanma.collectives.shared.library import BYTES, TYPES, Call, Kind, Operation, Outcome, pointers, sizes
+from wanma.collectives.shared.library import Call, Outcome
 from wanma.collectives.shared.record import Entry, Record
 from wanma.collectives.shared.work import Completions, SharedWork
 
-_OPERATIONS = (
-    (ReduceOp.SUM, Operation.SUM),
-    (ReduceOp.PRODUCT, Operation.PRODUCT),
-    (ReduceOp.MIN, Operation.MIN),
-    (ReduceOp.MAX, Operation.MAX),
-    (ReduceOp.AVG, Operation.AVERAGE),
-)
-_OF_BOOLEANS = {Operation.SUM: Operation.MAX, Operation.PRODUCT: Operation.MIN}
 _LONGEST_SECONDS = 10 * 365 * 86400.0
 
 
@@ -63,10 +65,12 @@ class SharedGroup(dist.ProcessGroup):
         self._lock = threading.Lock()
         self._held: deque[tuple[int, Any]] = deque()
         """(number, tensors) of collectives that may be under way: nobody else need keep them."""
-        self._has_float16 = bool(arena.library.wanma_has_float16())
-        # Methods that are not here are the base class's, which asks the backend of a tensor's device.
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        # Methods that are not here are the base class's, which asks the backend of a tensor's device; those
+        # that are ask a group beside it for what they do not do.
+        self._others = dist.ProcessGroup(store, self._me, self._ranks)
+        for group in (self, self._others):
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return "shared"
@@ -90,39 +94,37 @@ class SharedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         opts = dist.AllreduceOptions() if opts is None else opts
-        operation = self._operation(opts, tensors)
+        operation = operation_of(opts, tensors)
         if operation is None or len(tensors) != 1:
-            return super().allreduce(tensors, opts)
-        return self._run("all_reduce", [self._all_reduce(tensors[0], operation)], opts, tensors, tensors)
+            return self._others.allreduce(tensors, opts)
+        return self._run("all_reduce", [all_reduce(tensors[0], operation)], opts, tensors, tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
-        operation = self._operation(opts, tensors)
+        operation = operation_of(opts, tensors)
         if operation is None or not tensors:
-            return super().allreduce_coalesced(tensors, opts)
-        calls = [self._all_reduce(tensor, operation) for tensor in tensors]
+            return self._others.allreduce_coalesced(tensors, opts)
+        calls = [all_reduce(tensor, operation) for tensor in tensors]
         return self._run("all_reduce_coalesced", calls, opts, tensors, tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         opts = dist.BroadcastOptions() if opts is None else opts
-        if len(tensors) != 1 or not _plain(tensors) or opts.rootTensor != 0:
-            return super().broadcast(tensors, opts)
+        if len(tensors) != 1 or not plain(tensors) or opts.rootTensor != 0:
+            return self._others.broadcast(tensors, opts)
         (tensor,) = tensors
-        place = tensor.data_ptr()
-        call = Call(Kind.BROADCAST, BYTES, 0, opts.rootRank, tensor.nbytes, place, place)
-        return self._run("broadcast", [call], opts, tensors, tensors)
+        return self._run("broadcast", [broadcast(tensor, opts.rootRank)], opts, tensors, tensors)
 
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> Any:
         opts = dist.AllgatherOptions() if opts is None else opts
         if len(input_tensors) != 1 or len(output_tensors) != 1:
-            return super().allgather(output_tensors, input_tensors, opts)
+            return self._others.allgather(output_tensors, input_tensors, opts)
         (outputs,), (own,) = output_tensors, input_tensors
         alike = all(output.dtype == own.dtype and output.numel() == own.numel() for output in outputs)
-        if len(outputs) != self._ranks or not alike or not _plain([own, *outputs]):
-            return super().allgather(output_tensors, input_tensors, opts)
-        call = self._all_gather([output.data_ptr() for output in outputs], own)
+        if len(outputs) != self._ranks or not alike or not plain([own, *outputs]):
+            return self._others.allgather(output_tensors, input_tensors, opts)
+        call = all_gather([output.data_ptr() for output in outputs], own)
         return self._run("all_gather", [call], opts, (outputs, own), [outputs])
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Any:
@@ -139,9 +141,9 @@ class SharedGroup(dist.ProcessGroup):
         opts = dist.AllgatherOptions() if opts is None else opts
         inputs = [own.contiguous() for own in inputs]
         for output, own in zip(outputs, inputs, strict=True):
-            self._check_whole("all_gather", output, own)
+            check_whole("all_gather", output, own, self._ranks)
         calls = [
-            self._all_gather([output.data_ptr() + rank * own.nbytes for rank in range(self._ranks)], own)
+            all_gather([output.data_ptr() + rank * own.nbytes for rank in range(self._ranks)], own)
             for output, own in zip(outputs, inputs, strict=True)
         ]
         return self._run(name, calls, opts, (outputs, inputs), outputs)
@@ -151,13 +153,13 @@ class SharedGroup(dist.ProcessGroup):
     ) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if len(output_tensors) != 1 or len(input_tensors) != 1:
-            return super().reduce_scatter(output_tensors, input_tensors, opts)
+            return self._others.reduce_scatter(output_tensors, input_tensors, opts)
         (output,), (inputs,) = output_tensors, input_tensors
         alike = all(one.dtype == output.dtype and one.numel() == output.numel() for one in inputs)
-        operation = self._operation(opts, [output, *inputs])
+        operation = operation_of(opts, [output, *inputs])
         if operation is None or not alike or len(inputs) != self._ranks:
-            return super().reduce_scatter(output_tensors, input_tensors, opts)
-        call = self._reduce_scatter(output, [one.data_ptr() for one in inputs], None, operation)
+            return self._others.reduce_scatter(output_tensors, input_tensors, opts)
+        call = reduce_scatter(output, [one.data_ptr() for one in inputs], None, operation)
         return self._run("reduce_scatter", [call], opts, (output, inputs), [output])
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
@@ -172,14 +174,15 @@ class SharedGroup(dist.ProcessGroup):
     ) -> Any:
         """`outputs` (part, ...), the sums of the ranks' slices of `inputs` (ranks × part, ...)."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
-        operation = self._operation(opts, [*outputs, *inputs])
+        inputs = [whole.contiguous() for whole in inputs]
+        operation = operation_of(opts, [*outputs, *inputs])
         if operation is None:
-            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+            raise ValueError(f"reduce_scatter takes contiguous CPU tensors of numbers, not {inputs[0].dtype}")
         calls = []
         for output, whole in zip(outputs, inputs, strict=True):
-            self._check_whole("reduce_scatter", whole, output)
+            check_whole("reduce_scatter", whole, output, self._ranks)
             slices = [whole.data_ptr() + rank * output.nbytes for rank in range(self._ranks)]
-            calls.append(self._reduce_scatter(output, slices, whole.data_ptr(), operation))
+            calls.append(reduce_scatter(output, slices, whole.data_ptr(), operation))
         return self._run(name, calls, opts, (outputs, inputs), outputs)
 
     def all_to_all_single(
@@ -193,22 +196,12 @@ class SharedGroup(dist.ProcessGroup):
         """Rows of `own`, so many to each rank, and so many from each in `output`; equal shares by default."""
         opts = dist.AllToAllOptions() if opts is None else opts
         own = own.contiguous()
-        if not _plain([output, own]) or output.dtype != own.dtype:
-            raise ValueError("all_to_all takes contiguous CPU tensors of one type")
-        received, sent = self._rows(output, output_sizes), self._rows(own, input_sizes)
-        call = Call(
-            kind=Kind.ALL_TO_ALL,
-            type=BYTES,
-            inputs=pointers(_places(own, sent)),
-            outputs=pointers(_places(output, received)),
-            input_bytes=sizes(sent),
-            output_bytes=sizes(received),
-        )
+        call = all_to_all(output, own, output_sizes, input_sizes, self._ranks)
         return self._run("all_to_all", [call], opts, (output, own), [output])
 
     def barrier(self, opts: Any = None) -> Any:
         opts = dist.BarrierOptions() if opts is None else opts
-        return self._run("barrier", [Call(Kind.BARRIER, BYTES)], opts, None, [])
+        return self._run("barrier", [barrier()], opts, None, [])
 
     # The same by the names that torch had for them before.
     _allgather_base = all_gather_single
@@ -221,12 +214,13 @@ class SharedGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._gloo.set_timeout(timeout)
+        self._gloo._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
         """Leave: peers that wait for this rank hear of it at once."""
         self._arena.close()
         self._completions.close()
+        super().shutdown()
         with self._lock:
             self._held.clear()
 
@@ -238,62 +232,7 @@ class SharedGroup(dist.ProcessGroup):
         """Collectives that have ended, and that are under way, oldest first."""
         return self._record.split(self._arena.library.wanma_done(self._arena.handle))
 
-    # ------------------------------------------------------------------ calls
-
-    def _all_reduce(self, tensor: Tensor, operation: Operation) -> Call:
-        place = tensor.data_ptr()
-        number = _OF_BOOLEANS.get(operation, operation) if tensor.dtype == torch.bool else operation
-        return Call(Kind.ALL_REDUCE, TYPES[tensor.dtype], number, 0, tensor.numel(), place, place)
-
-    def _all_gather(self, outputs: list[int], own: Tensor) -> Call:
-        return Call(Kind.ALL_GATHER, BYTES, 0, 0, own.nbytes, own.data_ptr(), outputs=pointers(outputs))
-
-    def _reduce_scatter(
-        self, output: Tensor, slices: list[int], whole: int | None, operation: Operation
-    ) -> Call:
-        return Call(
-            kind=Kind.REDUCE_SCATTER,
-            type=TYPES[output.dtype],
-            operation=_OF_BOOLEANS.get(operation, operation) if output.dtype == torch.bool else operation,
-            count=output.numel(),
-            input=whole,
-            output=output.data_ptr(),
-            inputs=pointers(slices),
-        )
-
-    def _operation(self, opts: Any, tensors: Sequence[Tensor]) -> Operation | None:
-        """None for what is Gloo's."""
-        if not tensors or not _plain(tensors):
-            return None
-        dtype = tensors[0].dtype
-        if dtype not in TYPES or any(tensor.dtype != dtype for tensor in tensors):
-            return None
-        if dtype == torch.float16 and not self._has_float16:
-            return None
-        operation = next((ours for theirs, ours in _OPERATIONS if opts.reduceOp == theirs), None)
-        if operation is Operation.AVERAGE and not dtype.is_floating_point:
-            return None
-        return operation
-
-    def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
-        if not _plain([whole, part]) or whole.dtype != part.dtype:
-            raise ValueError(f"{name} takes contiguous CPU tensors of one type")
-        if whole.numel() != part.numel() * self._ranks:
-            raise ValueError(
-                f"{name}: {self._ranks} parts of {part.numel()} elements are not {whole.numel()} in all"
-            )
-
-    def _rows(self, tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
-        """Bytes of each rank's share of dim 0."""
-        held = tensor.shape[0] if tensor.ndim else 0
-        if not rows:
-            if held % self._ranks:
-                raise ValueError(f"all_to_all: {held} rows are not the same for {self._ranks} ranks")
-            rows = [held // self._ranks] * self._ranks
-        if len(rows) != self._ranks or sum(rows) != held:
-            raise ValueError(f"all_to_all: {list(rows)} are not {held} rows for {self._ranks} ranks")
-        each = tensor.nbytes // held if held else 0
-        return [count * each for count in rows]
+    # ------------------------------------------------------------------ one collective
 
     def _run(self, name: str, calls: list[Call], opts: Any, tensors: Any, outputs: list[Any]) -> SharedWork:
         """Hand the calls over; of several the work is done when the last one is."""
@@ -339,7 +278,7 @@ class SharedGroup(dist.ProcessGroup):
         named = self._global_ranks()
         late = [named[rank] for rank in range(self._ranks) if missing[rank]]
         what = f"{name} #{number} of group {self._described()}"
-        blamed = named[cause] if 0 <= cause < self._ranks else cause
+        blamed = named[cause if 0 <= cause < self._ranks else self._me]
         return SharedMemoryError(failure_text(outcome, what, blamed, late, named[self._me], seconds))
 
     def _forget_done(self) -> None:
@@ -362,20 +301,3 @@ class SharedGroup(dist.ProcessGroup):
     def _described(self) -> str:
         described: str = self.group_desc
         return self.group_name if described in ("", "undefined") else described
-
-
-def _plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are dense, contiguous, and in this host's memory."""
-    return all(
-        tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
-        for tensor in tensors
-    )
-
-
-def _places(tensor: Tensor, parts: Sequence[int]) -> list[int]:
-    """Addresses of its parts of so many bytes."""
-    places, at = [], tensor.data_ptr()
-    for part in parts:
-        places.append(at)
-        at += part
-    return places

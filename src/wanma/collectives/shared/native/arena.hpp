@@ -5,6 +5,7 @@
 // free again two arrivals later, and one wait per chunk is enough for double buffering.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -49,14 +50,18 @@ struct Header {
   }
 };
 
+// Written by its rank alone.
 struct alignas(128) Seat {
-  std::atomic<uint32_t> arrivals;  // what peers wait on
+  std::atomic<uint32_t> arrivals;
   std::atomic<uint32_t> left;
   Header said[2];
-  alignas(64) std::atomic<uint32_t> sleepers;  // who waits on `arrivals` in the kernel; written by peers
 };
 
 struct Control {
+  // Arrivals of all ranks together: nobody is further than one beyond the last, so that as often as all have
+  // arrived tells that each has. This is what ranks wait on; who comes last wakes them.
+  alignas(128) std::atomic<uint32_t> total;
+  std::atomic<uint32_t> sleepers;
   // 0, or an outcome << 16 | the rank that is its cause + 1, by the first rank that noticed.
   alignas(128) std::atomic<uint32_t> broken;
   Seat seats[kMostRanks];
@@ -120,21 +125,42 @@ class Arena {
   }
 
   void arrive() {
-    Seat& seat = own();
-    seat.arrivals.fetch_add(1, std::memory_order_seq_cst);
-    if (seat.sleepers.load(std::memory_order_seq_cst) != 0) {
-      futex(&seat.arrivals, FUTEX_WAKE, INT_MAX, nullptr);
-    }
+    const uint32_t mine = arrivals() + 1;
+    own().arrivals.store(mine, std::memory_order_release);
+    const uint32_t total = control().total.fetch_add(1, std::memory_order_seq_cst) + 1;
+    const bool last = total == mine * static_cast<uint32_t>(ranks_);
+    if (last && control().sleepers.load(std::memory_order_seq_cst) != 0) wake();
   }
 
   // Until all have arrived as often as this rank.
   Outcome wait(int64_t deadline) {
-    uint32_t wanted = arrivals();
-    for (int step = 1; step < ranks_; ++step) {
-      Outcome outcome = wait_for((rank_ + step) % ranks_, wanted, deadline);
-      if (outcome != kDone) return outcome;
+    const uint32_t wanted = arrivals(), total = wanted * static_cast<uint32_t>(ranks_);
+    if (reached(total)) return kDone;
+    int64_t began = now_nanoseconds(), now = began;
+    while (now - began < spin_nanoseconds_) {
+      for (int turn = 0; turn < 32; ++turn) {
+        if (reached(total)) return kDone;
+        relax();
+      }
+      now = now_nanoseconds();
     }
-    return kDone;
+    while (true) {
+      const int64_t left = deadline - now_nanoseconds();
+      const timespec slice = {0, static_cast<long>(std::clamp<int64_t>(left, 0, kSliceNanoseconds))};
+      control().sleepers.fetch_add(1, std::memory_order_seq_cst);
+      const uint32_t seen = control().total.load(std::memory_order_seq_cst);
+      bool moved = false;
+      if (static_cast<int32_t>(seen - total) < 0) {
+        // Ends early for signals too, which is well.
+        moved = futex(&control().total, FUTEX_WAIT, seen, &slice) != 0 && errno == EAGAIN;
+      }
+      control().sleepers.fetch_sub(1, std::memory_order_seq_cst);
+      if (reached(total)) return kDone;
+      if (moved) continue;
+      const Outcome outcome = look(wanted, deadline);
+      if (outcome != kDone) return outcome;
+      if (all_here(wanted)) return kDone;
+    }
   }
 
   Outcome meet(int64_t deadline) {
@@ -147,7 +173,7 @@ class Arena {
     if (outcome == kLate) note_missing();
     uint32_t nothing = 0, word = static_cast<uint32_t>(outcome) << 16 | static_cast<uint32_t>(cause + 1);
     if (control().broken.compare_exchange_strong(nothing, word)) {
-      for (int peer = 0; peer < ranks_; ++peer) futex(&seat(peer).arrivals, FUTEX_WAKE, INT_MAX, nullptr);
+      wake();
     }
     cause_ = cause;
     return outcome;
@@ -155,7 +181,7 @@ class Arena {
 
   void leave() {
     own().left.store(1, std::memory_order_seq_cst);
-    for (int peer = 0; peer < ranks_; ++peer) futex(&seat(peer).arrivals, FUTEX_WAKE, INT_MAX, nullptr);
+    wake();
   }
 
   void close() { closed_.store(true, std::memory_order_seq_cst); leave(); }
@@ -176,7 +202,12 @@ class Arena {
     return first + (2 * static_cast<uint64_t>(peer) + parity) * ranks_;
   }
 
+  void wake() { futex(&control().total, FUTEX_WAKE, INT_MAX, nullptr); }
+
   // Counters wrap: what counts is the difference.
+  bool reached(uint32_t total) const {
+    return static_cast<int32_t>(control().total.load(std::memory_order_acquire) - total) >= 0;
+  }
   bool here(int peer, uint32_t wanted) const {
     return static_cast<int32_t>(seat(peer).arrivals.load(std::memory_order_acquire) - wanted) >= 0;
   }
@@ -186,35 +217,6 @@ class Arena {
       if (!here(peer, wanted)) return false;
     }
     return true;
-  }
-
-  Outcome wait_for(int peer, uint32_t wanted, int64_t deadline) {
-    if (here(peer, wanted)) return kDone;
-    int64_t began = now_nanoseconds(), now = began;
-    while (now - began < spin_nanoseconds_) {
-      for (int turn = 0; turn < 32; ++turn) {
-        if (here(peer, wanted)) return kDone;
-        relax();
-      }
-      now = now_nanoseconds();
-    }
-    Seat& theirs = seat(peer);
-    while (true) {
-      theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
-      uint32_t seen = theirs.arrivals.load(std::memory_order_seq_cst);
-      bool came = static_cast<int32_t>(seen - wanted) >= 0;
-      bool broken = control().broken.load(std::memory_order_seq_cst) != 0 || closed();
-      if (!came && !broken && theirs.left.load(std::memory_order_seq_cst) == 0) {
-        int64_t left = deadline - now_nanoseconds();
-        int64_t most = left < kSliceNanoseconds ? (left > 0 ? left : 0) : kSliceNanoseconds;
-        timespec slice = {0, static_cast<long>(most)};
-        futex(&theirs.arrivals, FUTEX_WAIT, seen, &slice);  // ends early for signals too, which is well
-      }
-      theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-      if (here(peer, wanted)) return kDone;
-      Outcome outcome = look(wanted, deadline);
-      if (outcome != kDone) return outcome;
-    }
   }
 
   // Why it is of no use to wait on, if so.
