@@ -100,9 +100,8 @@ def scatter_sums(worker: Worker) -> str:
                     check(found, expected, dtype, count, operation)
                     check(place, everyones[me], "the input stays as it is")
                 found = torch.empty(count, dtype=dtype)
-                dist.reduce_scatter(
-                    found, list(everyones[me].split(count or 1)) or [found] * ranks, operation
-                )
+                slices = list(everyones[me].view(ranks, count).unbind())
+                dist.reduce_scatter(found, slices, operation)
                 check(found, expected, "list", dtype, count, operation)
     return "equal"
 

@@ -33,11 +33,11 @@ class SharedAllGather(AllGather):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup,  # noqa: ARG002  # the one that gave the buffers
         async_op: bool = False,  # noqa: ARG002  # FSDP2's interface; there is no stream to overlap on
     ) -> None:
         self._stopwatch.start(time.perf_counter())
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
+        self._group.all_gather_single(output_tensor, input_tensor, _at_once(dist.AllgatherOptions()))
         self._stopwatch.stop(time.perf_counter())
 
 
@@ -60,13 +60,15 @@ class SharedReduceScatter(ReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup,  # noqa: ARG002  # the one that gave the buffers
         op: Any,
         async_op: bool = False,  # noqa: ARG002  # as above
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"only sums are reduced here, not {op}")
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+        options = _at_once(dist.ReduceScatterOptions())
+        options.reduceOp = op
+        self._group.reduce_scatter_single(output_tensor, input_tensor, options)
         now = time.perf_counter()
         self._stopwatch.stop(now)
         # FSDP2's all-reduce over replicas may follow at once; if it does not, the next start overrides.
@@ -78,3 +80,9 @@ def _allocate(group: SharedGroup, size: Any, dtype: torch.dtype, device: torch.d
         return torch.empty(size, dtype=dtype, device=device)
     shape = torch.Size([size] if isinstance(size, int) else size)
     return group.allocate(math.prod(shape), dtype).view(shape)
+
+
+def _at_once(options: Any) -> Any:
+    """Whoever calls waits for it."""
+    options.asyncOp = False
+    return options

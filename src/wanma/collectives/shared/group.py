@@ -56,7 +56,7 @@ class SharedGroup(dist.ProcessGroup):
         timeout: timedelta,
         host_ranks: tuple[tuple[int, ...], ...],
     ) -> None:
-        super().__init__(store, arena.rank, arena.shape.ranks)
+        super().__init__(arena.rank, arena.shape.ranks)  # type: ignore[call-arg]  # torch's other one makes no subclass
         self._arena, self._gloo, self._timeout = arena, gloo, timeout
         self._me, self._ranks = arena.rank, arena.shape.ranks
         self.hosts = host_ranks

@@ -179,6 +179,16 @@ class Arena {
     return outcome;
   }
 
+  // Why some rank has given the group up; kDone: none has.
+  Outcome broken() {
+    const uint32_t word = control().broken.load(std::memory_order_seq_cst);
+    if (word == 0) return kDone;
+    cause_ = static_cast<int>(word & 0xffff) - 1;
+    const auto outcome = static_cast<Outcome>(word >> 16);
+    if (outcome == kLate) note_missing();
+    return outcome;
+  }
+
   void leave() {
     own().left.store(1, std::memory_order_seq_cst);
     wake();
@@ -221,12 +231,7 @@ class Arena {
 
   // Why it is of no use to wait on, if so.
   Outcome look(uint32_t wanted, int64_t deadline) {
-    if (uint32_t word = control().broken.load(std::memory_order_seq_cst)) {
-      cause_ = static_cast<int>(word & 0xffff) - 1;
-      auto outcome = static_cast<Outcome>(word >> 16);
-      if (outcome == kLate) note_missing();
-      return outcome;
-    }
+    if (Outcome outcome = broken(); outcome != kDone) return outcome;
     if (closed()) return fail(kAborted, rank_);
     poll(watched_, ranks_, 0);
     for (int peer = 0; peer < ranks_; ++peer) {

@@ -36,7 +36,7 @@ class Collectives {
 
   Outcome run(const Call& call) {
     deadline_ = now_nanoseconds() + call.timeout_nanoseconds;
-    if (deadline_ < 0) deadline_ = INT64_MAX;
+    if (const Outcome outcome = arena_.broken(); outcome != kDone) return outcome;
     switch (call.kind) {
       case kBarrier: announce(call, -1); return first_meeting(call);
       case kAllReduce: return all_reduce(call);
