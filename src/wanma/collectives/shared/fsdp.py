@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from wanma.collectives.gloo import Stopwatch
@@ -37,7 +38,7 @@ class SharedAllGather(AllGather):
         async_op: bool = False,  # noqa: ARG002  # FSDP2's interface; there is no stream to overlap on
     ) -> None:
         self._stopwatch.start(time.perf_counter())
-        self._group.all_gather_single(output_tensor, input_tensor, _at_once(dist.AllgatherOptions()))
+        self._group.all_gather_single(output_tensor, input_tensor, _at_once(AllgatherOptions()))
         self._stopwatch.stop(time.perf_counter())
 
 
@@ -66,7 +67,7 @@ class SharedReduceScatter(ReduceScatter):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"only sums are reduced here, not {op}")
-        options = _at_once(dist.ReduceScatterOptions())
+        options = _at_once(ReduceScatterOptions())
         options.reduceOp = op
         self._group.reduce_scatter_single(output_tensor, input_tensor, options)
         now = time.perf_counter()

@@ -17,6 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from wanma.collectives.shared.arena import Arena
 from wanma.collectives.shared.calls import (
@@ -93,14 +102,14 @@ class SharedGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ collectives
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        opts = dist.AllreduceOptions() if opts is None else opts
+        opts = AllreduceOptions() if opts is None else opts
         operation = operation_of(opts, tensors)
         if operation is None or len(tensors) != 1:
             return self._others.allreduce(tensors, opts)
         return self._run("all_reduce", [all_reduce(tensors[0], operation)], opts, tensors, tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        opts = AllreduceCoalescedOptions() if opts is None else opts
         operation = operation_of(opts, tensors)
         if operation is None or not tensors:
             return self._others.allreduce_coalesced(tensors, opts)
@@ -108,7 +117,7 @@ class SharedGroup(dist.ProcessGroup):
         return self._run("all_reduce_coalesced", calls, opts, tensors, tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        opts = dist.BroadcastOptions() if opts is None else opts
+        opts = BroadcastOptions() if opts is None else opts
         if len(tensors) != 1 or not plain(tensors) or opts.rootTensor != 0:
             return self._others.broadcast(tensors, opts)
         (tensor,) = tensors
@@ -117,7 +126,7 @@ class SharedGroup(dist.ProcessGroup):
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> Any:
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = AllgatherOptions() if opts is None else opts
         if len(input_tensors) != 1 or len(output_tensors) != 1:
             return self._others.allgather(output_tensors, input_tensors, opts)
         (outputs,), (own,) = output_tensors, input_tensors
@@ -138,7 +147,7 @@ class SharedGroup(dist.ProcessGroup):
         name: str = "all_gather_coalesced",
     ) -> Any:
         """`outputs` (ranks × part, ...) from `inputs` (part, ...)."""
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = AllgatherOptions() if opts is None else opts
         inputs = [own.contiguous() for own in inputs]
         for output, own in zip(outputs, inputs, strict=True):
             check_whole("all_gather", output, own, self._ranks)
@@ -151,7 +160,7 @@ class SharedGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> Any:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = ReduceScatterOptions() if opts is None else opts
         if len(output_tensors) != 1 or len(input_tensors) != 1:
             return self._others.reduce_scatter(output_tensors, input_tensors, opts)
         (output,), (inputs,) = output_tensors, input_tensors
@@ -173,7 +182,7 @@ class SharedGroup(dist.ProcessGroup):
         name: str = "reduce_scatter_coalesced",
     ) -> Any:
         """`outputs` (part, ...), the sums of the ranks' slices of `inputs` (ranks × part, ...)."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = ReduceScatterOptions() if opts is None else opts
         inputs = [whole.contiguous() for whole in inputs]
         operation = operation_of(opts, [*outputs, *inputs])
         if operation is None:
@@ -194,13 +203,13 @@ class SharedGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Any:
         """Rows of `own`, so many to each rank, and so many from each in `output`; equal shares by default."""
-        opts = dist.AllToAllOptions() if opts is None else opts
+        opts = AllToAllOptions() if opts is None else opts
         own = own.contiguous()
         call = all_to_all(output, own, output_sizes, input_sizes, self._ranks)
         return self._run("all_to_all", [call], opts, (output, own), [output])
 
     def barrier(self, opts: Any = None) -> Any:
-        opts = dist.BarrierOptions() if opts is None else opts
+        opts = BarrierOptions() if opts is None else opts
         return self._run("barrier", [barrier()], opts, None, [])
 
     # The same by the names that torch had for them before.
