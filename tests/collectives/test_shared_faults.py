@@ -284,7 +284,7 @@ def test_nothing_has_a_name_and_all_is_gone_with_the_last_tensor() -> None:
 
 
 def named() -> set[str]:
-    """What is in `/dev/shm`, but for the locks of Python's own processes, here and in tests beside this one."""
+    """What is in `/dev/shm`, but for the locks of Python's own processes."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 

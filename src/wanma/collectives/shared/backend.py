@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import (
+    PrefixStore,  # type: ignore[attr-defined]  # public, but torch does not list it
+    distributed_c10d,
+)
 
 from wanma.collectives.shared.arena import (
     CHUNK_BYTES,
@@ -101,14 +104,14 @@ def _creator(name: str) -> Callable[[Any, Any], Any]:
 def _make(options: Any, way: Way) -> Any:
     """The group of a rank; every rank of the group is in here."""
     store, rank, ranks = options.store, options.group_rank, options.group_size
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, ranks, timeout=options.timeout)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, ranks, timeout=options.timeout)
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
     gloo.options.group_name = options.group_id
     gloo._set_sequence_number_for_group()
     if ranks == 1:
         return gloo
     # The same store may have seen a group of this name before: what was said there is not for us.
-    meeting = dist.PrefixStore(f"shared/{store.add(f'shared/{rank}', 1)}", store)
+    meeting = PrefixStore(f"shared/{store.add(f'shared/{rank}', 1)}", store)
     members = _tell_all(meeting, "member", rank, ranks, asdict(_Member(host_id(), os.getpid(), way.reason)))
     found = [_Member(**member) for member in members]
     reason = _against(found)

@@ -101,7 +101,7 @@ class SharedGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ collectives
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]  # one form of several
         opts = AllreduceOptions() if opts is None else opts
         operation = operation_of(opts, tensors)
         if operation is None or len(tensors) != 1:
@@ -116,14 +116,14 @@ class SharedGroup(dist.ProcessGroup):
         calls = [all_reduce(tensor, operation) for tensor in tensors]
         return self._run("all_reduce_coalesced", calls, opts, tensors, tensors)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]  # one form of several
         opts = BroadcastOptions() if opts is None else opts
         if len(tensors) != 1 or not plain(tensors) or opts.rootTensor != 0:
             return self._others.broadcast(tensors, opts)
         (tensor,) = tensors
         return self._run("broadcast", [broadcast(tensor, opts.rootRank)], opts, tensors, tensors)
 
-    def allgather(
+    def allgather(  # type: ignore[override]  # one form of several
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
     ) -> Any:
         opts = AllgatherOptions() if opts is None else opts
@@ -157,7 +157,7 @@ class SharedGroup(dist.ProcessGroup):
         ]
         return self._run(name, calls, opts, (outputs, inputs), outputs)
 
-    def reduce_scatter(
+    def reduce_scatter(  # type: ignore[override]  # one form of several
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
     ) -> Any:
         opts = ReduceScatterOptions() if opts is None else opts
@@ -213,11 +213,11 @@ class SharedGroup(dist.ProcessGroup):
         return self._run("barrier", [barrier()], opts, None, [])
 
     # The same by the names that torch had for them before.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # names of arguments
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # names of arguments
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # names of arguments
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # names of arguments
 
     # ------------------------------------------------------------------ what torch and the supervisor ask
 
