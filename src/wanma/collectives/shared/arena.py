@@ -22,7 +22,7 @@ from torch import Tensor
 from wanma.collectives.shared.heap import Heap
 from wanma.collectives.shared.library import load
 
-CHUNK_BYTES = 1 << 19
+CHUNK_BYTES = 1 << 18
 """Of one rank's staging buffer, of which it has two: what is copied in while the last such piece is reduced.
 A multiple of the page; two of them, and as much of the tensors, are to fit in a core's second cache."""
 SPIN_SECONDS = 50e-6
