@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.command import share_compiled
 from wanma.hardware import cpu_peak, doctor
 from wanma.hardware.doctor import Finding, examine
 from wanma.hardware.probes import disk_write_seconds, loopback_gloo
@@ -14,6 +15,7 @@ from wanma.hardware.probes import disk_write_seconds, loopback_gloo
 
 @pytest.fixture(autouse=True)
 def _quick_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_compiled(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cpu_peak, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(doctor, "WRITE_PROBE_BYTES", 1 << 20)
