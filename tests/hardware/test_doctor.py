@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.command import share_compiled
 from wanma.hardware import cpu_peak, doctor
 from wanma.hardware.doctor import Finding, examine
 from wanma.hardware.interfaces import Interface, Way
@@ -15,6 +16,7 @@ from wanma.hardware.probes import disk_write_seconds, loopback_gloo
 
 @pytest.fixture(autouse=True)
 def _quick_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_compiled(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cpu_peak, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(doctor, "WRITE_PROBE_BYTES", 1 << 20)
@@ -31,6 +33,7 @@ def test_this_machine_can_train_and_the_probe_leaves_nothing_behind(tmp_path: Pa
     assert found["Gloo on loopback"] == Finding("Gloo on loopback", "ok", "two ranks reduced a tensor")
     assert str(tmp_path) in found["disk"].text
     assert "GFLOP/s" in found["CPU peak"].text
+    assert found["collectives on one machine"].status == "ok"
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
@@ -43,6 +46,20 @@ def test_a_missing_compiler_is_one_sentence_with_the_way_out(monkeypatch: pytest
     finding = doctor._compiler()
     assert finding.status == "missing"
     assert "apt-get install g++" in finding.advice
+
+
+def test_collectives_of_one_machine_are_told_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._shared_collectives().text == "shared memory (parallel.collectives)"
+    monkeypatch.setattr(doctor, "cpp_compiler", lambda: "/bin/false")
+    refused = doctor._shared_collectives()
+    assert refused.status == "warn"
+    assert refused.text.startswith("Gloo, over TCP: /bin/false does not compile group.cpp")
+    monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
+    missing = doctor._shared_collectives()
+    assert (missing.text, missing.advice) == (
+        "Gloo, over TCP: there is no C++ compiler",
+        "apt-get install g++",
+    )
 
 
 def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

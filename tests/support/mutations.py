@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wanma.collectives import gloo
+from wanma.collectives.shared import fsdp
 from wanma.models.routing import Routing
 from wanma.parallel import all_to_all, expert, local, parallelize, pipeline, ring, tensor, ties, whole
 from wanma.training import batch_statistics, cross_entropy, forward_backward, optimizer, trainer, update
@@ -293,7 +294,8 @@ def shards_keep_their_own_gradient() -> None:
     def keep(_: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, *__: Any, **___: Any) -> None:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
-    gloo.GlooReduceScatter.__call__ = keep  # type: ignore[method-assign]
+    for scatter in (gloo.GlooReduceScatter, fsdp.SharedReduceScatter):
+        scatter.__call__ = keep  # type: ignore[method-assign]
 
 
 def the_divisor_is_forgotten() -> None:

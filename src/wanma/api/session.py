@@ -122,7 +122,7 @@ def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
             write_down_accepted(run, job, known, sys.argv, worker.control.event)
 
     set_numerics(job, plan)
-    with process_grid(worker, plan, longest_silence(job)) as grid:
+    with process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid:
         peak = prepared.peak_flops_per_second
         made = Session(job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start)
         if worker.rank == 0:

@@ -1,8 +1,8 @@
 """Time of collectives over a process group, measured: the one place where that is done.
 
-Each is run as the runtime runs it: on a CPU the parameters' gathers and gradients' scatters go point to
-point (`gloo`), those of tensor parallelism by the backend's own operators. Beside that, each can be run by
-another algorithm (`algorithms`).
+Each is run as the runtime runs it: on a CPU the parameters' gathers and gradients' scatters go over memory
+that the ranks share, or point to point (`gloo`), those of tensor parallelism by the backend's own operators.
+Beside that, each can be run by another algorithm (`algorithms`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from wanma.collectives.algorithms import ALGORITHMS, Nodes
 from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch
+from wanma.collectives.shared.backend import shared_group
+from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 
 Collective = Literal[
     "all_reduce",
@@ -145,7 +147,7 @@ def _runner(
     whole = torch.zeros(elements, device=device, dtype=dtype)
     part = torch.zeros(elements // ranks, device=device, dtype=dtype)
     if collective in ("all_gather", "reduce_scatter") and device.type == "cpu":
-        return _point_to_point(collective, whole, part, group)
+        return _of_parameters(collective, whole, part, group)
     if collective == "all_reduce":
         return lambda: _wait(dist.all_reduce(whole, group=group, async_op=True))
     if collective == "broadcast":
@@ -176,13 +178,18 @@ def _runner(
     return send
 
 
-def _point_to_point(
+def _of_parameters(
     collective: Timed, whole: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
+    """As FSDP2 runs them here: into and out of buffers that they give it."""
+    shared = shared_group(group)
     if collective == "all_gather":
-        gather = GlooAllGather(Stopwatch())
+        gather = GlooAllGather(Stopwatch()) if shared is None else SharedAllGather(Stopwatch(), shared)
+        whole = gather.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
+        part = whole.chunk(group.size())[group.rank()]
         return lambda: gather(whole, part, group)
-    scatter = GlooReduceScatter(Stopwatch())
+    scatter = GlooReduceScatter(Stopwatch()) if shared is None else SharedReduceScatter(Stopwatch(), shared)
+    whole = scatter.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
     return lambda: scatter(part, whole, group, dist.ReduceOp.SUM)
 
 

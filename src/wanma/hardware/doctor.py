@@ -1,7 +1,8 @@
 """`wanma doctor`: what is here, what is missing, and what to do about it.
 
 Each check looks at one thing and returns what it found. The machine stays as it is, but for a file
-that is written and removed to time the disk, and the measured CPU peak in the user's cache folder.
+that is written and removed to time the disk, and what is kept in the user's cache folder: the measured CPU
+peak, and the compiled code of collectives.
 torch is imported inside the checks, so that other commands stay fast.
 """
 
@@ -25,6 +26,7 @@ from wanma.hardware.cpu_peak import measure_cpu_peak, peak_file
 from wanma.hardware.discover import discover, list_gpus
 from wanma.hardware.interfaces import VARIABLES, default_ways, interfaces
 from wanma.hardware.limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.hardware.native import COLLECTIVES, built
 from wanma.hardware.probes import disk_write_seconds, loopback_gloo
 from wanma.job.cluster import Device
 from wanma.job.errors import WanmaError
@@ -72,6 +74,7 @@ def examine(runs: Path = Path("runs")) -> list[Finding]:
         _memory,
         _compiler,
         _backends,
+        _shared_collectives,
         _network,
         _loopback,
         lambda: _disk(runs),
@@ -183,9 +186,28 @@ def _memory() -> Finding:
 def _compiler() -> Finding:
     found = cpp_compiler()
     if found is None:
-        advice = "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU"
+        advice = (
+            "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU, and "
+            "collectives go through Gloo"
+        )
         return Finding("C++ compiler", "missing", "none found", advice)
     return Finding("C++ compiler", "ok", found)
+
+
+def _shared_collectives() -> Finding:
+    """Whether ranks of this machine can share memory; compiles what that takes, where it is not there yet."""
+    name = "collectives on one machine"
+    compiler = cpp_compiler()
+    if compiler is None:
+        return Finding(name, "warn", "Gloo, over TCP: there is no C++ compiler", "apt-get install g++")
+    try:
+        built(COLLECTIVES, compiler)
+    except WanmaError as error:
+        return Finding(name, "warn", f"Gloo, over TCP: {error.message}", error.hint)
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        advice = "it takes Linux 5.3 or later"
+        return Finding(name, "warn", "Gloo, over TCP: this system has no files in memory", advice)
+    return Finding(name, "ok", "shared memory (parallel.collectives)")
 
 
 def _backends() -> Finding:

@@ -20,6 +20,7 @@ ContextKind = Literal["ring", "all_to_all"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
+Collectives = Literal["auto", "shared", "gloo"]
 Compression = Literal["nothing", "bf16", "int8"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
@@ -269,6 +270,11 @@ class ParallelSection(Section):
     offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
     offload_activations: Offload = Field("nothing", description="where activations wait for backward")
     compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
+    collectives: Collectives = Field(
+        "auto",
+        description="on CPUs: over memory that the ranks of one machine share (shared), or TCP (gloo); "
+        "auto: shared where they are on one machine that has a C++ compiler",
+    )
 
 
 class ClusterSection(Section):

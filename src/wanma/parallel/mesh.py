@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from wanma.collectives.functional import mend_all_gather
 from wanma.job.errors import WanmaError
 from wanma.job.plan import AXES, Plan
+from wanma.job.sections import Collectives
 from wanma.job.worker import Worker
+from wanma.parallel.transport import backend_name, tell_transport
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Grid:
 
 
 @contextmanager
-def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterator[Grid]:
+def process_grid(
+    worker: Worker, plan: Plan, deadline_seconds: float, collectives: Collectives = "auto"
+) -> Iterator[Grid]:
     """Join the run's process group and build its mesh; leave both in order, whatever happens inside.
 
     A group is made for a single process too: the same code then runs at every size.
@@ -82,9 +86,11 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
     Args:
         deadline_seconds: after which the supervisor calls a silent run hung. Collectives wait longer
             than that, so that its report, which names the cause, comes before their bare time-out.
+        collectives: of a CPU's ranks; `parallel.collectives` of the job.
 
     Raises:
-        WanmaError: the plan wants another number of ranks than were started, or has no such device.
+        WanmaError: the plan wants another number of ranks than were started, or has no such device; or
+            `collectives` is 'shared', and that cannot be.
     """
     if plan.world_size != worker.world_size:
         raise WanmaError(
@@ -103,11 +109,12 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
             )
         )
     mend_all_gather()
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = backend_name(worker, device, collectives)
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
     )
     try:
+        tell_transport(worker, collectives)
         yield build_grid(plan, worker.rank, device)
     finally:
         dist.destroy_process_group()

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.shards import local_part
 from wanma.collectives.gloo import Stopwatch
+from wanma.collectives.shared.backend import shared_group
 from wanma.job.plan import REDUCED_TOGETHER_BYTES
 from wanma.parallel.mesh import Grid
 from wanma.parallel.strays import Strays
@@ -260,13 +261,21 @@ def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[list
         if len(members) == 1:
             works.append(_all_reduce(tensors[members[0]], group))
             continue
-        flat = torch.cat([tensors[index].view(-1) for index in members])
+        flat = _one_after_another([tensors[index].view(-1) for index in members], group)
         works.append(_all_reduce(flat, group))
         for index, part in zip(
             members, flat.split([tensors[index].numel() for index in members]), strict=True
         ):
             sums[index] = part.view_as(tensors[index])
     return works, sums
+
+
+def _one_after_another(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """All of them in one tensor: where the group's ranks share memory, in theirs."""
+    shared = shared_group(group)
+    if shared is None or is_fake(parts[0]):
+        return torch.cat(parts)
+    return torch.cat(parts, out=shared.allocate(sum(part.numel() for part in parts), parts[0].dtype))
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -20,7 +20,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.observe.gpu import GpuSampler
-from wanma.observe.memory import peak_memory_bytes, reset_peak
+from wanma.observe.memory import reset_peak
 from wanma.observe.mfu import model_flops_utilization
 from wanma.observe.phases import PhaseTimer
 from wanma.observe.recorder import Recorder
@@ -31,6 +31,7 @@ from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
 from wanma.training.health import Health
+from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
@@ -267,7 +268,7 @@ class Trainer:
                 "samples": self.state.samples,
                 "learning_rate": self._rate,
                 "phases": phases,
-                "memory_bytes": peak_memory_bytes(self.grid.device.type),
+                "memory_bytes": held_bytes(self.grid.device.type),
                 **self._expert_numbers(agreement),
                 **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
