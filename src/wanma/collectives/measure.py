@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch
+from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter
+from wanma.collectives.stopwatch import Stopwatch
 
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "tensor_gather", "tensor_scatter", "all_to_all", "send"
@@ -127,7 +128,11 @@ def _point_to_point(
 ) -> Callable[[], None]:
     if collective == "all_gather":
         gather = GlooAllGather(Stopwatch())
-        return lambda: gather(whole, part, group)
+
+        def gathered() -> None:
+            gather(whole, part, group)
+
+        return gathered
     scatter = GlooReduceScatter(Stopwatch())
     return lambda: scatter(part, whole, group, dist.ReduceOp.SUM)
 

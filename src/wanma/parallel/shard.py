@@ -35,7 +35,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch, UnshardedReduce
+from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, UnshardedReduce
+from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
 from wanma.parallel.mesh import Grid
@@ -138,7 +139,7 @@ def shard_data(
         mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
-            _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1)
+            _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1, ahead=plan.overlap)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
@@ -219,8 +220,8 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
     return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
 
 
-def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, *, one_shard: bool) -> None:
-    unit.set_custom_all_gather(GlooAllGather(stopwatch))
+def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, *, one_shard: bool, ahead: bool) -> None:
+    unit.set_custom_all_gather(GlooAllGather(stopwatch, ahead=ahead))
     unit.set_custom_reduce_scatter(UnshardedReduce(stopwatch) if one_shard else GlooReduceScatter(stopwatch))
     # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the
     # output, which starts the stopwatch, and ends at this hook.
