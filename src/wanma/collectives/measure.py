@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wanma.collectives.algorithms import ALGORITHMS, Nodes
-from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch
+from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter
 from wanma.collectives.shared.backend import shared_group
 from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
+from wanma.collectives.stopwatch import Stopwatch
 
 Collective = Literal[
     "all_reduce",
@@ -187,7 +188,11 @@ def _of_parameters(
         gather = GlooAllGather(Stopwatch()) if shared is None else SharedAllGather(Stopwatch(), shared)
         whole = gather.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
         part = whole.chunk(group.size())[group.rank()]
-        return lambda: gather(whole, part, group)
+
+        def gathered() -> None:
+            gather(whole, part, group)
+
+        return gathered
     scatter = GlooReduceScatter(Stopwatch()) if shared is None else SharedReduceScatter(Stopwatch(), shared)
     whole = scatter.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
     return lambda: scatter(part, whole, group, dist.ReduceOp.SUM)

@@ -266,6 +266,18 @@ class ParallelSection(Section):
         "none", description="what backward computes again; auto: as little as fits in memory"
     )
     recompute_share: float = Field(1.0, gt=0, le=1, description="share of the blocks that recompute")
+    overlap: bool = Field(
+        True,
+        description="sum gradients and gather parameters while backward goes on; false: one after another",
+    )
+    bucket_bytes: PositiveInt | None = Field(
+        None,
+        description="dp_replicate: of gradients in one message; default: the fewest that fill the network",
+    )
+    hierarchical: Literal["auto"] | bool = Field(
+        "auto",
+        description="dp_replicate on several nodes: sum within each first, then between; auto: if faster",
+    )
     offload_parameters: Offload = Field("nothing", description="where parameters wait: device, host, disk")
     offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
     offload_activations: Offload = Field("nothing", description="where activations wait for backward")

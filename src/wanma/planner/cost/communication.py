@@ -152,6 +152,11 @@ def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing:
     )
 
 
+def crosses(machine: Machine, group: Group) -> bool:
+    """Whether the group's ranks reach each other over links outside the innermost level."""
+    return group.size > 1 and _levels(machine, group)[-1] is not machine.links[0]
+
+
 def _spread_seconds(levels: list[Link], group: Group) -> float:
     """Latency of messages from every member to every other one, which are under way together."""
     return levels[-1].latency_seconds * math.log2(group.size)
