@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,  # type: ignore[attr-defined]  # public, but torch does not list it
-    distributed_c10d,
-)
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]  # public, unlisted
 
 from wanma.collectives.shared.arena import (
     CHUNK_BYTES,

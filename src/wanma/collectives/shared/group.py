@@ -59,7 +59,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Any,
         arena: Arena,
         gloo: Any,
         timeout: timedelta,
