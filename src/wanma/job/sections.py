@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
@@ -20,7 +20,7 @@ ContextKind = Literal["ring", "all_to_all"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
-Compression = Literal["nothing", "bf16", "int8"]
+Compression = Literal["nothing", "bf16", "fp16", "int8", "topk", "powersgd"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -227,6 +227,13 @@ class TrainSection(Section):
         return self
 
 
+class CompressionGroupSection(Section):
+    """Parameters whose name matches have their gradients summed in another way."""
+
+    match: str = Field(description="shell pattern on the full parameter name, e.g. '*embedding*'")
+    compression: Compression = Field(description="what ranks exchange of these gradients")
+
+
 class ParallelSection(Section):
     """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
@@ -269,6 +276,40 @@ class ParallelSection(Section):
     offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
     offload_activations: Offload = Field("nothing", description="where activations wait for backward")
     compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
+    compression: Compression = Field(
+        "nothing",
+        description="of gradients that ranks sum: rounded (bf16, fp16, int8), their largest elements (topk), "
+        "or thin matrices (powersgd); changes the numbers",
+    )
+    compression_share: float = Field(
+        0.01, gt=0, le=1, description="topk: share of each tensor's elements that a rank sends"
+    )
+    compression_rank: int = Field(4, ge=1, description="powersgd: rank of the matrices")
+    compression_from_step: int = Field(
+        0, ge=0, description="optimizer steps before it begins, whose gradients are summed whole"
+    )
+    compression_groups: list[CompressionGroupSection] = Field(
+        default_factory=list, description="first match wins; all others: compression"
+    )
+
+    @model_validator(mode="after")
+    def _compresses(self) -> ParallelSection:
+        """What says how to compress is not dropped in silence where nothing does."""
+        methods = {self.compression, *(group.compression for group in self.compression_groups)}
+        if self.auto and "compression" in self.allow:
+            methods |= {"bf16", "int8"}  # which it looks at
+        needs: dict[str, set[str]] = {
+            "compression_share": {"topk"},
+            "compression_rank": {"powersgd"},
+            "compression_from_step": set(get_args(Compression)) - {"nothing"},
+        }
+        for key, those in needs.items():
+            if key in self.model_fields_set and not methods & those:
+                raise ValueError(
+                    f"{key} has no effect: neither compression nor compression_groups is "
+                    f"{' or '.join(sorted(those))}"
+                )
+        return self
 
 
 class ClusterSection(Section):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from wanma.checkpoint.shards import local_part
 from wanma.collectives.gloo import Stopwatch
 from wanma.job.plan import REDUCED_TOGETHER_BYTES
+from wanma.parallel.compressed import GradientCompression, whole_slot
 from wanma.parallel.mesh import Grid
 from wanma.parallel.strays import Strays
 
@@ -33,6 +35,8 @@ from wanma.parallel.strays import Strays
 class _Held:
     """One parameter, and the modules that name it: several where modules share it."""
 
+    full_name: str
+    """In the model, as the first of those modules has it."""
     state: nn.Parameter
     tensor_ranks: tuple[DeviceMesh, tuple[Placement, ...]] | None
     """How `tp` splits it."""
@@ -71,6 +75,7 @@ class Whole:
         input_dtype: given to all floating-point tensors that come into the module; None leaves them.
         divisor: of gradients, beside their sum.
         scalars_only: leave all other parameters alone.
+        compression: sums gradients over the data ranks in fewer bytes; None: they are summed as they are.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Whole:
         *,
         divisor: int = 1,
         scalars_only: bool = False,
+        compression: GradientCompression | None = None,
     ) -> None:
         self.divisor = divisor
         self.communication = stopwatch
@@ -91,6 +97,11 @@ class Whole:
         self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
         self._strays = Strays(model)
         self._held = _hold(model, grid, scalars_only=scalars_only)
+        self._compression = compression if self._data_ranks else None
+        if self._compression is not None:
+            for held in self._held:
+                shape = tuple(local_part(held.state).shape)
+                self._compression.register(whole_slot(held.full_name, partial(getattr, held, "state"), shape))
         self._computes = False
         # Outside what is compiled, as FSDP2's are.
         before = torch.compiler.disable(self._before_forward)
@@ -175,7 +186,15 @@ class Whole:
         works = [_all_reduce(has, group)]
         for bucket in _buckets([(index, local_part(self._held[index].state).nbytes) for index in trained]):
             mine = [_or_zeros(sums[index], self._held[index].state) for index in bucket]
-            under_way, totals = _sum_together(mine, group)
+            if self._compression is not None and self._compression.is_on:
+                flat = [tensor.view(1, tensor.numel()) for tensor in mine]
+                self._compression.exchange(
+                    [(self._held[index].full_name, one, None) for index, one in zip(bucket, flat, strict=True)],
+                    group,
+                )
+                under_way, totals = [], mine
+            else:
+                under_way, totals = _sum_together(mine, group)
             works += under_way
             for index, total in zip(bucket, totals, strict=True):
                 sums[index] = total
@@ -191,7 +210,7 @@ def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
     """Make the parameters of `model` its state: DTensors over all ranks that hold them."""
     everywhere = (Replicate(), Replicate())
     held: dict[nn.Parameter, _Held] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or (scalars_only and parameter.ndim > 0):
                 continue
@@ -202,7 +221,8 @@ def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
                 else:
                     ranks, mesh, placements = None, grid.state_mesh, everywhere
                 state = _joined(local_part(parameter), mesh, placements, like=parameter)
-                held[parameter] = _Held(nn.Parameter(state, parameter.requires_grad), ranks)
+                full_name = f"{path}.{name}" if path else name
+                held[parameter] = _Held(full_name, nn.Parameter(state, parameter.requires_grad), ranks)
             held[parameter].named.append((module, name))
     for one in held.values():
         _name(one, one.state)
