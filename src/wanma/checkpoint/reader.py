@@ -116,6 +116,7 @@ class Saved:
 
     def __init__(self, source: Path | Source) -> None:
         source = source if isinstance(source, Source) else on_disk(source)
+        self.name = source.name
         self.tensors: Mapping[str, TensorEntry] = source.manifest.tensors
         self._files = _Files(source)
 
@@ -128,7 +129,7 @@ class Saved:
         entry = self.tensors.get(name)
         if entry is None:
             raise WanmaError(
-                f"{self._files.source.name} has no tensor {name}.{did_you_mean(name, self.tensors)}",
+                f"{self.name} has no tensor {name}.{did_you_mean(name, self.tensors)}",
                 f"its manifest names the {len(self.tensors)} that it has",
             )
         box = box or Box((0,) * len(entry.shape), entry.shape)

@@ -1,9 +1,10 @@
 """Compressed sums of gradients under a plan: what is kept of each parameter, and which method sums it.
 
-Whoever holds gradients, `whole` or FSDP2 (`compressed_shard`), registers for each parameter a `Slot` that says
-how an exchange sees it, and hands over each bucket to `exchange`. What is lost on the way is kept under the
-parameter's name as DTensors of one row per rank that takes part: checkpoints save and load them like other
-state, and their sum over the rows, over all ranks, is what the model is still owed (`training.remainders`).
+Whoever holds gradients, `whole` or FSDP2 (`compressed_shard`), registers for each parameter a `Slot` that
+says how an exchange sees it, and hands over each bucket to `exchange`. What is lost on the way is kept
+under the parameter's name as DTensors of one row per rank that takes part: checkpoints save and load them
+like other state, and their sum over the rows, over all ranks, is what the model is still owed
+(`training.remainders`).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class GradientCompression:
         self.step = 0
         """Optimizer steps done."""
         self.unit = 1.0
-        """How many times the mean loss's gradients the gradients are that are exchanged, and so the errors."""
+        """How many times the mean loss's gradients those are that are exchanged, and so the errors."""
 
     @property
     def is_on(self) -> bool:
@@ -120,7 +121,8 @@ class GradientCompression:
         """After the update of a step.
 
         Args:
-            applied: False where it was left out. Then what was kept goes, too: it has in it what made the step
+            applied: False where it was left out. Then what was kept goes, too: it has in it what made the
+            step
                 wrong, and may not be finite.
             unit: of the next step's gradients.
         """
@@ -139,7 +141,7 @@ class GradientCompression:
             self.unit = unit
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is kept, as 'error.NAME' and 'q.NAME', in the memory itself: (ranks, *shape of the parameter)."""
+        """What is kept, in its own memory: 'error.NAME' (ranks, *shape of the parameter), and 'q.NAME'."""
         kept: dict[str, Tensor] = {}
         for slot in self._slots.values():
             if self._kind(slot) not in KEEP_ERRORS or not slot.state().requires_grad:

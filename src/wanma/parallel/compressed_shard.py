@@ -1,6 +1,6 @@
-"""Compressed sums of gradients under FSDP2: of shards that nobody repeats the reduce-scatter is compressed, of
-repeated ones (replicas, hybrid shard) the all-reduce between the replicas, which crosses the slower links; the
-shards' reduce-scatter within one replica then stays whole.
+"""Compressed sums of gradients under FSDP2: of shards that nobody repeats the reduce-scatter is compressed,
+of repeated ones (replicas, hybrid shard) the all-reduce between the replicas, which crosses the slower links;
+the shards' reduce-scatter within one replica then stays whole.
 
 FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it asks the replicas' process group for that, so
 that a group is put in its place which sums as the plan says.
@@ -21,6 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from wanma.job.errors import WanmaError
 from wanma.parallel.compressed import GradientCompression, Slot, whole_slot
+
+_NAMED = 5
+"""Parameters in one message, at most."""
 
 
 def compress_unit(
@@ -61,7 +64,9 @@ class CompressedReduceScatter(ReduceScatter):
     def __init__(self, compression: GradientCompression, slots: Sequence[Slot], inner: ReduceScatter) -> None:
         self._compression, self._slots, self._inner = compression, slots, inner
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return self._inner.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -106,7 +111,9 @@ class ReplicaGroup(dist.ProcessGroup):
         if options.reduceOp != dist.ReduceOp.SUM:
             raise ValueError(f"only sums are compressed, not {options.reduceOp}")
         row = flat.view(1, -1)
-        pieces = [(slot.name, row[:, start:stop], None) for slot, start, stop in _places(self._slots, row.shape[1])]
+        pieces = [
+            (slot.name, row[:, start:stop], None) for slot, start, stop in _places(self._slots, row.shape[1])
+        ]
         self._compression.exchange(pieces, self._group)
         return None
 
@@ -119,11 +126,11 @@ def _places(slots: Sequence[Slot], width: int) -> list[tuple[Slot, int, int]]:
     """
     trained = [slot for slot in slots if slot.state().requires_grad]
     if sum(slot.length for slot in trained) != width:
+        names = ", ".join(slot.name for slot in trained[:_NAMED]) + (", …" if len(trained) > _NAMED else "")
         raise WanmaError(
-            "a parameter had no gradient in this step, and compressed gradients of sharded parameters need all "
-            f"of them: one of {', '.join(slot.name for slot in trained[:5])}{', …' if len(trained) > 5 else ''}",
-            "freeze what does not take part (train.parameter_groups, frozen = true), or set parallel.compression "
-            "= 'nothing'",
+            f"one of {names} had no gradient in this step: of sharded parameters, compression needs all",
+            "freeze what does not take part (train.parameter_groups, frozen = true), or leave "
+            "parallel.compression out",
         )
     places, start = [], 0
     for slot in trained:

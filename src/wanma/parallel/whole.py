@@ -189,7 +189,10 @@ class Whole:
             if self._compression is not None and self._compression.is_on:
                 flat = [tensor.view(1, tensor.numel()) for tensor in mine]
                 self._compression.exchange(
-                    [(self._held[index].full_name, one, None) for index, one in zip(bucket, flat, strict=True)],
+                    [
+                        (self._held[index].full_name, one, None)
+                        for index, one in zip(bucket, flat, strict=True)
+                    ],
                     group,
                 )
                 under_way, totals = [], mine

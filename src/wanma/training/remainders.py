@@ -1,9 +1,9 @@
 """What compressed exchanges have left out of gradients, where a run carries on.
 
 A checkpoint holds, for each parameter whose method keeps errors, a tensor of one row per rank that took part
-(`parallel.compressed`). Where as many ranks take part again it is loaded like other state, and the run goes on
-bit for bit. Else the sum over the rows, which is all that the model is still owed, is divided among the ranks of
-now. PowerSGD's matrices are where an iteration begins: of another shape they begin anew.
+(`parallel.compressed`). Where as many ranks take part again it is loaded like other state, and the run
+goes on bit for bit. Else the sum over the rows, which is all that the model is still owed, is divided
+among the ranks of now. PowerSGD's matrices are where an iteration begins: of another shape they begin anew.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ def split_remainders(
     alike = {
         name: tensor
         for name, tensor in tensors.items()
-        if not name.startswith(COMPRESSION)
-        or (name in saved and saved[name].shape == tuple(tensor.shape))
+        if not name.startswith(COMPRESSION) or (name in saved and saved[name].shape == tuple(tensor.shape))
     }
     others = [name for name in saved if name.startswith(COMPRESSION) and name not in alike]
     errors = [name for name in others if name.startswith(_ERRORS) and name not in elsewhere]
-    shared = [name for name in errors if name in tensors and _is_of_same_parameter(saved[name], tensors[name])]
+    shared = [
+        name for name in errors if name in tensors and _is_of_same_parameter(saved[name], tensors[name])
+    ]
     dropped = [name.removeprefix(_ERRORS) for name in errors if name not in shared]
     notes = []
     if shared:
@@ -74,8 +75,8 @@ def split_remainders(
     if dropped:
         more = f" and {len(dropped) - _NAMED} more" if len(dropped) > _NAMED else ""
         notes.append(
-            f"what compression left out of the gradients of {', '.join(dropped[:_NAMED])}{more} is dropped: they "
-            "are no longer exchanged in a way that keeps it"
+            f"what compression left out of the gradients of {', '.join(dropped[:_NAMED])}{more} is dropped: "
+            "they are no longer exchanged in a way that keeps it"
         )
     return alike, others, notes
 

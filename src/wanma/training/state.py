@@ -17,7 +17,6 @@ from wanma.training.average import WeightAverage
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
 
-
 COMPRESSION = "compression."
 """Before the names of what compressed exchanges keep."""
 
@@ -76,7 +75,7 @@ class TrainingState:
         return {f"{COMPRESSION}{name}": tensor for name, tensor in kept.items()}
 
     def end_step(self, applied: bool) -> None:
-        """After the update of a step, which was left out if not `applied`; its loss scale may be another now."""
+        """After a step's update, which was left out if not `applied`; the loss scale may be another now."""
         if self.parallel.compression is not None:
             self.parallel.compression.end_step(applied=applied, unit=self._gradient_unit())
 

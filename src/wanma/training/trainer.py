@@ -33,8 +33,8 @@ from wanma.training.batch_statistics import commit_statistics
 from wanma.training.health import Health
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import SMALLEST, LossScale
-from wanma.training.remainders import check_compressed
 from wanma.training.records import StepLog, open_recorder
+from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate

@@ -15,8 +15,8 @@ class BlockwiseInt8:
     its own block its precision and no other (Dettmers et al. 2022, section 2.1; steps here are even, theirs
     grow with the value). Element and share of the scale take 1 + 4/256 bytes.
 
-    What rounding loses is added to the next gradient (Seide et al. 2014, eq. 1 and 2). A block with a value that
-    is not finite comes back without one that is.
+    What rounding loses is added to the next gradient (Seide et al. 2014, eq. 1 and 2). A block with a
+    value that is not finite comes back without one that is.
     """
 
     keeps_error = True

@@ -14,7 +14,7 @@ from torch import Tensor
 ALIGNMENT = 256
 """Elements that tensors are laid beside each other by: no block of a scale of its own has parts of two."""
 TOGETHER_ELEMENTS = 1 << 22
-"""Most elements that are made smaller in one go: what that takes beside the gradients is a few times 16 MB."""
+"""Most elements that are made smaller in one go: that takes a few times 16 MB beside the gradients."""
 
 
 @dataclass
@@ -46,8 +46,15 @@ class Piece:
 
     @property
     def error(self) -> Tensor:
-        assert self.memory is not None and self.memory.error is not None, "methods that lose have a memory"
+        assert self.memory is not None  # methods that leave something out have one
+        assert self.memory.error is not None
         return self.memory.error
+
+    @property
+    def q(self) -> Tensor:
+        assert self.memory is not None  # PowerSGD begins where it ended
+        assert self.memory.q is not None
+        return self.memory.q
 
     def put(self, total: Tensor) -> None:
         """Write the (length,) sum where it belongs."""
@@ -79,7 +86,7 @@ class Slice:
 
 
 def runs(pieces: Sequence[Piece], destinations: int) -> Iterator[list[Slice]]:
-    """All of the pieces in slices of at most `TOGETHER_ELEMENTS` at a time, each on a multiple of `ALIGNMENT`."""
+    """All of the pieces in slices, each on a multiple of `ALIGNMENT`, of `TOGETHER_ELEMENTS` at most."""
     most = max(TOGETHER_ELEMENTS // destinations // ALIGNMENT, 1) * ALIGNMENT
     run: list[Slice] = []
     width = 0

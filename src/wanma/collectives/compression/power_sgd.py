@@ -17,23 +17,24 @@ LEAST_RATE = 2.0
 
 
 class PowerSGD:
-    """One step of subspace iteration on the sum of the ranks' matrices M, from where the last one ended (Vogels
-    et al. 2019, algorithm 1 and 2, with warm start):
+    """One step of subspace iteration on the sum of the ranks' matrices M, from where the last one ended
+    (Vogels et al. 2019, algorithm 1 and 2, with warm start):
 
         P = Σ M Q;  P̂ = orthonormal basis of P;  Q ← Σ Mᵀ P̂;  the sum is P̂ Qᵀ
 
     Each rank keeps M − P̂ (Mᵀ P̂)ᵀ, what of its own matrix lies outside the basis, for the next time. Two
     all-reduces of rank × (rows + columns) elements; to sum shards the same, and each rank multiplies out its
-    own rows only. The basis is by Householder's QR instead of the paper's Gram-Schmidt: it also stands columns
-    that depend on each other, as those of a gradient of lower rank do.
+    own rows only. The basis is by Householder's QR instead of the paper's Gram-Schmidt: it also stands
+    columns that depend on each other, as those of a gradient of lower rank do.
 
-    Every rank computes the product itself: it is the same on all of them as long as their devices compute alike.
+    Every rank computes the product itself: it is the same on all of them as long as their devices compute
+    alike.
     """
 
     def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
         bases, sent = self._bases(pieces, group)
         for piece, basis in zip(pieces, bases, strict=True):
-            torch.mm(basis, _q(piece).T, out=piece.values.view(-1, piece.columns))
+            torch.mm(basis, piece.q.T, out=piece.values.view(-1, piece.columns))
         return sent
 
     def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
@@ -41,13 +42,13 @@ class PowerSGD:
         for piece, basis in zip(pieces, bases, strict=True):
             rows = piece.length // piece.columns
             own = basis[group.rank() * rows : (group.rank() + 1) * rows]
-            piece.put((own @ _q(piece).T).view(-1))
+            piece.put((own @ piece.q.T).view(-1))
         return sent
 
     def _bases(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> tuple[list[Tensor], int]:
         """P̂ of each piece, whose Q is the sum's then; and the bytes sent."""
         matrices = [piece.error.add_(piece.values).view(-1, piece.columns) for piece in pieces]
-        products = [matrix @ _q(piece) for piece, matrix in zip(pieces, matrices, strict=True)]
+        products = [matrix @ piece.q for piece, matrix in zip(pieces, matrices, strict=True)]
         products, sent_first = _summed(products, group)
         bases = [torch.linalg.qr(product)[0] for product in products]
         shadows = []
@@ -57,7 +58,7 @@ class PowerSGD:
             shadows.append(shadow)
         shadows, sent_then = _summed(shadows, group)
         for piece, shadow in zip(pieces, shadows, strict=True):
-            _q(piece).copy_(shadow)
+            piece.q.copy_(shadow)
         return bases, sent_first + sent_then
 
 
@@ -72,11 +73,6 @@ def first_q(name: str, columns: int, rank: int, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}:PowerSGD:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(columns, rank, generator=generator)
-
-
-def _q(piece: Piece) -> Tensor:
-    assert piece.memory is not None and piece.memory.q is not None, "PowerSGD begins where it ended"
-    return piece.memory.q
 
 
 def _summed(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], int]:

@@ -16,13 +16,13 @@ ELEMENT_BYTES = 8
 
 
 class TopK:
-    """Of each tensor the `share` of elements with the largest absolute values is sent, as it is; the rest waits
-    in the error memory, where it grows until its turn comes (Stich et al. 2018, algorithm 1; Lin et al. 2018,
-    section 3, without its momentum correction: the optimizer's momentum is of the sums).
+    """Of each tensor the `share` of elements with the largest absolute values is sent, as it is; the rest
+    waits in the error memory, where it grows until its turn comes (Stich et al. 2018, algorithm 1; Lin et al.
+    2018, section 3, without its momentum correction: the optimizer's momentum is of the sums).
 
-    Each rank chooses by what it holds itself, so that the sum has up to `share` times the ranks of all elements.
-    Values and places are all-gathered, sums made in fp32, in the order of the ranks. To sum shards each rank
-    chooses of every other's shard alike, and keeps nothing back of its own.
+    Each rank chooses by what it holds itself, so that the sum has up to `share` times the ranks of all
+    elements. Values and places are all-gathered, sums made in fp32, in the order of the ranks. To sum shards
+    each rank chooses of every other's shard alike, and keeps nothing back of its own.
     """
 
     def __init__(self, share: float) -> None:

@@ -4,9 +4,9 @@ Each rank sums one part of the bucket: the others send it theirs, encoded (all-t
 them up in fp32, its own as it is, encodes the sum, and all get it (all-gather). What travels is bytes of the
 codec both ways, and no rank ever adds two encoded numbers.
 
-Errors (Seide et al. 2014; for both phases Tang et al. 2019, algorithm 1): a sender keeps what encoding lost of
-what it sent; who sums keeps what encoding the sum lost, in its own memory of that part, which holds nothing
-else, for it sends itself nothing. All ranks decode the same bytes, and so hold the same sums.
+Errors (Seide et al. 2014; for both phases Tang et al. 2019, algorithm 1): a sender keeps what encoding
+lost of what it sent; who sums keeps what encoding the sum lost, in its own memory of that part, which
+holds nothing else, for it sends itself nothing. All ranks decode the same bytes, and so hold the same sums.
 """
 
 from __future__ import annotations

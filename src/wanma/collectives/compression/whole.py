@@ -35,8 +35,8 @@ class Whole:
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
-    """What each rank sends to sum `size` bytes over `ranks`: a reduce-scatter and an all-gather (Patarasuk and
-    Yuan 2009)."""
+    """What each rank sends to sum `size` bytes over `ranks`: a reduce-scatter and an all-gather (Patarasuk
+    and Yuan 2009)."""
     return 2 * (ranks - 1) * size // ranks
 
 
