@@ -59,6 +59,39 @@ def remainders(outcome: Outcome, step: int | None = None) -> dict[str, torch.Ten
     return {name.removeprefix(start): t.sum(0) for name, t in tensors.items() if name.startswith(start)}
 
 
+EVERYTHING = {
+    "replicas": Plan(dp_replicate=2, micro_batch=2),
+    "replicas in bf16": Plan(dp_replicate=2, micro_batch=2, precision="bf16"),
+    "ZeRO 1": Plan(dp_shard=2, shard="optimizer", micro_batch=2),
+    "ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=2),
+    "ZeRO 3, of uneven shards": Plan(dp_shard=3, shard="parameters", micro_batch=1),
+    "hybrid, tensor": Plan(dp_replicate=2, dp_shard=2, tp=2, shard="gradients", micro_batch=2),
+    "pipeline": Plan(pp=2, stage_cuts=(1,), dp_replicate=2, micro_batch=1),
+    "pipeline of shards": Plan(pp=2, stage_cuts=(1,), dp_shard=2, shard="optimizer", micro_batch=1),
+    "context": Plan(cp=2, micro_batch=3),
+    "experts": Plan(dp_shard=4, shard="parameters", ep=2, micro_batch=2),
+    "experts cut across": Plan(dp_shard=4, shard="parameters", micro_batch=2),
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_where_all_elements_are_chosen_the_sums_are_those_of_whole_gradients(
+    name: str, tmp_path: Path
+) -> None:
+    plan, task = EVERYTHING[name], job(tmp_path)
+    task["train"]["precision"] = plan.precision
+    if name.startswith("experts"):
+        # Two experts, which four shards cannot have each whole ones of.
+        task["model"] |= {"experts": 4 if plan.ep > 1 else 2, "experts_per_token": 1}
+    whole = run_job(tmp_path / "whole", task, plan)
+    chosen = run_job(tmp_path / "chosen", task, compressed(plan, "topk", compression_share=1.0))
+    assert chosen.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert chosen.norms == pytest.approx(whole.norms, rel=1e-4)
+    kept = remainders(chosen)
+    assert kept
+    assert not any(error.any() for error in kept.values())
+
+
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

@@ -108,7 +108,7 @@ class GradientCompression:
         for name, values, result in pieces:
             slot = self._slots[name]
             kind = self._kind(slot)
-            memory = self._memory(slot) if kind in KEEP_ERRORS else None
+            memory = self._memory(slot, values.device) if kind in KEEP_ERRORS else None
             by_method[kind].append(Piece(values, result, slot.columns, memory))
         scatter = pieces[0][2] is not None
         for kind, bucket in by_method.items():
@@ -146,7 +146,7 @@ class GradientCompression:
         for slot in self._slots.values():
             if self._kind(slot) not in KEEP_ERRORS or not slot.state().requires_grad:
                 continue
-            memory = self._memory(slot)
+            memory = self._memory(slot, self._device)
             if memory.error is not None:
                 kept[f"{ERROR}.{slot.name}"] = _error_of(slot, memory.error)
             if memory.q is not None:
@@ -185,13 +185,13 @@ class GradientCompression:
             self._methods[kind] = method_of(kind, self._plan.compression_share)
         return self._methods[kind]
 
-    def _memory(self, slot: Slot) -> Memory:
+    def _memory(self, slot: Slot, device: torch.device) -> Memory:
         memory = self._memories.get(slot.name)
         if memory is None:
-            error = torch.zeros(slot.destinations, slot.length, device=self._device)
+            error = torch.zeros(slot.destinations, slot.length, device=device)
             memory = self._memories[slot.name] = Memory(error)
             if self._kind(slot) == "powersgd":
-                memory.q = torch.empty(slot.columns, self._rank(slot), device=self._device)
+                memory.q = torch.empty(slot.columns, self._rank(slot), device=device)
             self._begin(slot, memory)
         return memory
 
