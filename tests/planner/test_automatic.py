@@ -167,16 +167,22 @@ def test_a_job_in_fp32_that_allows_both_gets_fp8_between_products_in_bf16() -> N
 
 
 def test_compressed_gradients_are_chosen_on_slow_links_where_the_job_allows_them() -> None:
-    slow = parse_cluster("4x8 H100, 1x10G")
-    workload = decoder_workload(SMALL, SEQUENCE)
-    exact = find_plans(job(), slow, workload, SMALL)
-    allowed = find_plans(job({"auto": True, "allow": ["compression"], **FEW}), slow, workload, SMALL)
+    slow, workload = parse_cluster("8x1 H100, 1x10G"), decoder_workload(SMALL, SEQUENCE)
+    many = {"global_batch": 256}
+    exact = find_plans(job(train=many), slow, workload, SMALL)
+    allows = job({"auto": True, "allow": ["compression"], **FEW}, train=many)
+    allowed = find_plans(allows, slow, workload, SMALL)
     assert exact.best is not None
     assert allowed.best is not None
     assert all(one.plan.compression == "nothing" for one in exact.candidates)
     assert allowed.best.plan.compression == "int8"
     assert allowed.best.plan.approximate == ("compression",)
     assert allowed.best.seconds < exact.best.seconds
+
+
+def test_where_nothing_is_exchanged_a_plan_that_would_compress_it_is_not_chosen() -> None:
+    allows = job({"auto": True, "allow": ["compression"], **FEW}, train={"global_batch": 1})
+    assert planned(allows, parse_cluster("1 H100")).plan.approximate == ()
 
 
 def test_what_a_job_says_of_compression_is_kept() -> None:

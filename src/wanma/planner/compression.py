@@ -9,6 +9,8 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.observe.units import bytes_text
+from wanma.planner.cost.compression import error_bytes, sent_bytes
 
 
 def compresses(job: Job) -> bool:
@@ -67,6 +69,23 @@ def compression_words(plan: Plan) -> str:
     if plan.compression_from_step:
         told.append(f"from step {plan.compression_from_step} on")
     return ", ".join(told)
+
+
+def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
+    """What compression does to a step, in a sentence; nothing where there is none.
+
+    Args:
+        parameters: of the whole model.
+    """
+    if not plan.compressions or max(plan.replicas, plan.shard_ranks) == 1:
+        return ()
+    whole = parameters / plan.tp / plan.pp
+    sent, plain = sent_bytes(plan, whole)
+    kept = error_bytes(plan, whole, whole / plan.shard_ranks)
+    where = "replicas" if plan.replicas > 1 else "shards"
+    text = f"gradients {compression_words(plan)}: to sum them over {where} a rank sends about "
+    text += f"{bytes_text(sent)} instead of {bytes_text(plain)}"
+    return (text + (f", and keeps {bytes_text(kept)} of what is left out" if kept else ""),)
 
 
 def _first(plan: Plan) -> str:

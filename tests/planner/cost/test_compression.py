@@ -10,7 +10,7 @@ from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
 from wanma.planner.cost.communication import Group, all_gather_seconds, all_reduce_seconds
-from wanma.planner.cost.compression import KERNELS, MOVED_BYTES, Summing, error_bytes
+from wanma.planner.cost.compression import KERNELS, MOVED_BYTES, Summing, error_bytes, sent_bytes
 from wanma.planner.cost.compute import streaming_seconds
 from wanma.planner.cost.machines import machine_of
 
@@ -89,3 +89,22 @@ def test_what_is_left_out_is_kept_of_what_a_rank_hands_over(plan: Plan, elements
     shards = 800 / plan.shard_ranks
     assert error_bytes(replace(plan, compression="int8"), 800, shards) == 4 * elements
     assert error_bytes(replace(plan, compression="bf16"), 800, shards) == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "sent", "whole"),
+    [
+        (Plan(dp_replicate=4), "nothing", 6 * 1000, 6 * 1000),
+        (Plan(dp_replicate=4), "bf16", 3 * 1000, 6 * 1000),
+        (Plan(dp_replicate=4), "topk", 3 * 8 * 10, 6 * 1000),
+        (Plan(dp_shard=4, shard="parameters"), "bf16", 1.5 * 1000, 3 * 1000),
+        (Plan(dp_shard=4, shard="parameters"), "topk", 3 * 8 * 2.5, 3 * 1000),
+        (Plan(dp_replicate=4, dp_shard=2, shard="gradients"), "bf16", 3 * 500, 6 * 500),
+        (Plan(dp_replicate=4), "powersgd", 6 * 1000 * 8 / 1024, 6 * 1000),
+    ],
+    ids=str,
+)
+def test_a_rank_sends_its_part_to_all_others(
+    plan: Plan, kind: Compression, sent: float, whole: float
+) -> None:
+    assert sent_bytes(replace(plan, compression=kind), 1000) == pytest.approx((sent, whole))

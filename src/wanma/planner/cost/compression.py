@@ -123,3 +123,25 @@ def error_bytes(plan: Plan, whole: float, shards: float) -> float:
     if plan.replicas > 1:
         return 4.0 * shards
     return 4.0 * whole if plan.shard_ranks > 1 else 0.0
+
+
+def sent_bytes(plan: Plan, whole: float) -> tuple[float, float]:
+    """What a rank sends of gradients each time that they are summed, and what it would send of whole ones.
+
+    Args:
+        whole: parameters of its part of the model, all shards together.
+    """
+    scatters = plan.replicas == 1
+    ranks, elements = (plan.shard_ranks, whole) if scatters else (plan.replicas, whole / plan.shard_ranks)
+    of_each = (ranks - 1) / ranks * elements  # once; an all-reduce sends it twice
+    plain = (1 if scatters else 2) * 4.0 * of_each
+    match plan.compression:
+        case "nothing":
+            return plain, plain
+        case "topk":
+            chosen = CHOSEN_BYTES * plan.compression_share * of_each
+            return (chosen if scatters else ranks * chosen), plain
+        case "powersgd":
+            return 2 * 4.0 * of_each * 2 * plan.compression_rank / MATRIX_SIDE, plain
+        case kind:
+            return plain * CODEC_BYTES[kind] / 4.0, plain

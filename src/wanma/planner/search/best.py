@@ -89,7 +89,7 @@ def complexity(plan: Plan) -> tuple[int, ...]:
     """How much a plan asks of the machines and of whoever reads it."""
     split = sum(getattr(plan, axis) > 1 for axis in (*AXES, "ep"))
     extras = (plan.recompute != "none") + plan.sequence + plan.compile + (plan.virtual_stages > 1)
-    return plan.world_size, split, extras, SHARDS.index(plan.shard)
+    return plan.world_size, len(plan.approximate), split, extras, SHARDS.index(plan.shard)
 
 
 @dataclass(frozen=True)
