@@ -184,29 +184,33 @@ class Whole:
         device = local_part(self._held[0].state).device
         has = torch.tensor([float(sums[index] is not None) for index in trained], device=device)
         works = [_all_reduce(has, group)]
-        for bucket in _buckets([(index, local_part(self._held[index].state).nbytes) for index in trained]):
+        exchanged = trained
+        compresses = self._compression is not None and self._compression.is_on
+        if compresses:
+            works.pop().wait()  # where nobody has a gradient, what was left out of earlier ones stays
+            exchanged = _anywhere(trained, has)
+        for bucket in _buckets([(index, local_part(self._held[index].state).nbytes) for index in exchanged]):
             mine = [_or_zeros(sums[index], self._held[index].state) for index in bucket]
-            if self._compression is not None and self._compression.is_on:
-                flat = [tensor.view(1, tensor.numel()) for tensor in mine]
-                self._compression.exchange(
-                    [
-                        (self._held[index].full_name, one, None)
-                        for index, one in zip(bucket, flat, strict=True)
-                    ],
-                    group,
-                )
-                under_way, totals = [], mine
-            else:
-                under_way, totals = _sum_together(mine, group)
+            under_way, totals = (
+                self._compressed(bucket, mine, group) if compresses else _sum_together(mine, group)
+            )
             works += under_way
             for index, total in zip(bucket, totals, strict=True):
                 sums[index] = total
         for work in works:
             work.wait()
-        # In a dry run tensors have no values, and what one rank has all have.
-        ranks = [1.0] * len(trained) if is_fake(has) else has.tolist()
-        anywhere = {index for index, number in zip(trained, ranks, strict=True) if number}
+        anywhere = set(_anywhere(trained, has))
         return [total if index in anywhere else None for index, total in enumerate(sums)]
+
+    def _compressed(
+        self, bucket: list[int], mine: list[Tensor], group: dist.ProcessGroup
+    ) -> tuple[list[dist.Work], list[Tensor]]:
+        """As `_sum_together`, through `compression`."""
+        assert self._compression is not None
+        rows = [tensor.view(1, tensor.numel()) for tensor in mine]
+        names = [self._held[index].full_name for index in bucket]
+        self._compression.exchange([(name, row, None) for name, row in zip(names, rows, strict=True)], group)
+        return [], mine
 
 
 def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
@@ -268,6 +272,16 @@ def _buckets(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
             bucket, held = [], 0
     if bucket:
         yield bucket
+
+
+def _anywhere(trained: list[int], has: Tensor) -> list[int]:
+    """Those of `trained` of which some rank has a gradient.
+
+    Args:
+        has: by parameter, on how many ranks. In a dry run it has no values, and what one rank has all have.
+    """
+    ranks = [1.0] * len(trained) if is_fake(has) else has.tolist()
+    return [index for index, number in zip(trained, ranks, strict=True) if number]
 
 
 def _or_zeros(gradient: Tensor | None, state: Tensor) -> Tensor:
