@@ -54,7 +54,7 @@ def test_thin_matrices_take_their_rank() -> None:
         summing("powersgd", compression_rank=rank).all_reduce(ONE_EACH, ELEMENTS) - moving("powersgd")
         for rank in (2, 8)
     )
-    assert thick == pytest.approx(4 * thin, rel=0.05)
+    assert 3 * thin < thick <= 4 * thin  # few bytes wait for their first one, too
     assert thick < 0.03 * summing("nothing").all_reduce(ONE_EACH, ELEMENTS)
 
 
