@@ -266,32 +266,28 @@ def test_what_travels_is_as_small_as_it_says() -> None:
 def test_what_8_bits_travel_in_is_8_bits_wide() -> None:
     for sent in run_ranks(messages, 2, ()):
         # Two blocks of 256 for each rank, with two scales of 4 bytes; then the sums of this rank's two.
-        assert sent == [
-            ("all_to_all_single", torch.uint8, 2 * 520),
-            ("all_gather_into_tensor", torch.uint8, 520),
-        ]
+        assert sent == [(torch.uint8, 2 * 520), (torch.uint8, 520)]
 
 
-def messages(worker: Worker) -> list[tuple[str, torch.dtype, int]]:
-    """(collective, dtype, elements handed over) of an exchange of 1,024 elements."""
+def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
+    """(dtype, elements) that a rank hands over, all-to-all and then all-gather, of 1,024 elements."""
     found = []
+    exchange, all_gather = dist.all_to_all_single, pieces_module._all_gather
+
+    def exchanging(output: Tensor, given: Tensor, **more: Any) -> Any:
+        found.append((given.dtype, given.numel()))
+        return exchange(output, given, **more)
+
+    def gathering(output: Tensor, given: Tensor, **more: Any) -> Any:
+        found.append((given.dtype, given.numel()))
+        return all_gather(output, given, **more)
+
     with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
-        for name in ("all_to_all_single", "all_gather_into_tensor", "all_reduce"):
-
-            def noting(output: Tensor, given: Tensor, name: str = name, **more: Any) -> Any:
-                found.append((name, given.dtype, given.numel()))
-                return original[name](output, given, **more)
-
-            original[name] = getattr(dist, name)
-            setattr(dist, name, noting)
+        dist.all_to_all_single, pieces_module._all_gather = exchanging, gathering
         piece = Piece(torch.randn(1, 1024), None, 1, Memory(torch.zeros(1, 1024)))
         method_of("int8", SHARE).all_reduce([piece], grid.axis("dp_replicate").get_group())
-        for name, function in original.items():
-            setattr(dist, name, function)
+        dist.all_to_all_single, pieces_module._all_gather = exchange, all_gather
     return found
-
-
-original: dict[str, Any] = {}
 
 
 # ------------------------------------------------------------ codecs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,10 @@ ALIGNMENT = 256
 """Elements that tensors are laid beside each other by: no block of a scale of its own has parts of two."""
 TOGETHER_ELEMENTS = 1 << 22
 """Most elements that are made smaller in one go: that takes a few times 16 MB beside the gradients."""
+
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The second name is the older one: torch 2.13 warns of it, 2.11 knows no other."""
 
 
 @dataclass
@@ -112,6 +116,13 @@ def width_of(run: Sequence[Slice]) -> int:
 
 def aligned(elements: int) -> int:
     return math.ceil(elements / ALIGNMENT) * ALIGNMENT
+
+
+def gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's part, of as many elements each: (elements,) → (ranks, elements)."""
+    whole = part.new_empty(group.size(), part.numel())
+    _all_gather(whole, part, group=group)
+    return whole
 
 
 def sum_of_received(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.pieces import Piece
+from wanma.collectives.compression.pieces import Piece, gather
 
 ELEMENT_BYTES = 8
 """A value in fp32, and its place in 32 bits."""
@@ -34,10 +34,8 @@ class TopK:
 
     def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
         message, offsets = self._chosen(pieces)
-        everyones = message.new_empty(group.size(), message.shape[1])
-        dist.all_gather_into_tensor(everyones, message, group=group)
         totals = pieces[0].values.new_zeros(offsets[-1])
-        for of_rank in everyones:
+        for of_rank in gather(message[0], group):
             _add(totals, of_rank)
         _put(totals, pieces)
         return (group.size() - 1) * message.numel() * message.element_size()

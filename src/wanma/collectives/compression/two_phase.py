@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.pieces import Piece, Slice, aligned, runs, width_of
+from wanma.collectives.compression.pieces import Piece, Slice, aligned, gather, runs, width_of
 
 
 class Codec(Protocol):
@@ -53,9 +53,7 @@ class TwoPhase:
             if self.codec.keeps_error:
                 torch.sub(total, self.codec.decode(encoded)[0], out=rows[me])
                 self._keep(work[None, :width], run)
-            everyones = encoded.new_empty(ranks, encoded.shape[1])
-            dist.all_gather_into_tensor(everyones, encoded, group=group)
-            sums = self.codec.decode(everyones).view(-1)
+            sums = self.codec.decode(gather(encoded[0], group)).view(-1)
             for one in run:
                 one.piece.values[0, one.start : one.stop] = sums[one.place]
             sent += size + (ranks - 1) * encoded.numel()
