@@ -120,9 +120,9 @@ def aligned(elements: int) -> int:
 
 def gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's part, of as many elements each: (elements,) → (ranks, elements)."""
-    whole = part.new_empty(group.size(), part.numel())
+    whole = part.new_empty(group.size() * part.numel())
     _all_gather(whole, part, group=group)
-    return whole
+    return whole.view(group.size(), -1)
 
 
 def sum_of_received(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
