@@ -180,13 +180,16 @@ def test_until_compression_begins_a_run_is_that_of_whole_gradients(tmp_path: Pat
 
 def test_parameters_that_a_group_leaves_whole_are_summed_whole(tmp_path: Path) -> None:
     groups = (("*embedding*", "nothing"), ("layers.0.*", "int8"))
+    frozen = [{"match": "layers.1.*", "frozen": True}]
     run = run_job(
-        tmp_path / "run", job(tmp_path), compressed(LAYOUTS["hybrid"], "topk", compression_groups=groups)
+        tmp_path / "run",
+        job(tmp_path, parameter_groups=frozen),
+        compressed(LAYOUTS["hybrid"], "topk", compression_groups=groups),
     )
     kept = remainders(run)
-    assert kept
-    assert not any("embedding" in name for name in kept)
+    assert not any("embedding" in name or name.startswith("layers.1.") for name in kept)
     assert any(name.startswith("layers.0.") for name in kept)
+    assert len({name.partition(".")[0] for name in kept}) > 1, "the rest is topk's"
 
 
 def test_a_pattern_that_matches_nothing_is_a_typing_error(tmp_path: Path) -> None:

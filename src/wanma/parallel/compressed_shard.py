@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from wanma.job.errors import WanmaError
 from wanma.parallel.compressed import GradientCompression, Slot, whole_slot
@@ -143,7 +145,7 @@ def _places(slots: Sequence[Slot], width: int) -> list[tuple[Slot, int, int]]:
 def _replicated(parameter: Any, name: str) -> Slot:
     """This rank's shard of a parameter, as all its replicas have it."""
     padded = tuple(parameter.padded_sharded_param_size)
-    slot = whole_slot(name, lambda: parameter.sharded_param, padded)
+    slot = whole_slot(name, partial(_state_of, parameter), padded)
     return Slot(name, slot.state, 1, slot.length, slot.columns, tuple(parameter.sharded_size))
 
 
@@ -158,7 +160,16 @@ def _scattered(parameter: Any, name: str, shards: int) -> Slot:
         whole = (shards * padded[0], *padded[1:])
     length = math.prod(padded)
     columns = max(math.prod(padded[1:]), 1)
-    return Slot(name, lambda: parameter.sharded_param, shards, length, columns, whole)
+    return Slot(name, partial(_state_of, parameter), shards, length, columns, whole)
+
+
+def _state_of(parameter: Any) -> Tensor:
+    """The parameter as checkpoints know it. FSDP2 looks for it in its module, where `allocate` has put another
+    than FSDP2 was given, only before the first forward."""
+    held: Tensor = parameter.sharded_param
+    if parameter.sharded_state is ShardedState.SHARDED:
+        held = getattr(parameter._module_info.module, parameter._module_info.param_name)
+    return held
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
