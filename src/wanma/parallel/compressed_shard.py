@@ -164,8 +164,10 @@ def _scattered(parameter: Any, name: str, shards: int) -> Slot:
 
 
 def _state_of(parameter: Any) -> Tensor:
-    """The parameter as checkpoints know it: the one in its module. `allocate` has put another there than FSDP2
-    was given, which finds it before the first forward."""
+    """The parameter as checkpoints know it, which is the one in its module.
+
+    `allocate` has put another there than FSDP2 was given, which finds it before the first forward.
+    """
     held: Tensor = parameter.sharded_param
     if parameter.sharded_state is ShardedState.SHARDED:
         held = getattr(parameter._module_info.module, parameter._module_info.param_name)
