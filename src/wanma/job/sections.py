@@ -304,7 +304,7 @@ class ParallelSection(Section):
             "compression_from_step": set(get_args(Compression)) - {"nothing"},
         }
         for key, those in needs.items():
-            if key in self.model_fields_set and not methods & those:
+            if getattr(self, key) != type(self).model_fields[key].default and not methods & those:
                 raise ValueError(
                     f"{key} has no effect: neither compression nor compression_groups is "
                     f"{' or '.join(sorted(those))}"
