@@ -62,20 +62,21 @@ def test_ranks_that_multiply_out_a_sum_themselves_must_be_alike() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"compression_share": 0.1}, "compression_share has no effect: neither .* is topk"),
-        ({"compression": "topk", "compression_rank": 2}, "compression_rank has no effect: .* is powersgd"),
-        ({"compression_from_step": 5}, "compression_from_step has no effect"),
+        ({"compression_share": 0.1}, "compression_share = 0.1, and no gradient is 'topk'"),
+        (
+            {"compression": "topk", "compression_rank": 2},
+            "compression_rank = 2, and no gradient is 'powersgd'",
+        ),
+        ({"compression_from_step": 5}, "compression_from_step = 5, and no gradient is compressed"),
     ],
 )
 def test_what_says_how_to_compress_is_not_dropped_where_nothing_does(
     given: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
-        job(parallel=given)
-    job(parallel={**given, "compression_groups": [{"match": "*", "compression": "topk"}, RANKED]})
-
-
-RANKED = {"match": "*", "compression": "powersgd"}
+    with pytest.raises(JobError, match=rf"parallel\.{says}"):
+        check_axes(job(parallel=given), Plan(), LAPTOP)
+    both = [{"match": "*", "compression": kind} for kind in ("topk", "powersgd")]
+    check_axes(job(parallel={**given, "compression_groups": both}), Plan(), LAPTOP)
 
 
 def test_a_job_that_asks_for_compression_gets_it_in_its_plan_by_name() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
@@ -291,25 +291,6 @@ class ParallelSection(Section):
     compression_groups: list[CompressionGroupSection] = Field(
         default_factory=list, description="first match wins; all others: compression"
     )
-
-    @model_validator(mode="after")
-    def _compresses(self) -> ParallelSection:
-        """What says how to compress is not dropped in silence where nothing does."""
-        methods = {self.compression, *(group.compression for group in self.compression_groups)}
-        if self.auto and "compression" in self.allow:
-            methods |= {"bf16", "int8"}  # which it looks at
-        needs: dict[str, set[str]] = {
-            "compression_share": {"topk"},
-            "compression_rank": {"powersgd"},
-            "compression_from_step": set(get_args(Compression)) - {"nothing"},
-        }
-        for key, those in needs.items():
-            if getattr(self, key) != type(self).model_fields[key].default and not methods & those:
-                raise ValueError(
-                    f"{key} has no effect: neither compression nor compression_groups is "
-                    f"{' or '.join(sorted(those))}"
-                )
-        return self
 
 
 class ClusterSection(Section):

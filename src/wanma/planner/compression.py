@@ -10,7 +10,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.observe.units import bytes_text
-from wanma.planner.cost.compression import error_bytes, sent_bytes
+from wanma.planner.cost.compression import LOOKED_AT, error_bytes, sent_bytes
 
 
 def compresses(job: Job) -> bool:
@@ -52,6 +52,26 @@ def not_compressible(plan: Plan, cluster: Cluster) -> JobError | None:
             "sum itself, and they would round it differently, so that replicas drift apart",
             "use 'int8' or 'topk', whose sums are the same bits on all devices",
         )
+    return None
+
+
+def unused_key(job: Job) -> JobError | None:
+    """What says how to compress, where nothing is compressed so: it is not dropped in silence."""
+    parallel = job.parallel
+    methods = {parallel.compression, *(group.compression for group in parallel.compression_groups)}
+    if parallel.auto and "compression" in parallel.allow:
+        methods |= set(LOOKED_AT)
+    for key, method in {"share": "topk", "rank": "powersgd", "from_step": None}.items():
+        name = f"compression_{key}"
+        value, default = getattr(parallel, name), type(parallel).model_fields[name].default
+        is_used = method in methods if method is not None else bool(methods - {"nothing"})
+        if value != default and not is_used:
+            wanted = f"'{method}'" if method is not None else "compressed"
+            return JobError(
+                f"parallel.{name} = {value}, and no gradient is {wanted}",
+                f"leave parallel.{name} out, or set parallel.compression"
+                + (f" = {wanted}" if method is not None else ""),
+            )
     return None
 
 
