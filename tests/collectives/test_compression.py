@@ -75,13 +75,23 @@ def exchange(worker: Worker, kind: Compression, scattered: bool, together: int) 
                 result = torch.full((values.shape[1],), torch.nan) if scattered else None
                 pieces.append(Piece(values, result, columns(one), memory))
             sent += (method.reduce_scatter if scattered else method.all_reduce)(pieces, group)
-            sums.append([piece.values[0] if piece.result is None else piece.result for piece in pieces])
-        errors = [one.error.view(-1) for one in memories if one is not None and one.error is not None]
+            totals = [piece.values[0] if piece.result is None else piece.result for piece in pieces]
+            sums.append([total.tolist() for total in totals])  # tensors do not outlive their process
+        kept = [one.error for one in memories if one is not None and one.error is not None]
+        errors = [error.view(-1).tolist() for error in kept]
         return {"sums": sums, "errors": errors, "sent": sent}
 
 
 def ran(kind: Compression, scattered: bool, together: int = 1 << 22) -> list[dict[str, Any]]:
-    return run_ranks(exchange, RANKS, (kind, scattered, together))
+    outcome = run_ranks(exchange, RANKS, (kind, scattered, together))
+    return [
+        {
+            "sums": [[torch.tensor(one) for one in of_step] for of_step in of_rank["sums"]],
+            "errors": [torch.tensor(error) for error in of_rank["errors"]],
+            "sent": of_rank["sent"],
+        }
+        for of_rank in outcome
+    ]
 
 
 def whole_sums(outcome: list[dict[str, Any]], step: int, index: int, scattered: bool) -> Tensor:
@@ -187,10 +197,10 @@ def test_eight_bits_with_both_errors_are_those_that_were_published() -> None:
             outcome[0][0][step], total, rtol=1e-5, atol=1e-5 * float(first.abs().max())
         )
     for (_, got), error in zip(outcome, errors, strict=True):
-        torch.testing.assert_close(got, error, rtol=1e-4, atol=1e-5 * float(first.abs().max()))
+        torch.testing.assert_close(torch.tensor(got), error, rtol=1e-4, atol=1e-5 * float(first.abs().max()))
 
 
-def one_tensor(worker: Worker) -> tuple[list[Tensor], Tensor]:
+def one_tensor(worker: Worker) -> tuple[list[list[float]], list[float]]:
     with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
         group = grid.axis("dp_replicate").get_group()
         method, memory = method_of("int8", SHARE), memory_of("int8", 0, 1)
@@ -200,8 +210,8 @@ def one_tensor(worker: Worker) -> tuple[list[Tensor], Tensor]:
         for step in range(STEPS):
             values = gradient(step, worker.rank, 0).view(1, -1)
             method.all_reduce([Piece(values, None, columns(0), memory)], group)
-            sums.append(values[0])
-        return sums, memory.error[0]
+            sums.append(values[0].tolist())
+        return sums, memory.error[0].tolist()
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["whole", "scattered"])
