@@ -199,7 +199,8 @@ class GradientCompression:
         if memory.error is not None:
             memory.error.zero_()
         if memory.q is not None:
-            memory.q.copy_(first_q(slot.name, *memory.q.shape, self._seed))
+            columns, rank = memory.q.shape
+            memory.q.copy_(first_q(slot.name, columns, rank, self._seed))
 
 
 def open_compression(plan: Plan, seed: int, device: torch.device) -> GradientCompression | None:

@@ -101,7 +101,7 @@ class ReplicaGroup(dist.ProcessGroup):
     def __init__(
         self, group: dist.ProcessGroup, compression: GradientCompression, slots: Sequence[Slot]
     ) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # torch lists another only
         self._group, self._compression, self._slots = group, compression, slots
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work | None:  # type: ignore[override]

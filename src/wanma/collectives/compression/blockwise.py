@@ -32,4 +32,5 @@ class BlockwiseInt8:
         blocks = encoded.shape[1] // (ALIGNMENT + 4)
         levels = encoded[:, : ALIGNMENT * blocks].view(torch.int8).unflatten(1, (-1, ALIGNMENT))
         scales = encoded[:, ALIGNMENT * blocks :].view(torch.float32)
-        return (levels.to(torch.float32) * scales[:, :, None]).flatten(1)
+        values: Tensor = (levels.to(torch.float32) * scales[:, :, None]).flatten(1)
+        return values

@@ -45,4 +45,5 @@ class Float16:
         blocks = encoded.shape[1] // (2 * ALIGNMENT + 4)
         halves = encoded[:, : 2 * ALIGNMENT * blocks].view(torch.float16).unflatten(1, (-1, ALIGNMENT))
         scales = encoded[:, 2 * ALIGNMENT * blocks :].view(torch.float32)
-        return (halves.to(torch.float32) * scales[:, :, None]).flatten(1)
+        values: Tensor = (halves.to(torch.float32) * scales[:, :, None]).flatten(1)
+        return values
