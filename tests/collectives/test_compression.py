@@ -105,6 +105,8 @@ def whole_sums(outcome: list[dict[str, Any]], step: int, index: int, scattered: 
 
 def rounded(values: Tensor) -> Tensor:
     """To 8 bits, in blocks of 256, the last of which may be shorter (Dettmers et al. 2022, even steps)."""
+    if not len(values):
+        return values
     scale = torch.cat([part.abs().max().expand(len(part)) for part in values.split(256)]) / 127
     return torch.where(scale > 0, (values / scale).round() * scale, 0.0)
 
