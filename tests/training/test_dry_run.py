@@ -32,6 +32,10 @@ PLANS = {
     "ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=1),
     "ring of 2 × 2 replicas": Plan(cp=2, dp_replicate=2, micro_batch=1),
     "all-to-all over 2": Plan(cp=2, context="all_to_all", micro_batch=1),
+    "2 replicas in 8 bits": Plan(dp_replicate=2, micro_batch=1, compression="int8"),
+    "thin matrices of 2 × ZeRO 2": Plan(
+        dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=1, compression="powersgd"
+    ),
     "pipeline 2 × ZeRO 1": Plan(pp=2, stage_cuts=(1,), dp_shard=2, shard="optimizer", micro_batch=1),
 }
 

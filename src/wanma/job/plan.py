@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -60,8 +61,15 @@ class Plan:
     precision: Precision = "fp32"
     fp8: bool = False
     compression: Compression = "nothing"
-    """What gradients are rounded to before ranks exchange them. In 8 bits, blocks of 256 share a scale, and
-    what rounding lost is added to the next step's (Seide et al. 2014)."""
+    """What ranks exchange of gradients (`collectives.compression`)."""
+    compression_share: float = 0.01
+    """topk: of each tensor's elements."""
+    compression_rank: int = 4
+    """powersgd: of the matrices."""
+    compression_from_step: int = 0
+    """Optimizer steps before it begins."""
+    compression_groups: tuple[tuple[str, Compression], ...] = ()
+    """(pattern of parameter names, compression); the first that matches counts instead of `compression`."""
     overlap: bool = True
     """Replicas sum their gradients, and shards gather parameters ahead of use, while backward goes on."""
     bucket_bytes: int = REDUCED_TOGETHER_BYTES
@@ -143,6 +151,17 @@ class Plan:
             and self.precision in ("fp32", "fp64")
             and self.offload_parameters == "nothing"
         )
+
+    @property
+    def compressions(self) -> frozenset[Compression]:
+        """The ways in which gradients are made smaller; empty where they are exchanged as they are."""
+        methods = {self.compression, *(method for _, method in self.compression_groups)}
+        return frozenset(methods - {"nothing"})
+
+    def compression_of(self, parameter: str) -> Compression:
+        """What ranks exchange of the gradient of the parameter of this full name."""
+        groups = (method for pattern, method in self.compression_groups if fnmatchcase(parameter, pattern))
+        return next(groups, self.compression)
 
     @property
     def expert_ranks(self) -> tuple[int, int]:
@@ -290,6 +309,8 @@ class Plan:
         tuples: dict[str, Any] = {
             key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
         }
+        if "compression_groups" in value:
+            tuples["compression_groups"] = tuple(map(tuple, value["compression_groups"]))
         if "placement" in value:
             tuples["placement"] = tuple(Replicas.from_json(replicas) for replicas in value["placement"])
         return cls(**{**value, **tuples})

@@ -21,7 +21,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
 Collectives = Literal["auto", "shared", "gloo"]
-Compression = Literal["nothing", "bf16", "int8"]
+Compression = Literal["nothing", "bf16", "fp16", "int8", "topk", "powersgd"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -228,6 +228,13 @@ class TrainSection(Section):
         return self
 
 
+class CompressionGroupSection(Section):
+    """Parameters whose name matches have their gradients summed in another way."""
+
+    match: str = Field(description="shell pattern on the full parameter name, e.g. '*embedding*'")
+    compression: Compression = Field(description="what ranks exchange of these gradients")
+
+
 class ParallelSection(Section):
     """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
@@ -286,6 +293,21 @@ class ParallelSection(Section):
         "auto",
         description="on CPUs: over memory that the ranks of one machine share (shared), or TCP (gloo); "
         "auto: shared where they are on one machine that has a C++ compiler",
+    )
+    compression: Compression = Field(
+        "nothing",
+        description="of gradients that ranks sum: rounded (bf16, fp16, int8), their largest elements (topk), "
+        "or thin matrices (powersgd); changes the numbers",
+    )
+    compression_share: float = Field(
+        0.01, gt=0, le=1, description="topk: share of each tensor's elements that a rank sends"
+    )
+    compression_rank: int = Field(4, ge=1, description="powersgd: rank of the matrices")
+    compression_from_step: int = Field(
+        0, ge=0, description="optimizer steps before it begins, whose gradients are summed whole"
+    )
+    compression_groups: list[CompressionGroupSection] = Field(
+        default_factory=list, description="first match wins; all others: compression"
     )
 
 

@@ -17,6 +17,7 @@ from wanma.parallel.mesh import Grid
 class DataSums:
     """Over one axis."""
 
+    group: dist.ProcessGroup
     begin: Begin
     join: Join
     """Makes the buckets that `begin` is given."""
@@ -42,7 +43,7 @@ def data_sums(grid: Grid, *, beside_backward: bool) -> list[DataSums]:
             begin: Begin = InTurn(partial(sum_over_nodes, group=group, nodes=nodes))
         else:
             begin = over_group(group)
-        sums.append(DataSums(begin, join_for(group)))
+        sums.append(DataSums(group, begin, join_for(group)))
     return sums
 
 

@@ -18,6 +18,7 @@ from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
 from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
 from wanma.parallel.autocast import autocast_forward
+from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
 from wanma.parallel.low_precision import compute_in_fp8
@@ -56,6 +57,8 @@ class Parallel:
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
     scratch: Scratch | None = None
     """Where what the plan offloads to disk goes."""
+    compression: GradientCompression | None = None
+    """What makes gradients smaller on their way between ranks, if the plan does."""
 
     def initialize(self, but: Container[str] = ()) -> None:
         """Give the parameters their initial values, where no checkpoint does.
@@ -141,11 +144,16 @@ def parallelize(
     if plan.pp > 1:
         layout = stage_layout(whole, spec.layout, plan)
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
-    data_parallel = tuple(_apply(part, spec, plan, grid, grid.communication, scratch) for part in parts)
+    compression = open_compression(plan, seed, grid.device)
+    data_parallel = tuple(
+        _apply(part, spec, plan, grid, grid.communication, scratch, compression) for part in parts
+    )
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     pipeline = Pipeline(parts, numbers, plan, grid, data_parallel) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
-    return Parallel(tuple(parts), pipeline, data_parallel, ties, names, trainable, noting, to_draw, scratch)
+    return Parallel(
+        tuple(parts), pipeline, data_parallel, ties, names, trainable, noting, to_draw, scratch, compression
+    )
 
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
@@ -163,7 +171,13 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
 
 
 def _apply(
-    part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch, scratch: Scratch | None
+    part: nn.Module,
+    spec: ModelSpec,
+    plan: Plan,
+    grid: Grid,
+    stopwatch: Stopwatch,
+    scratch: Scratch | None,
+    compression: GradientCompression | None,
 ) -> Sharded | Whole:
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.fp8:
@@ -189,6 +203,7 @@ def _apply(
         grid,
         stopwatch,
         full_precision_output=spec.kind == "custom",
+        compression=compression,
     )
     if not spec.own_initialization:
         allocate(part, parameters_device(plan, grid.device), grid.device)

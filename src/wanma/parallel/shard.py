@@ -43,6 +43,8 @@ from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
+from wanma.parallel.compressed import GradientCompression
+from wanma.parallel.compressed_shard import compress_unit, names_of
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
@@ -61,6 +63,7 @@ def shard_data(
     stopwatch: Stopwatch,
     *,
     full_precision_output: bool,
+    compression: GradientCompression | None = None,
 ) -> Sharded | Whole:
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
 
@@ -68,9 +71,11 @@ def shard_data(
         experts: modules whose parameters have experts as dim 0. Where `ep` splits them, they are units of
             their own, on their own mesh.
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
+        compression: sums gradients in fewer bytes; None: they are summed as they are.
     """
     if plan.computes_with_state:
-        return Whole(model, grid, stopwatch, torch.float64 if plan.precision == "fp64" else None)
+        input_dtype = torch.float64 if plan.precision == "fp64" else None
+        return Whole(model, grid, stopwatch, input_dtype, compression=compression)
     strays, scalars = Strays(model), None
     divides = _divides(plan)
     divisor = plan.replicas if divides else 1
@@ -138,12 +143,16 @@ def shard_data(
         shard_placement_fn=placement,
     )
 
+    names = names_of(model)
     spread = {id(module) for module in experts} if plan.ep > 1 else set()
     for unit in _units(model):
         mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
             _communicate_by_ourselves(unit, stopwatch, mesh, ahead=plan.overlap)
+        if compression is not None:
+            on_cpu = GlooReduceScatter(stopwatch) if plan.device == "cpu" else None
+            compress_unit(unit, compression, names, on_cpu)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)

@@ -18,6 +18,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, Schedule
 from wanma.models.described import model_kind
+from wanma.planner.compression import compresses, not_compressible
 from wanma.planner.stages import SPLIT_BACKWARD
 
 SCHEDULES: tuple[Schedule, ...] = (
@@ -36,7 +37,7 @@ FP8_LEAST_CAPABILITY = (8, 9)
 APPROXIMATIONS = {
     "bf16": "computes in 16 bits what the job has in fp32",
     "fp8": "rounds what the blocks' products take to 8 bits",
-    "compression": "rounds gradients before ranks exchange them",
+    "compression": "leaves out or rounds parts of gradients where ranks exchange them",
 }
 """What a plan may do to the mathematics (`Plan.approximate`), and how. All but what a job names in
 `parallel.allow`, or asks for itself, is left to those who ask."""
@@ -92,6 +93,8 @@ def split_factors(optimizer: str, plan: Plan) -> JobError | None:
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Those that a plan of the job may use: what `parallel.allow` names, and what the job itself asks for."""
     asked = {"fp8"} if job.train.fp8 else set()
+    if compresses(job):
+        asked.add("compression")
     return frozenset(asked | set(job.parallel.allow))
 
 
@@ -152,11 +155,8 @@ def _approximate(asked: _Asked) -> _Reason | None:
 
 
 def _compressed(asked: _Asked) -> _Reason | None:
-    if asked.plan.compression == "nothing":
-        return None
-    return _Reason(
-        "compressed gradients are planned for and not run yet", "leave 'compression' out of parallel.allow"
-    )
+    error = not_compressible(asked.plan, asked.cluster)
+    return None if error is None else _Reason(error.message, error.hint)
 
 
 def _fp8(asked: _Asked) -> _Reason | None:

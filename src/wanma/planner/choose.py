@@ -12,6 +12,7 @@ from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
+from wanma.planner.compression import plan_fields
 from wanma.planner.exchange import check_buckets, exchange_reasons, with_exchange
 from wanma.planner.forecast import forecast, memory, with_pipeline_ranks
 from wanma.planner.groups import Group, group_of
@@ -144,7 +145,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device,
-        approximate=("fp8",) if job.train.fp8 else (),
+        **plan_fields(job),
         batch_shares=tuple(parallel.batch_shares),
     )
     check_axes(job, plan, cluster)

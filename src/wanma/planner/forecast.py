@@ -16,6 +16,7 @@ from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
 from wanma.observe.units import duration_text
 from wanma.planner.around import around
+from wanma.planner.compression import compression_reason
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
 from wanma.planner.cost.energy import LEAST_SHARE, run_cost
@@ -207,6 +208,7 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
             *needed.reasons,
             where_time_goes(step),
             *_crossing(problem, plan, step),
+            *compression_reason(plan, problem.workload.parameters * trained_share(problem)),
             *told_of_tables(problem.workload, step),
             *(() if run is not None else (never_ends(problem, plan, step),)),
             *problem.machine.assumed,

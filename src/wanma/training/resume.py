@@ -24,6 +24,7 @@ from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
 from wanma.training.published import published_names, start_from_published
+from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
 from wanma.training.snapshots import EVERY, layout_of
 from wanma.training.state import TrainingState, restore_random_state
 from wanma.training.uploads import fetch_newest, refuse_taken
@@ -110,7 +111,7 @@ def _snapshot(
 
         def tensors_for(saved: Iterable[str]) -> dict[str, Tensor]:
             _allocate(state, saved)
-            return state.tensors()
+            return with_all_rows(state.tensors())
 
         source, problems, _ = gather(worker.images, step, worker, tensors_for)
         if source is None:
@@ -196,13 +197,17 @@ def _carry_on(
     if state.average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
         notes.append(f"{label} was saved without averaged weights: the average begins at its weights")
+    alike, of_others, told = split_remainders(tensors, source, elsewhere)
+    elsewhere += of_others
+    notes += told
     _, rank_state = load(
         source,
-        tensors,
+        alike,
         elsewhere=elsewhere,
         rank=worker.rank,
         world_size=worker.world_size,
     )
+    take_over_remainders({name: tensors[name] for name in of_others if name in tensors}, source)
     state.complete_ties()
     state.restore(values)
     if state.average is not None and not averages:

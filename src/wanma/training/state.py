@@ -17,6 +17,9 @@ from wanma.training.average import WeightAverage
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
 
+COMPRESSION = "compression."
+"""Before the names of what compressed exchanges keep."""
+
 
 @dataclass
 class TrainingState:
@@ -41,6 +44,8 @@ class TrainingState:
             but: parameters that the job's own start fills.
         """
         self.parallel.initialize(but)
+        if self.parallel.compression is not None:
+            self.parallel.compression.rescale(self._gradient_unit())
         if self.average is not None:
             self.average.restart()
 
@@ -61,7 +66,22 @@ class TrainingState:
             tensors |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
         if self.average is not None:
             tensors |= {f"average.{n}": t for n, t in self._own(self.average.tensors).items()}
-        return tensors
+        return tensors | self.kept_of_gradients()
+
+    def kept_of_gradients(self) -> dict[str, Tensor]:
+        """What compressed exchanges have left out of gradients so far (`parallel.compressed`)."""
+        compression = self.parallel.compression
+        kept = compression.tensors() if compression is not None else {}
+        return {f"{COMPRESSION}{name}": tensor for name, tensor in kept.items()}
+
+    def end_step(self, applied: bool) -> None:
+        """After a step's update, which was left out if not `applied`; the loss scale may be another now."""
+        if self.parallel.compression is not None:
+            self.parallel.compression.end_step(applied=applied, unit=self._gradient_unit())
+
+    def _gradient_unit(self) -> float:
+        """How many times the mean loss's gradients those are that ranks exchange."""
+        return self.parallel.divisor * self.scale.value
 
     def complete_ties(self) -> None:
         """After tensors were loaded: give copies that another stage saves what that stage has.
@@ -90,6 +110,7 @@ class TrainingState:
             "loss_scale_good_steps": self.scale.good_steps,
             "best_loss": self.best_loss,
             "anomalies": self.anomalies.values(),
+            **({"gradient_unit": self._gradient_unit()} if self.parallel.compression is not None else {}),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -101,6 +122,10 @@ class TrainingState:
         self.best_loss = values["best_loss"]
         if "anomalies" in values:  # older checkpoints have none
             self.anomalies.restore(values["anomalies"])
+        if self.parallel.compression is not None:
+            self.parallel.compression.step = self.step
+            self.parallel.compression.unit = values.get("gradient_unit", self._gradient_unit())
+            self.parallel.compression.rescale(self._gradient_unit())
 
 
 def seed_generators(seed: int, rank: int) -> None:

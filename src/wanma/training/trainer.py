@@ -36,6 +36,7 @@ from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
+from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
@@ -86,6 +87,7 @@ class Trainer:
         """The newest that failed, of those that have been told."""
         train = job.train
         check_patterns(parallel.parameter_names, train)
+        check_compressed(parallel.parameter_names, plan)
         self.state = TrainingState(
             parallel,
             build_updater(
@@ -221,6 +223,7 @@ class Trainer:
             applied = apply_update(agreement, state.updater, train, rate, state.scale, left_out=bool(wrong))
             if applied and state.average is not None:
                 state.average.update()
+        state.end_step(applied)
         state.step += 1
         state.samples += global_batch
         if applied and train.spike != "ignore":
@@ -274,6 +277,7 @@ class Trainer:
                 **({"waited": spent.waited, "under_way": spent.under_way} if spent.waited else {}),
                 "memory_bytes": held_bytes(self.grid.device.type),
                 **self._expert_numbers(agreement),
+                **self._compression_numbers(),
                 **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
                 if self._flops_per_sample is None
@@ -457,6 +461,18 @@ class Trainer:
         if "balance_loss" in numbers:
             numbers["balance_loss"] /= agreement.targets
         return numbers
+
+    def _compression_numbers(self) -> dict[str, float]:
+        """What the record says of compressed gradients, of this rank."""
+        compression = self.state.parallel.compression
+        if compression is None:
+            return {}
+        traffic = compression.take_traffic()
+        return {
+            "gradient_bytes_sent": traffic.sent_bytes,
+            "gradient_bytes_saved": traffic.saved_bytes,
+            "compression_error_norm": compression.error_norm(),
+        }
 
     def _report_saves(self, results: list[SaveResult], goes_on: str = "; training goes on") -> None:
         for result in results:

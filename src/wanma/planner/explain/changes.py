@@ -23,7 +23,6 @@ _NOT_SETTINGS = {
     "threads_per_rank",
     "precision",
     "fp8",
-    "compression",
     "device",
     "approximate",
     "placement",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from wanma.job.forecast import Workload
 from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import TrainSection
+from wanma.planner.cost.compression import error_bytes
 from wanma.planner.cost.operators import Software
 from wanma.planner.memory.activations import BYTES
 
@@ -69,6 +70,11 @@ class State(NamedTuple):
     host: float
     disk: float
 
+
+COMPRESSED_TOGETHER_BYTES = 1 << 24
+"""Of gradients that are made smaller in one go: `collectives.compression`, which a test compares."""
+_COPIES = 3
+"""Of those, what making them smaller and numbers again takes beside them, about."""
 
 STATE_COPIES = {"adamw": (2, 2), "sgd": (1, 1), "plain sgd": (0, 0), "muon": (1, 2), "adafactor": (0, 0)}
 """Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD a momentum if any;
@@ -213,9 +219,11 @@ def _shards(
             # What other ranks send of a bucket waits to be added up, one bucket at a time.
             final += 2 * together if plan.hierarchical else together
 
+    if plan.compressions and plan.data_ranks * plan.cp > 1:
+        final += _COPIES * min(mine.held * master, COMPRESSED_TOGETHER_BYTES)
+
     average = shards * master * int(weight_average)
-    # What rounding lost, of all gradients that this rank hands over.
-    remainder = mine.held * 4 if plan.compression == "int8" and plan.data_ranks * plan.cp > 1 else 0.0
+    remainder = error_bytes(plan, mine.held, shards)
     state = elements * master
     elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
     elsewhere[plan.offload_parameters] += parameters
