@@ -25,7 +25,8 @@ class Grid:
 
     The world is seen in up to three ways, all of them meshes of one root, as FSDP2 wants it: by the
     plan's axes; by who holds which part of the state, (stage, replicate, shard, state_tp); and the
-    same for experts, (expert_stage, expert_replicate, expert_shard, ep, expert_tp).
+    same for experts, (expert_stage, expert_replicate, expert_shard, ep, expert_tp). Where the plan has
+    sites, these come first in each view (site, state_site, expert_site), and all other axes are within one.
     """
 
     plan: Plan
@@ -59,6 +60,11 @@ class Grid:
     def at(self, name: str) -> int:
         """This rank's coordinate on axis `name`."""
         return self.plan.coordinates(self.rank)[name]
+
+    @property
+    def site(self) -> int:
+        """Number of this rank's site."""
+        return self.plan.site_of(self.rank)
 
     @property
     def data_rank(self) -> int:
@@ -124,16 +130,17 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
         alone = [name for name, size in zip(names, sizes, strict=True) if size == 1]
         return root._unflatten(0, sizes, names, dict.fromkeys(alone, "fake") if saves_groups else None)
 
-    axes = seen_as(tuple(getattr(plan, axis) for axis in AXES), AXES)
-    state = seen_as(
-        (plan.pp, plan.replicas, plan.shard_ranks, plan.tp), ("stage", "replicate", "shard", "state_tp")
-    )
+    sites = () if plan.synchronization is None else (plan.sites,)
+    within = {axis: getattr(plan, axis) for axis in AXES} | {"dp_replicate": plan.dp_replicate // plan.sites}
+    axes = seen_as((*sites, *within.values()), ("site", *AXES)[-len(sites) - len(AXES) :])
+    names = ("state_site", "stage", "replicate", "shard", "state_tp")
+    sizes = (*sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
+    state = seen_as(sizes, names[-len(sizes) :])
     experts = None
     if plan.ep > 1:
-        experts = seen_as(
-            (plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
-            ("expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
-        )
+        names = ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp")
+        sizes = (*sites, plan.pp, *plan.expert_ranks, plan.ep, plan.tp)
+        experts = seen_as(sizes, names[-len(sizes) :])
     return Grid(plan, rank, device, axes, state, experts)
 
 

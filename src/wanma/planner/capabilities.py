@@ -37,6 +37,9 @@ APPROXIMATIONS = {
     "bf16": "computes in 16 bits what the job has in fp32",
     "fp8": "rounds what the blocks' products take to 8 bits",
     "compression": "rounds gradients before ranks exchange them",
+    "local_sgd": "lets sites go on by themselves and averages their weights now and then",
+    "diloco": "lets sites go on by themselves and makes an outer update of what they have moved now and then",
+    "stale": "applies gradients some steps late",
 }
 """What a plan may do to the mathematics (`Plan.approximate`), and how. All but what a job names in
 `parallel.allow`, or asks for itself, is left to those who ask."""
@@ -92,6 +95,8 @@ def split_factors(optimizer: str, plan: Plan) -> JobError | None:
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Those that a plan of the job may use: what `parallel.allow` names, and what the job itself asks for."""
     asked = {"fp8"} if job.train.fp8 else set()
+    if job.parallel.synchronize != "every_step":
+        asked.add(job.parallel.synchronize)
     return frozenset(asked | set(job.parallel.allow))
 
 

@@ -12,6 +12,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
+from wanma.planner.between_sites import check_sites, synchronization_of
 from wanma.planner.forecast import forecast, memory, with_pipeline_ranks
 from wanma.planner.groups import Group, group_of
 from wanma.planner.measure.calibration import Calibration
@@ -114,6 +115,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         parallel = _automatic(job, cluster, device)
     shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
     check_batch_shares(parallel)
+    synchronization = synchronization_of(parallel)
     plan = Plan(
         pp=parallel.pp,
         dp_replicate=parallel.dp_replicate,
@@ -136,9 +138,14 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device,
-        approximate=("fp8",) if job.train.fp8 else (),
+        approximate=(
+            *(("fp8",) if job.train.fp8 else ()),
+            *((synchronization.kind,) if synchronization is not None else ()),
+        ),
         batch_shares=tuple(parallel.batch_shares),
+        synchronization=synchronization,
     )
+    check_sites(job, plan)
     check_axes(job, plan, cluster)
     node = cluster.nodes[0]
     ranks_here = plan.world_size // job.cluster.nodes
@@ -211,7 +218,7 @@ def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
     """
     parallel = problem.job.parallel
     is_open = {"micro_batch": parallel.micro_batch is None, "recompute": parallel.recompute == "auto"}
-    if not any(is_open.values()) or plan.batch_shares or plan.placement:
+    if not any(is_open.values()) or plan.batch_shares or plan.placement or plan.synchronization:
         return None
     space = Space.of_job(
         problem.job,

@@ -14,7 +14,7 @@ from typing import TypeVar
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
-from wanma.observe.units import duration_text
+from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.around import around
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
@@ -204,6 +204,7 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         reasons=(
             *needed.reasons,
             where_time_goes(step),
+            *told_of_sites(problem, plan, step),
             *told_of_tables(problem.workload, step),
             *(() if run is not None else (never_ends(problem, plan, step),)),
             *problem.machine.assumed,
@@ -218,6 +219,24 @@ def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
         f"the whole run: with a failure every {duration_text(found.seconds_between_failures)} less than "
         f"{LEAST_SHARE:.0%} of its time would be useful; save more often (checkpoint.every_steps), and keep "
         "copies in memory (checkpoint.snapshots)"
+    )
+
+
+def told_of_sites(problem: Problem, plan: Plan, step: StepTime) -> tuple[str, ...]:
+    """What sites exchange, how often, and what a step waits for it; nothing for a plan without them."""
+    seldom = plan.synchronization
+    if seldom is None:
+        return ()
+    between = anatomy(problem, plan).between
+    assert between is not None
+    waited = between.seconds(step.seconds)
+    often = "every step"
+    if seldom.is_local:
+        often = f"{between.exchanges_per_step:.3g} times a step instead of its gradients every step"
+    return (
+        f"between {seldom.sites} sites each rank sends {bytes_text(int(between.sent_bytes))} {often}: "
+        f"{duration_text(between.exchange_seconds)} each, of which {duration_text(waited)} a step are waited "
+        "for",
     )
 
 
