@@ -29,9 +29,7 @@ class Sum:
         compression: what numbers are rounded to before they are sent.
     """
 
-    def __init__(
-        self, flat: Tensor, group: dist.ProcessGroup, compression: Compression = "nothing"
-    ) -> None:
+    def __init__(self, flat: Tensor, group: dist.ProcessGroup, compression: Compression = "nothing") -> None:
         self._flat = flat
         self._work: dist.Work | None = None
         self._received: list[Tensor] = []
@@ -58,11 +56,6 @@ class Sum:
                 self._flat.add_(self._read(packed, self._flat.numel()))
             self._received, self._read = [], None
         return self._flat
-
-
-def sent_bytes(compression: Compression, element_bytes: float = 4.0) -> float:
-    """Of one number, as it travels."""
-    return {"nothing": element_bytes, "bf16": 2.0, "int8": 1 + 4 / BLOCK}[compression]
 
 
 def _pack_bf16(flat: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ class Plan:
     `tp` are those of its deepest and widest replica, `dp_replicate` counts all of them, and each has its own
     micro-batch and recompute. Its `shard` is over equal replicas, and `batch_shares` says what each does."""
     synchronization: Synchronization | None = None
-    """What groups of replicas do instead of agreeing at every step. They are then outermost in the order of the
-    ranks, before `pp`: what is within one stays on its links."""
+    """What groups of replicas do instead of agreeing at every step. They are then outermost in the order of
+    the ranks, before `pp`: what is within one stays on its links."""
 
     def __post_init__(self) -> None:
         if self.batch_shares and (len(self.batch_shares) != self.data_ranks or min(self.batch_shares) < 1):

@@ -59,7 +59,9 @@ class Synchronization:
         if self.is_local and self.fragments > self.every:
             raise ValueError(f"{self.fragments} fragments in turn need as many steps, not {self.every}")
         if self.is_local and self.overlap_steps >= self.every:
-            raise ValueError(f"an exchange that takes {self.overlap_steps} of {self.every} steps meets the next")
+            raise ValueError(
+                f"an exchange that takes {self.overlap_steps} of {self.every} steps meets the next"
+            )
 
     @property
     def is_local(self) -> bool:

@@ -46,8 +46,8 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
     sites = parallel.sites or parallel.dp_replicate
     if parallel.dp_replicate % sites:
         raise JobError(
-            f"parallel.sites = {sites} does not divide parallel.dp_replicate = {parallel.dp_replicate}, and each "
-            "site has as many replicas as the others",
+            f"parallel.sites = {sites} does not divide parallel.dp_replicate = {parallel.dp_replicate}, and "
+            "each site has as many replicas as the others",
             f"leave parallel.sites out, or make parallel.dp_replicate a multiple of {sites}",
         )
     if kind == "stale":
@@ -62,8 +62,8 @@ def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
         )
     if parallel.overlap_steps >= every:
         raise JobError(
-            f"parallel.overlap_steps = {parallel.overlap_steps}: an exchange must be over when the fragment's "
-            f"next one begins, after parallel.synchronize_every = {every} steps",
+            f"parallel.overlap_steps = {parallel.overlap_steps}: an exchange must be over when the "
+            f"fragment's next one begins, after parallel.synchronize_every = {every} steps",
             f"set parallel.overlap_steps below {every}, or raise parallel.synchronize_every",
         )
     mix = OVERLAP_MIX if parallel.overlap_mix is None else parallel.overlap_mix
@@ -100,14 +100,14 @@ def check_sites(job: Job, plan: Plan) -> None:
     key = f"parallel.synchronize = '{seldom.kind}'"
     if plan.offload_parameters != "nothing":
         raise JobError(
-            f"{key} with parallel.offload_parameters = '{plan.offload_parameters}': what sites exchange is made "
-            "from weights and gradients that are on the device",
+            f"{key} with parallel.offload_parameters = '{plan.offload_parameters}': what sites exchange is "
+            "made from weights and gradients that are on the device",
             "leave parallel.offload_parameters out, or share them within each site (parallel.dp_shard)",
         )
     if seldom.is_local and plan.offload_optimizer == "disk":
         raise JobError(
-            f"{key} with parallel.offload_optimizer = 'disk': the outer weights and their momentum would take "
-            "the memory that this is to save",
+            f"{key} with parallel.offload_optimizer = 'disk': the outer weights and their momentum would "
+            "take the memory that this is to save",
             "leave parallel.offload_optimizer out, or share the state within each site (parallel.dp_shard)",
         )
     if seldom.is_local and job.train.weight_average > 0:
@@ -124,8 +124,8 @@ def check_sites(job: Job, plan: Plan) -> None:
     nodes = job.cluster.nodes
     if nodes > 1 and plan.sites > 1 and nodes % plan.sites and plan.sites % nodes:
         raise JobError(
-            f"parallel.sites = {plan.sites} on cluster.nodes = {nodes}: some site would lie half on one machine "
-            "and half on another with others on them, and wait for the slow links at every step",
+            f"parallel.sites = {plan.sites} on cluster.nodes = {nodes}: a site that shares its machines with "
+            "parts of others would wait for the slow links at every step",
             "make the number of sites (default: dp_replicate) divide the machines, or the machines the sites",
         )
 
@@ -138,18 +138,19 @@ def _check_keys(parallel: ParallelSection) -> None:
         if getattr(parallel, key) != default and kind not in kinds:
             means = " or ".join(f"'{one}'" for one in kinds)
             raise JobError(
-                f"parallel.{key} = {getattr(parallel, key)!r} says nothing with parallel.synchronize = '{kind}'",
+                f"parallel.{key} = {getattr(parallel, key)!r} says nothing with "
+                f"parallel.synchronize = '{kind}'",
                 f"leave it out, or set parallel.synchronize = {means}",
             )
     if parallel.overlap_mix is not None and not parallel.overlap_steps:
         raise JobError(
-            f"parallel.overlap_mix = {parallel.overlap_mix:g} with parallel.overlap_steps = 0: no step is taken "
-            "while an exchange is waited for",
+            f"parallel.overlap_mix = {parallel.overlap_mix:g} with parallel.overlap_steps = 0: no step is "
+            "taken while an exchange is waited for",
             "leave parallel.overlap_mix out, or set parallel.overlap_steps",
         )
     if parallel.auto and kind != "every_step":
         raise JobError(
-            f"parallel.synchronize = '{kind}' with parallel = 'auto', which looks at plans that follow the same "
-            "curve only",
+            f"parallel.synchronize = '{kind}' with parallel = 'auto', which looks only at plans whose ranks "
+            "agree at every step",
             "give the sizes of the axes: dp_replicate for the sites, the others within each",
         )

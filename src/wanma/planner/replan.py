@@ -114,9 +114,10 @@ def replan(
     obstacle = _obstacle(now, running, each)
     worlds = None if problem.job.parallel.auto else [each * machines]
     try:
-        if seldom:
-            job = _filled(problem.job, running, machines, each)
-        elif worlds and why_not_by_time(job, cluster_now, problem.workload, problem.dimensions, calibration):
+        is_untimed = worlds and why_not_by_time(
+            job, cluster_now, problem.workload, problem.dimensions, calibration
+        )
+        if seldom or is_untimed:
             job = _filled(problem.job, running, machines, each)
         planned = plan_for(job, cluster_now, problem.workload, problem.dimensions, calibration, worlds=worlds)
     except JobError:
@@ -210,6 +211,8 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
     if running.synchronization is not None:
         replicas = _replicas_of_sites(running, data)
     sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas, "batch_shares": []}
+    if running.synchronization is not None and job.parallel.sites is not None:
+        sizes["sites"] = data * running.sites // running.data_ranks
     if data // replicas * running.cp == 1:
         sizes["shard"] = "nothing"
     where = job.cluster.model_copy(

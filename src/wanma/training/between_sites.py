@@ -88,7 +88,7 @@ class BetweenSites:
     def named(
         self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], average: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """All of a run's tensors, from those that this rank computes with, under the names of a checkpoint."""
+        """All of a run's tensors under the names of a checkpoint, from those that this rank computes with."""
         grid, outer = self._grid, self.outer
         if outer is None:
             assert self._late is not None
@@ -160,13 +160,11 @@ class BetweenSites:
 
     def _without_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of names such as 'late.STEP.NAME'."""
-        return {
-            name: tensor for name, tensor in tensors.items() if name.split(".", 2)[2] not in self._copies
-        }
+        return {name: tensor for name, tensor in tensors.items() if name.split(".", 2)[2] not in self._copies}
 
 
 def sites_of(saved: Collection[str]) -> set[int]:
-    """Numbers of the sites that have saved tensors of these names; none, where sites had none of their own."""
+    """Numbers of the sites that have saved weights of their own among tensors of these names."""
     return {int(match[1]) for name in saved if (match := _OWN.match(name))}
 
 

@@ -158,10 +158,7 @@ class LateGradients:
     def _views(self, gradients: _Gradients) -> dict[str, Tensor]:
         locals_ = {name: local_part(parameter) for name, parameter in self._parameters.items()}
         parts = gradients.flat.split([local.numel() for local in locals_.values()])
-        return {
-            name: part.view_as(local)
-            for (name, local), part in zip(locals_.items(), parts, strict=True)
-        }
+        return {name: part.view_as(local) for (name, local), part in zip(locals_.items(), parts, strict=True)}
 
     def _flat(self) -> Tensor:
         locals_ = [local_part(parameter) for parameter in self._parameters.values()]

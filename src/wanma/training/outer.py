@@ -176,7 +176,7 @@ class OuterUpdates:
     # ---------------------------------------------------------------- what is kept
 
     def under_way(self) -> dict[str, Tensor]:
-        """By name in a checkpoint: average differences that have not been applied. Waits until they are there."""
+        """By name in a checkpoint, average differences that are not applied yet; waits until they are there."""
         found: dict[str, Tensor] = {}
         for difference in self._under_way:
             difference.arrive()
@@ -196,9 +196,7 @@ class OuterUpdates:
                 by_step.setdefault(int(step), set()).add(of_parameter)
         self._under_way = []
         for step, there in sorted(by_step.items()):
-            names = [
-                name for of_one in self._names for name in of_one if copies.get(name, name) in there
-            ]
+            names = [name for of_one in self._names for name in of_one if copies.get(name, name) in there]
             self._under_way.append(_Difference(step, names, self._flat(names), None))
 
     def copy_ties(self) -> None:

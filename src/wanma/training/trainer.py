@@ -33,6 +33,7 @@ from wanma.training.batch_statistics import commit_statistics
 from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
 from wanma.training.optimizer import build_updater, check_patterns
+from wanma.training.outer import OuterStep
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
 from wanma.training.replicas import ReplicaCheck
@@ -41,7 +42,6 @@ from wanma.training.schedule import learning_rate
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
-from wanma.training.outer import OuterStep
 from wanma.training.update import Agreement, agree, agree_again, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
 from wanma.training.work import OwnWork

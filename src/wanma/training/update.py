@@ -137,9 +137,7 @@ def agree_again(agreement: Agreement, updater: Updater, grid: Grid, summed: Summ
     of = agreement.targets if summed.targets is None else summed.targets
     correction = 1.0 / (of * summed.factor)
     norm = math.sqrt(float(square) / grid.plan.sites) * correction
-    return replace(
-        agreement, gradient_norm=norm, site_norm=norm, correction=correction, has_gradients=True
-    )
+    return replace(agreement, gradient_norm=norm, site_norm=norm, correction=correction, has_gradients=True)
 
 
 def apply_update(

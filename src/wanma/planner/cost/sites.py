@@ -1,4 +1,7 @@
-"""What sites exchange, how often, and how much of it the steps beside it hide. Pure functions, without torch."""
+"""What sites exchange, how often, and how much of it the steps beside it hide.
+
+Pure functions, without torch.
+"""
 
 from __future__ import annotations
 

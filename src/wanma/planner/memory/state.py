@@ -212,9 +212,7 @@ def _shards(
             final += min(final, REDUCED_TOGETHER_BYTES)
 
     average = shards * master * int(weight_average)
-    outer, under_way = (
-        copies * shards * master * trained_share for copies in _between_sites(plan)
-    )
+    outer, under_way = (copies * shards * master * trained_share for copies in _between_sites(plan))
     # What rounding lost, of all gradients that this rank hands over.
     remainder = mine.held * 4 if plan.compression == "int8" and plan.data_ranks * plan.cp > 1 else 0.0
     state = elements * master
@@ -254,8 +252,8 @@ def _shards(
 
 
 def _between_sites(plan: Plan) -> tuple[float, float]:
-    """Of a rank's trained parameters, how many copies its site keeps of what all sites share, and how many are
-    under way between steps."""
+    """Of a rank's trained parameters, how many copies its site keeps of what all sites share, and how many
+    are under way between steps."""
     seldom = plan.synchronization
     if seldom is None:
         return 0.0, 0.0
