@@ -26,7 +26,7 @@ LATE = Synchronization("stale", 2, staleness=2)
 
 def interrupted(folder: Path, text: dict[str, Any], plan: Plan) -> None:
     """A run that fails in step 4, and has a checkpoint of step 3."""
-    with pytest.raises(AssertionError, match="injected"):
+    with pytest.raises(AssertionError, match="failed"):
         run_job(folder, text, plan, objects={"model": model()}, patch="support.faults:rank_0_fails_in_step_4")
 
 

@@ -34,6 +34,8 @@ class Sum:
         self._work: dist.Work | None = None
         self._received: list[Tensor] = []
         self._read: Callable[[Tensor, int], Tensor] | None = None
+        if not flat.numel():
+            return
         if compression != "nothing":
             pack, self._read = _FORMATS[compression]
             packed = pack(flat)
@@ -42,7 +44,7 @@ class Sum:
                 self._received = [packed]
             else:
                 self._work = dist.all_gather(self._received, packed, group=group, async_op=True)
-        elif group.size() > 1 and flat.numel():
+        elif group.size() > 1:
             self._work = dist.all_reduce(flat, group=group, async_op=True)
 
     def wait(self) -> Tensor:

@@ -271,7 +271,7 @@ class ParallelSection(Section):
     offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
     offload_activations: Offload = Field("nothing", description="where activations wait for backward")
     compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
-    synchronize: Literal["every_step"] | SiteKind = Field(
+    synchronize: Literal["every_step", "local_sgd", "diloco", "stale"] = Field(
         "every_step",
         description="between sites, groups of replicas with slow links between them: local_sgd and diloco "
         "exchange weights every so many steps, stale has gradients come late; these change the numbers",

@@ -126,8 +126,10 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
 
     def seen_as(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         # Each group of Gloo's wakes a thread a hundred times a second, and there would be a dozen: an axis of
-        # one rank gets a group that only pretends, as in torchtitan.
-        alone = [name for name, size in zip(names, sizes, strict=True) if size == 1]
+        # one rank gets a group that only pretends, as in torchtitan. So does the sites' in all views but the
+        # first: nothing is sent by it.
+        silent = ("state_site", "expert_site")
+        alone = [name for name, size in zip(names, sizes, strict=True) if size == 1 or name in silent]
         return root._unflatten(0, sizes, names, dict.fromkeys(alone, "fake") if saves_groups else None)
 
     sites = () if plan.synchronization is None else (plan.sites,)

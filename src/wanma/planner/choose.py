@@ -92,6 +92,7 @@ def automatic(
     Raises:
         JobError: what the job fixes leaves no plan, or none that fits; says what would.
     """
+    synchronization_of(job.parallel)  # sites are never chosen
     worlds = run_worlds(job, cluster) if worlds is None else worlds
     found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
     best = found.shown if or_forecast_only else found.best

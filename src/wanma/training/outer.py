@@ -176,7 +176,7 @@ class OuterUpdates:
     # ---------------------------------------------------------------- what is kept
 
     def under_way(self) -> dict[str, Tensor]:
-        """By name in a checkpoint, average differences that are not applied yet; waits until they are there."""
+        """Average differences that are not applied yet, by name in a checkpoint; waits for them."""
         found: dict[str, Tensor] = {}
         for difference in self._under_way:
             difference.arrive()

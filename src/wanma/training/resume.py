@@ -219,7 +219,7 @@ def _carry_on(
 
 def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
     """Have the optimizer state that a state with tensors of these names has, and what is between sites."""
-    saved = list(saved)
+    saved = set(saved)
     if state.sites is not None:
         state.sites.expect(saved)
         state.updater.allocate_state(state.sites.optimizer_names(saved))
@@ -246,8 +246,8 @@ def _check_position(values: dict[str, Any], name: str, train: TrainSection, data
 
 
 def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
-    """Names that only other pipeline stages hold."""
-    if plan.pp == 1:
+    """Names that only other pipeline stages, or other sites, hold."""
+    if plan.pp == 1 and plan.sites == 1:
         return []
     everyones: list[list[str]] = [[]] * plan.world_size
     dist.all_gather_object(everyones, list(mine))

@@ -55,7 +55,7 @@ class TrainingState:
             self.sites.restart()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Inside, the model computes with what is evaluated: averaged weights, or those that all sites share."""
+        """Inside, the model computes with what is evaluated: averaged weights, or those that sites share."""
         if self.average is not None:
             return self.average.in_place()
         if self.sites is not None and self.sites.outer is not None:

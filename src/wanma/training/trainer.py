@@ -237,7 +237,7 @@ class Trainer:
         if sites is not None:
             with self.phases.phase("communication"):
                 self._outer = sites.step_done(state.step, agreement.site_targets, is_last)
-        if applied and train.spike != "ignore":
+        if applied and agreement.has_gradients and train.spike != "ignore":
             state.anomalies.applied(agreement.loss, agreement.gradient_norm)
         if not applied:
             self.message(
