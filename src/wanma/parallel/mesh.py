@@ -130,7 +130,12 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
         # first: nothing is sent by it.
         silent = ("state_site", "expert_site")
         alone = [name for name, size in zip(names, sizes, strict=True) if size == 1 or name in silent]
-        return root._unflatten(0, sizes, names, dict.fromkeys(alone, "fake") if saves_groups else None)
+        backends = dict.fromkeys(alone, "fake") if saves_groups else {}
+        if plan.sites > 1 and "site" in names and dist.get_backend() != "fake":  # of a dry run
+            # A group of its own even where it is the world: what is under way for steps must not hold up what
+            # the world tells each other at each of them.
+            backends["site"] = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        return root._unflatten(0, sizes, names, backends or None)
 
     sites = () if plan.synchronization is None else (plan.sites,)
     within = {axis: getattr(plan, axis) for axis in AXES} | {"dp_replicate": plan.dp_replicate // plan.sites}
