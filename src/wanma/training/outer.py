@@ -261,8 +261,9 @@ class OuterUpdates:
             if name not in self._ties.names:
                 own[name] = over_sites(part, self._parameters[name], self._grid)
         if self._ties.ties:
-            for tensors in (self.weights, self.momentum, self._parameters):
-                self._ties.copy_first(tensors)
+            self._ties.copy_first(self.weights)
+            self._ties.copy_first(self.momentum)
+            self._ties.copy_first(self._parameters)
         return squared_norm_share(own.values(), self._grid.plan)
 
     def _norm(self, squares: Sequence[Tensor]) -> float:

@@ -74,7 +74,9 @@ class TrainingState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it; names are the same for every layout."""
-        weights, optimizer, average = self.weights(), {}, {}
+        weights = self.weights()
+        optimizer: dict[str, Tensor] = {}
+        average: dict[str, Tensor] = {}
         for key, of_parameters in self.updater.state_by_kind().items():
             optimizer |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
         if self.average is not None:
