@@ -74,7 +74,7 @@ class Site:
             self.model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         loss.backward()
-        return float(loss), int((targets != IGNORED).sum())
+        return float(loss.detach()), int((targets != IGNORED).sum())
 
     def update(self, targets: int) -> None:
         """With the gradient of the mean, clipped."""

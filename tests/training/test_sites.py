@@ -159,7 +159,7 @@ def test_late_gradients_are_those_of_the_step_so_many_before(staleness: int, tmp
 
 
 def test_four_ranks_of_two_sites_follow_the_paper_too(tmp_path: Path) -> None:
-    text = job(steps=8)
+    text = job(steps=8, batch=8)
     seldom = Synchronization("diloco", 2, 3, rate=0.7, momentum=0.9, fragments=3, overlap_steps=1, mix=0.5)
     plan = Plan(dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=2, precision="fp64")
     units = {("embedding.", "head."): 0, ("blocks.0.",): 1, ("blocks.1.",): 2}

@@ -107,7 +107,7 @@ def replan(
         raise ValueError(f"steps_left = {steps_left}: there is nothing to plan for")
     machines = cluster_now.node_count
     seldom = running.synchronization is not None  # no search knows of sites: as many as there is room for
-    job = _opened(problem.job, running, machines) if not seldom else problem.job
+    job = _on(problem.job, machines) if seldom else _opened(problem.job, running, machines)
     # What is there for a run that goes on: as many ranks on each machine as now.
     each = max(math.ceil(running.world_size / problem.cluster.node_count), 1)
     now = problem_of(job, cluster_now, problem.workload, problem.dimensions, calibration, ranks=each)
@@ -187,10 +187,15 @@ def _opened(job: Job, running: Plan, machines: int) -> Job:
         kept["shard"] = parallel.shard if running.shard != "nothing" else None
         kept["virtual_stages"] = running.virtual_stages
     section = ParallelSection.model_validate({**kept, "auto": True})
+    return _on(job, machines).model_copy(update={"parallel": section})
+
+
+def _on(job: Job, machines: int) -> Job:
+    """The job on so many machines."""
     where = job.cluster.model_copy(
         update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
     )
-    return job.model_copy(update={"parallel": section, "cluster": where})
+    return job.model_copy(update={"cluster": where})
 
 
 def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
@@ -215,11 +220,8 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
         sizes["sites"] = data * running.sites // running.data_ranks
     if data // replicas * running.cp == 1:
         sizes["shard"] = "nothing"
-    where = job.cluster.model_copy(
-        update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
-    )
     section = job.parallel.model_copy(update={**sizes, "micro_batch": None})
-    return job.model_copy(update={"parallel": section, "cluster": where})
+    return _on(job, machines).model_copy(update={"parallel": section})
 
 
 def _replicas_of_sites(running: Plan, data: int) -> int:

@@ -62,10 +62,8 @@ class _Difference:
     """Its average, once there; (elements of all names,) of this rank's parts."""
     sum: Sum | None
     """None for one that a checkpoint has kept."""
-    parts: dict[str, Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parts = {}
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """Views of `flat`, once asked for."""
 
     def arrive(self) -> None:
         """Wait until it is there."""
