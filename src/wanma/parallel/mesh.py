@@ -130,7 +130,7 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
         # first: nothing is sent by it.
         silent = ("state_site", "expert_site")
         alone = [name for name, size in zip(names, sizes, strict=True) if size == 1 or name in silent]
-        backends = dict.fromkeys(alone, "fake") if saves_groups else {}
+        backends: dict[str, Any] = dict.fromkeys(alone, "fake") if saves_groups else {}
         if plan.sites > 1 and "site" in names and dist.get_backend() != "fake":  # of a dry run
             # A group of its own even where it is the world: what is under way for steps must not hold up what
             # the world tells each other at each of them.
@@ -145,9 +145,13 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
     state = seen_as(sizes, names[-len(sizes) :])
     experts = None
     if plan.ep > 1:
-        names = ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp")
         sizes = (*sites, plan.pp, *plan.expert_ranks, plan.ep, plan.tp)
-        experts = seen_as(sizes, names[-len(sizes) :])
+        experts = seen_as(
+            sizes,
+            ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp")[
+                -len(sizes) :
+            ],
+        )
     return Grid(plan, rank, device, axes, state, experts)
 
 

@@ -190,8 +190,8 @@ class OuterUpdates:
         by_step: dict[int, set[str]] = {}
         for name in saved:
             if name.startswith(UNDER_WAY):
-                step, _, of_parameter = name.removeprefix(UNDER_WAY).partition(".")
-                by_step.setdefault(int(step), set()).add(of_parameter)
+                begun, _, of_parameter = name.removeprefix(UNDER_WAY).partition(".")
+                by_step.setdefault(int(begun), set()).add(of_parameter)
         self._under_way = []
         for step, there in sorted(by_step.items()):
             names = [name for of_one in self._names for name in of_one if copies.get(name, name) in there]
