@@ -127,7 +127,8 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
     def seen_as(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         # Each group of Gloo's wakes a thread a hundred times a second, and there would be a dozen: an axis of
         # one rank gets a group that only pretends, as in torchtitan. So does the sites' in all views but the
-        # first: nothing is sent by it.
+        # first: nothing is sent by it. Without sites the first name is not needed.
+        names = names[-len(sizes) :]
         silent = ("state_site", "expert_site")
         alone = [name for name, size in zip(names, sizes, strict=True) if size == 1 or name in silent]
         backends: dict[str, Any] = dict.fromkeys(alone, "fake") if saves_groups else {}
@@ -139,18 +140,16 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
 
     sites = () if plan.synchronization is None else (plan.sites,)
     within = {axis: getattr(plan, axis) for axis in AXES} | {"dp_replicate": plan.dp_replicate // plan.sites}
-    axes = seen_as((*sites, *within.values()), ("site", *AXES)[-len(sites) - len(AXES) :])
-    names = ("state_site", "stage", "replicate", "shard", "state_tp")
-    sizes = (*sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
-    state = seen_as(sizes, names[-len(sizes) :])
+    axes = seen_as((*sites, *within.values()), ("site", *AXES))
+    state = seen_as(
+        (*sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp),
+        ("state_site", "stage", "replicate", "shard", "state_tp"),
+    )
     experts = None
     if plan.ep > 1:
-        sizes = (*sites, plan.pp, *plan.expert_ranks, plan.ep, plan.tp)
         experts = seen_as(
-            sizes,
-            ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp")[
-                -len(sizes) :
-            ],
+            (*sites, plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
+            ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
         )
     return Grid(plan, rank, device, axes, state, experts)
 
