@@ -82,6 +82,31 @@ def test_the_mean_of_the_weights_after_every_plain_step_is_data_parallel(
         assert (got[tensor_name] - expected).norm() <= 1e-9 * expected.norm(), tensor_name
 
 
+@pytest.mark.parametrize(
+    ("plan", "more"),
+    [
+        (LAYOUTS["2 sites × pipeline"], {"tie_embeddings": True}),
+        (
+            Plan(dp_replicate=2, dp_shard=2, ep=2, shard="parameters", micro_batch=2),
+            {"experts": 4, "expert_feed_forward": 32},
+        ),
+    ],
+    ids=["tied stages", "experts"],
+)
+def test_so_it_is_for_tensors_on_two_stages_and_for_experts(
+    plan: Plan, more: dict[str, Any], tmp_path: Path
+) -> None:
+    text = decoder(tmp_path)
+    text["model"] |= more
+    one = run_job(tmp_path / "one", text, Plan(micro_batch=7, precision="fp64"))
+    seldom = Synchronization("local_sgd", sites=2, every=1)
+    outcome = run_job(tmp_path / "run", text, replace(plan, precision="fp64", synchronization=seldom))
+    assert outcome.losses == pytest.approx(one.losses, rel=1e-10)
+    got = outcome.tensors()
+    for name, expected in one.tensors().items():
+        assert (got[name] - expected).norm() <= 1e-9 * max(float(expected.norm()), 1e-3), name
+
+
 @pytest.mark.parametrize("name", ["2 sites", "2 sites × ZeRO 3", "2 sites × pipeline"])
 def test_a_staleness_of_zero_is_data_parallel_on_every_layout(name: str, tmp_path: Path) -> None:
     text = decoder(tmp_path, optimizer="adamw", gradient_clip=0.5, learning_rate=1e-2)
