@@ -104,7 +104,9 @@ class Synchronization:
         """'diloco between 2 sites every 100 steps'."""
         sites = f"{self.sites} site" + ("s" if self.sites > 1 else "")
         if not self.is_local:
-            return f"gradients of {sites} {self.staleness} steps late"
+            late = f"{self.staleness} step" + ("" if self.staleness == 1 else "s")
+            return f"gradients of {sites} {late} late"
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
         beside = f", beside {self.overlap_steps} steps" if self.overlap_steps else ""
-        return f"{self.kind} between {sites} every {self.every} steps{parts}{beside}"
+        after = f", after {self.synchronous_steps} steps together" if self.synchronous_steps else ""
+        return f"{self.kind} between {sites} every {self.every} steps{parts}{beside}{after}"
