@@ -16,6 +16,7 @@ from wanma.job.sections import Job
 from wanma.job.synchronization import Synchronization
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
+from wanma.observe.units import bytes_text
 from wanma.planner.capabilities import not_runnable
 from wanma.planner.choose import layout, plan_for
 from wanma.planner.cost.operators import Software
@@ -161,7 +162,20 @@ def test_what_runs_beside_steps_is_not_waited_for_and_small_numbers_travel_faste
 def test_the_forecast_tells_what_is_sent_and_waited_for() -> None:
     told = forecast(problem(devices=16), replace(FAR, synchronization=EVERY_100)).reasons
     (line,) = [reason for reason in told if reason.startswith("between 2 sites")]
-    assert "0.01 times a step instead of its gradients every step" in line
+    assert "every 100 steps instead of its gradients at every step: " in line
+    assert "a step are waited for" in line
+
+
+def test_on_machines_of_unknown_speed_it_tells_what_is_sent() -> None:
+    workload = decoder_workload(SMALL, 512)
+    text = job(synchronize="diloco", fragments=4)
+    told = plan_for(text, LAPTOP, workload, SMALL).forecast
+    assert told is not None
+    (line,) = [reason for reason in told.reasons if reason.startswith("between 2 sites")]
+    assert line == (
+        f"between 2 sites each rank sends about {bytes_text(workload.parameters)} every 25 steps "
+        "instead of its gradients at every step"
+    )
 
 
 def state(plan: Plan) -> State:

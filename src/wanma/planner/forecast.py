@@ -29,6 +29,7 @@ from wanma.planner.cost.moving import is_moving, updates_on_host, with_kept
 from wanma.planner.cost.operators import Software, product_precision
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.pipeline import Play, pipeline_seconds
+from wanma.planner.cost.sites import sent_bytes
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
 from wanma.planner.memory.ranks import Setting, forecast_memory, memory_of_ranks
 from wanma.planner.memory.state import rule_of
@@ -191,7 +192,8 @@ def trained_share(problem: Problem) -> float:
 def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | None) -> Forecast:
     """`needed`, a forecast of memory, with that of time and what follows from it."""
     if step is None:
-        return replace(needed, reasons=(*needed.reasons, unknown_rates(problem, plan) or ""))
+        told = (*told_of_sites(problem, plan, None), unknown_rates(problem, plan) or "")
+        return replace(needed, reasons=(*needed.reasons, *told))
     flops = problem.workload.flops_per_sample * problem.global_batch
     peak = problem.machine.chip.peak_flops_per_second["fp8" if plan.fp8 else plan.precision]
     run = run_cost(problem, plan, step)
@@ -222,21 +224,28 @@ def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
     )
 
 
-def told_of_sites(problem: Problem, plan: Plan, step: StepTime) -> tuple[str, ...]:
-    """What sites exchange, how often, and what a step waits for it; nothing for a plan without them."""
+def told_of_sites(problem: Problem, plan: Plan, step: StepTime | None) -> tuple[str, ...]:
+    """What sites exchange, how often, and what a step waits for it; nothing for a plan without them.
+
+    Args:
+        step: None where the machine's rates are unknown.
+    """
     seldom = plan.synchronization
     if seldom is None:
         return ()
-    between = anatomy(problem, plan).between
-    assert between is not None
-    waited = between.seconds(step.seconds)
-    often = "every step"
+    often = "at every step"
     if seldom.is_local:
-        often = f"{between.exchanges_per_step:.3g} times a step instead of its gradients every step"
+        apart = f"{seldom.every / seldom.fragments:.3g} steps"
+        often = f"every {apart} instead of its gradients at every step"
+    between = anatomy(problem, plan).between if step is not None else None
+    if step is None or between is None:
+        parameters = problem.workload.parameters / plan.pp
+        sent = sent_bytes(plan, software(problem, plan), parameters, trained_share(problem))
+        return (f"between {seldom.sites} sites each rank sends about {bytes_text(int(sent))} {often}",)
     return (
         f"between {seldom.sites} sites each rank sends {bytes_text(int(between.sent_bytes))} {often}: "
-        f"{duration_text(between.exchange_seconds)} each, of which {duration_text(waited)} a step are waited "
-        "for",
+        f"{duration_text(between.exchange_seconds)} each; of all that is between them "
+        f"{duration_text(between.seconds(step.seconds))} a step are waited for",
     )
 
 

@@ -58,13 +58,12 @@ def between_sites(
     if seldom is None:
         return None
     sites = Group(plan.sites, plan.site_ranks)
-    mine = 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
+    mine = _exchanged(plan, software, parameters, trained_share)
+    sent = sent_bytes(plan, software, parameters, trained_share)
     told = all_reduce_seconds(machine, sites, _TOLD_BYTES)
     if not seldom.is_local:
-        sent = mine * software.gradient_bytes
         beside = min(seldom.staleness, 1)  # more are on their way then, but each step sends as much again
         return Between(sent, all_reduce_seconds(machine, sites, sent), 1.0, beside, 0.0, told)
-    sent = mine / seldom.fragments * SENT_BYTES[seldom.compression]
     if seldom.compression == "nothing":
         seconds = all_reduce_seconds(machine, sites, sent)
     else:
@@ -75,3 +74,19 @@ def between_sites(
     return Between(
         sent, seconds, seldom.fragments / seldom.every, seldom.overlap_steps, update if mine else 0.0, told
     )
+
+
+def sent_bytes(plan: Plan, software: Software, parameters: float, trained_share: float) -> float:
+    """Of one rank in one exchange between sites; arguments as of `between_sites`."""
+    seldom = plan.synchronization
+    if seldom is None:
+        return 0.0
+    mine = _exchanged(plan, software, parameters, trained_share)
+    if not seldom.is_local:
+        return mine * software.gradient_bytes
+    return mine / seldom.fragments * SENT_BYTES[seldom.compression]
+
+
+def _exchanged(plan: Plan, software: Software, parameters: float, trained_share: float) -> float:
+    """Parameters of a rank that sites exchange something of."""
+    return 0.0 if software.frozen else parameters * trained_share / plan.tp / plan.shard_ranks
