@@ -121,6 +121,8 @@ def _settings(plan: Plan) -> Iterable[str]:
             yield f"{kind} on {place}"
     if plan.batch_shares:
         yield "uneven shares of the batch"
+    if plan.synchronization is not None:
+        yield str(plan.synchronization)
 
 
 def share_lines(plan: Plan, cluster: Cluster) -> list[str]:

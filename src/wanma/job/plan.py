@@ -15,6 +15,7 @@ from typing import Any
 
 from wanma.job.placement import Replicas
 from wanma.job.sections import Compression, ContextKind, Offload, Precision, Recompute, Schedule, Shard
+from wanma.job.synchronization import Synchronization
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
@@ -86,6 +87,9 @@ class Plan:
     """On mixed hardware: replicas by kind, in the order of their data ranks. Such a plan is no grid: `pp` and
     `tp` are those of its deepest and widest replica, `dp_replicate` counts all of them, and each has its own
     micro-batch and recompute. Its `shard` is over equal replicas, and `batch_shares` says what each does."""
+    synchronization: Synchronization | None = None
+    """What groups of replicas do instead of agreeing at every step. They are then outermost in the order of
+    the ranks, before `pp`: what is within one stays on its links."""
 
     def __post_init__(self) -> None:
         if self.batch_shares and (len(self.batch_shares) != self.data_ranks or min(self.batch_shares) < 1):
@@ -103,6 +107,10 @@ class Plan:
                 )
             if not self.batch_shares:
                 raise ValueError("placed replicas need batch_shares")
+        if self.synchronization is not None and self.dp_replicate % self.synchronization.sites:
+            raise ValueError(
+                f"{self.synchronization.sites} sites cannot share dp_replicate = {self.dp_replicate} evenly"
+            )
 
     def but(self, **changes: Any) -> Plan:
         """As `dataclasses.replace`, in a fraction of its time: searches make plans by the ten thousand.
@@ -127,6 +135,21 @@ class Plan:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
+    def sites(self) -> int:
+        """Groups of replicas that do not agree at every step."""
+        return 1 if self.synchronization is None else self.synchronization.sites
+
+    @property
+    def site_ranks(self) -> int:
+        """Ranks of one site: all, where there is one."""
+        return self.world_size // self.sites
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one site that hold one pipeline rank's stages: so far are they from the next one's."""
+        return self.world_size // self.sites // self.pp
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that read different samples: the two data-parallel axes."""
         return self.dp_replicate * self.dp_shard
@@ -138,8 +161,8 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Copies of each stage's state."""
-        return self.dp_replicate * self.dp_shard * self.cp // self.shard_ranks
+        """Copies of each stage's state, within a site."""
+        return self.dp_replicate // self.sites * self.dp_shard * self.cp // self.shard_ranks
 
     @property
     def computes_with_state(self) -> bool:
@@ -227,10 +250,26 @@ class Plan:
             raise ValueError("a plan that is placed on mixed hardware is no grid of ranks")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} outside a world of {self.world_size}")
+        replicas = self.dp_replicate // self.sites
+        site, rank = divmod(rank, self.site_ranks)
         position: dict[str, int] = {}
         for axis in reversed(AXES):
-            rank, position[axis] = divmod(rank, getattr(self, axis))
+            size = replicas if axis == "dp_replicate" else getattr(self, axis)
+            rank, position[axis] = divmod(rank, size)
+        position["dp_replicate"] += site * replicas
         return {axis: position[axis] for axis in AXES}
+
+    def site_of(self, rank: int) -> int:
+        return rank // self.site_ranks
+
+    def stage_group(self, rank: int) -> list[int]:
+        """Ranks of all sites that hold the same pipeline stages as `rank`."""
+        first = rank % self.site_ranks // self.stage_ranks * self.stage_ranks
+        return [
+            start + place
+            for start in range(first, self.world_size, self.site_ranks)
+            for place in range(self.stage_ranks)
+        ]
 
     def data_rank(self, rank: int) -> int:
         at = self.coordinates(rank)
@@ -313,6 +352,8 @@ class Plan:
             tuples["compression_groups"] = tuple(map(tuple, value["compression_groups"]))
         if "placement" in value:
             tuples["placement"] = tuple(Replicas.from_json(replicas) for replicas in value["placement"])
+        if value.get("synchronization") is not None:
+            tuples["synchronization"] = Synchronization(**value["synchronization"])
         return cls(**{**value, **tuples})
 
     def __str__(self) -> str:
@@ -327,6 +368,8 @@ class Plan:
             axes += ", uneven shares"
         ranks = "rank" if self.world_size == 1 else "ranks"
         sharded = "" if self.shard == "nothing" else f", {self.shard} sharded"
+        seldom = "" if self.synchronization is None else f", {self.synchronization}"
         return (
             f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
+            f"{seldom}"
         )

@@ -22,6 +22,9 @@ Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
 Collectives = Literal["auto", "shared", "gloo"]
 Compression = Literal["nothing", "bf16", "fp16", "int8", "topk", "powersgd"]
+OuterCompression = Literal["nothing", "bf16", "int8"]
+SiteKind = Literal["local_sgd", "diloco", "stale"]
+OuterPlace = Literal["nothing", "host"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -308,6 +311,42 @@ class ParallelSection(Section):
     )
     compression_groups: list[CompressionGroupSection] = Field(
         default_factory=list, description="first match wins; all others: compression"
+    )
+    synchronize: Literal["every_step", "local_sgd", "diloco", "stale"] = Field(
+        "every_step",
+        description="between sites, groups of replicas with slow links between them: local_sgd and diloco "
+        "exchange weights every so many steps, stale has gradients come late; these change the numbers",
+    )
+    sites: int | None = Field(None, ge=1, description="groups of replicas; default: dp_replicate")
+    synchronize_every: int | None = Field(
+        None, ge=1, description="local_sgd, diloco: steps from one exchange to the next; default: 100"
+    )
+    synchronous_steps: int = Field(
+        0, ge=0, description="local_sgd, diloco: first steps, which all sites take together"
+    )
+    outer_rate: float | None = Field(
+        None, gt=0, description="diloco: learning rate of the outer update; default: 0.7"
+    )
+    outer_momentum: float | None = Field(
+        None, ge=0, lt=1, description="diloco: Nesterov momentum of the outer update; default: 0.9"
+    )
+    fragments: int = Field(
+        1, ge=1, description="local_sgd, diloco: parts of the model that are exchanged in turn"
+    )
+    overlap_steps: int = Field(
+        0, ge=0, description="local_sgd, diloco: steps beside which an exchange runs; 0: it is waited for"
+    )
+    overlap_mix: float | None = Field(
+        None, ge=0, lt=1, description="overlap_steps: what a site keeps of its own weights then; default: 0.5"
+    )
+    outer_compression: OuterCompression = Field(
+        "nothing", description="local_sgd, diloco: what is exchanged is rounded to"
+    )
+    outer_offload: OuterPlace = Field(
+        "nothing", description="local_sgd, diloco: where outer weights and momentum wait: device, host"
+    )
+    staleness: int | None = Field(
+        None, ge=0, description="stale: steps by which gradients are late; default: 1"
     )
 
 

@@ -51,8 +51,8 @@ def _own_group(grid: Grid) -> dist.ProcessGroup:
     """The replicas of this rank's part of the model; torch wants every rank to make every group."""
     plan = grid.plan
     mine: dist.ProcessGroup | None = None
-    ranks = torch.arange(plan.world_size).view(plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
-    for members in ranks.movedim(1, -1).flatten(0, -2).tolist():
+    ranks = torch.arange(plan.world_size).view(plan.sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
+    for members in ranks.movedim(2, -1).flatten(0, -2).tolist():
         group = dist.new_group(members)
         if grid.rank in members:
             mine = group

@@ -42,6 +42,13 @@ APPROXIMATIONS = {
 """What a plan may do to the mathematics (`Plan.approximate`), and how. All but what a job names in
 `parallel.allow`, or asks for itself, is left to those who ask."""
 
+BETWEEN_SITES = {
+    "local_sgd": "lets sites go on by themselves and averages their weights now and then",
+    "diloco": "lets sites go on by themselves and makes an outer update of what they have moved now and then",
+    "stale": "applies gradients some steps late",
+}
+"""Likewise, but never chosen: only for a job that asks for it (`parallel.synchronize`)."""
+
 Version = tuple[int, int]
 """Of torch: (2, 13)."""
 
@@ -95,6 +102,8 @@ def allowed_approximations(job: Job) -> frozenset[str]:
     asked = {"fp8"} if job.train.fp8 else set()
     if compresses(job):
         asked.add("compression")
+    if job.parallel.synchronize != "every_step":
+        asked.add(job.parallel.synchronize)
     return frozenset(asked | set(job.parallel.allow))
 
 
@@ -146,6 +155,11 @@ def _placed(asked: _Asked) -> _Reason | None:
 def _approximate(asked: _Asked) -> _Reason | None:
     allowed = allowed_approximations(asked.job)
     for name in asked.plan.approximate:
+        if name in BETWEEN_SITES and name not in allowed:
+            return _Reason(
+                f"{name} {BETWEEN_SITES[name]}, and the job does not ask for it",
+                f"set parallel.synchronize = '{name}'",
+            )
         if name not in allowed:
             changed = APPROXIMATIONS.get(name, "changes the numbers")
             return _Reason(

@@ -12,6 +12,7 @@ from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
+from wanma.planner.between_sites import check_sites, synchronization_of
 from wanma.planner.compression import plan_fields
 from wanma.planner.exchange import check_buckets, exchange_reasons, with_exchange
 from wanma.planner.forecast import forecast, memory, with_pipeline_ranks
@@ -93,6 +94,7 @@ def automatic(
     Raises:
         JobError: what the job fixes leaves no plan, or none that fits; says what would.
     """
+    synchronization_of(job.parallel)  # sites are never chosen
     worlds = run_worlds(job, cluster) if worlds is None else worlds
     found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
     best = found.shown if or_forecast_only else found.best
@@ -121,6 +123,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         parallel = _automatic(job, cluster, device)
     shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
     check_batch_shares(parallel)
+    synchronization = synchronization_of(parallel)
     plan = Plan(
         pp=parallel.pp,
         dp_replicate=parallel.dp_replicate,
@@ -147,7 +150,9 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         device=device,
         **plan_fields(job),
         batch_shares=tuple(parallel.batch_shares),
+        synchronization=synchronization,
     )
+    check_sites(job, plan)
     check_axes(job, plan, cluster)
     check_buckets(job, plan)
     plan = with_exchange(job, plan, None)
@@ -224,7 +229,7 @@ def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
     """
     parallel = problem.job.parallel
     is_open = {"micro_batch": parallel.micro_batch is None, "recompute": parallel.recompute == "auto"}
-    if not any(is_open.values()) or plan.batch_shares or plan.placement:
+    if not any(is_open.values()) or plan.batch_shares or plan.placement or plan.synchronization:
         return None
     space = Space.of_job(
         problem.job,

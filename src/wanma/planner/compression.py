@@ -23,7 +23,11 @@ def compresses(job: Job) -> bool:
 def plan_fields(job: Job) -> dict[str, Any]:
     """What every plan of the job has of it, and names of all that it asks for that changes the numbers."""
     parallel = job.parallel
-    asked = {"fp8": job.train.fp8, "compression": compresses(job)}
+    asked = {
+        "fp8": job.train.fp8,
+        "compression": compresses(job),
+        parallel.synchronize: parallel.synchronize != "every_step",
+    }
     return {
         "compression": parallel.compression,
         "compression_share": parallel.compression_share,

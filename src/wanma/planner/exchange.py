@@ -82,6 +82,8 @@ def why_not_hierarchical(plan: Plan, nodes: int) -> str | None:
         return _OTHERWISE[plan.device]
     if plan.compressions:
         return "compressed gradients (parallel.compression) are exchanged by all ranks at once"
+    if plan.synchronization is not None:
+        return "between sites (parallel.synchronize) gradients are not summed"
     if plan.replicas == 1:
         return "no replicas sum gradients (parallel.dp_replicate = 1)"
     if nodes == 1:

@@ -36,6 +36,11 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     elements = workload.parameters + state_elements(workload, job.train)
     if job.train.weight_average > 0:
         elements += workload.parameters
+    seldom = plan.synchronization
+    if seldom is not None and seldom.is_local:  # each site's own, and what all share
+        elements = seldom.sites * elements + workload.parameters * (1 + (seldom.momentum > 0))
+    elif seldom is not None:
+        elements += seldom.staleness * workload.parameters
     element_bytes = 8 if plan.precision == "fp64" else 4
     parts = max(plan.world_size // plan.replicas, plan.world_size // job.cluster.nodes, 1)
     whole = workload.parameters / plan.tp / plan.pp

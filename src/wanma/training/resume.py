@@ -23,6 +23,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
+from wanma.training.between_sites import left_out
 from wanma.training.published import published_names, start_from_published
 from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
 from wanma.training.snapshots import EVERY, layout_of
@@ -190,7 +191,11 @@ def _carry_on(
     tensors = state.tensors()
     elsewhere = _names_elsewhere(tensors, plan)
     averages = [name for name in saved if name.startswith("average.")]
-    notes = []
+    seldom = plan.synchronization
+    sites = plan.sites if seldom is not None and seldom.is_local else None
+    of_sites, note = left_out(saved, tensors, sites)
+    elsewhere += of_sites
+    notes = [f"{label}: {note}"] if note else []
     if averages and state.average is None:
         elsewhere += averages
         notes.append(f"the averaged weights of {label} are left out: train.weight_average is 0")
@@ -218,7 +223,12 @@ def _carry_on(
 
 
 def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
-    """Have the optimizer state that a state with tensors of these names has."""
+    """Have the optimizer state that a state with tensors of these names has, and what is between sites."""
+    saved = set(saved)
+    if state.sites is not None:
+        state.sites.expect(saved)
+        state.updater.allocate_state(state.sites.optimizer_names(saved))
+        return
     state.updater.allocate_state(
         name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
     )
@@ -241,8 +251,8 @@ def _check_position(values: dict[str, Any], name: str, train: TrainSection, data
 
 
 def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
-    """Names that only other pipeline stages hold."""
-    if plan.pp == 1:
+    """Names that only other pipeline stages, or other sites, hold."""
+    if plan.pp == 1 and plan.sites == 1:
         return []
     everyones: list[list[str]] = [[]] * plan.world_size
     dist.all_gather_object(everyones, list(mine))
@@ -273,8 +283,7 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
     else:
         notes = _load_weights(state, path, plan)
     state.complete_ties()
-    if state.average is not None:
-        state.average.restart()
+    state.restart_copies()
     return notes
 
 

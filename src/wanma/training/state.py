@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from wanma.models.initialize import stable_hash
 from wanma.parallel.parallelize import Parallel
 from wanma.training.anomaly import Anomalies
 from wanma.training.average import WeightAverage
+from wanma.training.between_sites import BetweenSites
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
 
@@ -36,6 +38,8 @@ class TrainingState:
     best_loss: float | None = None
     """Lowest validation loss so far."""
     anomalies: Anomalies = field(default_factory=Anomalies)
+    sites: BetweenSites | None = None
+    """Where groups of replicas do not agree at every step."""
 
     def begin(self, but: Container[str] = ()) -> None:
         """Initial weights: of a run that takes up no checkpoint.
@@ -46,8 +50,22 @@ class TrainingState:
         self.parallel.initialize(but)
         if self.parallel.compression is not None:
             self.parallel.compression.rescale(self._gradient_unit())
+        self.restart_copies()
+
+    def restart_copies(self) -> None:
+        """Begin what follows the weights from them, after they were filled without it."""
         if self.average is not None:
             self.average.restart()
+        if self.sites is not None:
+            self.sites.restart()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, the model computes with what is evaluated: averaged weights, or those that sites share."""
+        if self.average is not None:
+            return self.average.in_place()
+        if self.sites is not None and self.sites.outer is not None:
+            return self.sites.outer.in_place()
+        return nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers as 'model.NAME'."""
@@ -61,12 +79,16 @@ class TrainingState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it; names are the same for every layout."""
-        tensors = self.weights()
+        weights = self.weights()
+        optimizer: dict[str, Tensor] = {}
+        average: dict[str, Tensor] = {}
         for key, of_parameters in self.updater.state_by_kind().items():
-            tensors |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
+            optimizer |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
         if self.average is not None:
-            tensors |= {f"average.{n}": t for n, t in self._own(self.average.tensors).items()}
-        return tensors | self.kept_of_gradients()
+            average = {f"average.{n}": t for n, t in self._own(self.average.tensors).items()}
+        if self.sites is not None:
+            return self.sites.named(weights, optimizer, average)
+        return weights | optimizer | average | self.kept_of_gradients()
 
     def kept_of_gradients(self) -> dict[str, Tensor]:
         """What compressed exchanges have left out of gradients so far (`parallel.compressed`)."""
@@ -111,6 +133,7 @@ class TrainingState:
             "best_loss": self.best_loss,
             "anomalies": self.anomalies.values(),
             **({"gradient_unit": self._gradient_unit()} if self.parallel.compression is not None else {}),
+            **({"sites": self.sites.values()} if self.sites is not None else {}),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -126,6 +149,8 @@ class TrainingState:
             self.parallel.compression.step = self.step
             self.parallel.compression.unit = values.get("gradient_unit", self._gradient_unit())
             self.parallel.compression.rescale(self._gradient_unit())
+        if self.sites is not None:
+            self.sites.restore(values.get("sites", {}))
 
 
 def seed_generators(seed: int, rank: int) -> None:

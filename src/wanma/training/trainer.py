@@ -31,9 +31,11 @@ from wanma.parallel.scratch import Scratch
 from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
+from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
 from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
+from wanma.training.outer import OuterStep
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
 from wanma.training.remainders import check_compressed
@@ -43,7 +45,7 @@ from wanma.training.schedule import learning_rate
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
-from wanma.training.update import Agreement, agree, apply_update, what_is_not_finite
+from wanma.training.update import Agreement, agree, agree_again, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
 from wanma.training.work import OwnWork
 
@@ -105,6 +107,8 @@ class Trainer:
         )
         if plan.device == "cpu" and plan.offload_optimizer == "nothing":
             self.state.updater.reserve_state()
+        if plan.synchronization is not None:
+            self.state.sites = BetweenSites(plan, grid, parallel, self.state.updater)
         run = worker.run_directory
         self._uploads = Uploads(job.checkpoint, worker)
         self._checkpointer = Checkpointer(
@@ -162,6 +166,8 @@ class Trainer:
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
         self._noted: dict[str, Tensor] = {}
+        self._outer: OuterStep | None = None
+        """What came from other sites after the last step."""
         self._step_started = time.perf_counter()
 
     def __enter__(self) -> Trainer:
@@ -203,7 +209,9 @@ class Trainer:
                 torch.cuda.current_stream().synchronize()
         with self.phases.phase("checkpoint"):
             self._snapshots.settle()  # first: that all agree then says that all have settled
+        sites, is_last = state.sites, step + 1 == train.steps
         with self.phases.phase("communication"):
+            factor = self.factor(global_batch) / state.parallel.divisor
             agreement = agree(
                 loss_sum,
                 targets,
@@ -211,10 +219,13 @@ class Trainer:
                 state.updater,
                 self.grid,
                 step=step + 1,
-                factor=self.factor(global_batch) / state.parallel.divisor,
+                factor=factor,
                 pause=self.worker.control.pause_requested(),
                 shared=self._snapshots.shared(),
+                summed=sites.gradients(step + 1, factor, is_last) if sites is not None else None,
             )
+            if sites is not None:
+                sites.know(step + 1, agreement.targets)
             for text in self._snapshots.agreed(agreement.shared):
                 self.message(text)
             wrong = self._what_is_left_out(agreement, loss_sum)
@@ -223,10 +234,15 @@ class Trainer:
             applied = apply_update(agreement, state.updater, train, rate, state.scale, left_out=bool(wrong))
             if applied and state.average is not None:
                 state.average.update()
+            if sites is not None:
+                self._apply_late(sites, agreement, rate, is_last)
         state.end_step(applied)
         state.step += 1
         state.samples += global_batch
-        if applied and train.spike != "ignore":
+        if sites is not None:
+            with self.phases.phase("communication"):
+                self._outer = sites.step_done(state.step, agreement.site_targets, is_last)
+        if applied and agreement.has_gradients and train.spike != "ignore":
             state.anomalies.applied(agreement.loss, agreement.gradient_norm)
         if not applied:
             self.message(
@@ -278,6 +294,7 @@ class Trainer:
                 "memory_bytes": held_bytes(self.grid.device.type),
                 **self._expert_numbers(agreement),
                 **self._compression_numbers(),
+                **(self._outer.numbers() if self._outer is not None else {}),
                 **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
                 if self._flops_per_sample is None
@@ -370,6 +387,17 @@ class Trainer:
 
     # ---------------------------------------------------------------- inside
 
+    def _apply_late(self, sites: BetweenSites, agreement: Agreement, rate: float, is_last: bool) -> None:
+        """Updates with what else has come from the sites: at the end of a job, all that was on its way."""
+        state = self.state
+        while (summed := sites.late(is_last)) is not None:
+            again = agree_again(agreement, state.updater, self.grid, summed)
+            if apply_update(again, state.updater, self.job.train, rate, state.scale):
+                if state.average is not None:
+                    state.average.update()
+            else:
+                self.message(f"late gradients of norm {again.gradient_norm} are left out", "warning")
+
     def _what_is_left_out(self, agreement: Agreement, loss_sum: Tensor) -> str:
         """Why the step's update is left out by policy; empty where it is made, or fp16's loss scale decides.
 
@@ -437,9 +465,7 @@ class Trainer:
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
-        per_stage = self.plan.world_size // self.plan.pp
-        first = self.grid.at("pp") * per_stage
-        return list(range(first, first + per_stage))
+        return self.plan.stage_group(self.worker.rank)
 
     def _take_phases(self) -> tuple[dict[str, float], Spent]:
         """Seconds by phase, and those of communication by kind.
