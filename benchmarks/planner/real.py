@@ -1,14 +1,14 @@
 """Forecasts beside real runs on this machine's processors: 3 models that no calibration has seen.
 
     python -m benchmarks.planner.real --calibrate         # a minute at rest; again for a quieter one
-    python -m benchmarks.planner.real --minutes 5         # runs what is not measured yet; again to carry on
+    python -m benchmarks.planner.real --minutes 5         # carries on with the rounds that are left
     python -m benchmarks.planner.real --memory --minutes 5   # only peaks, of few steps; needs no quiet
     python -m benchmarks.planner.real --report
 
-A run's steps count only where other programs left the machine alone, and where a fixed matrix product
-before and after the run took no longer than usual: this machine may be a guest of another. Runs of two other
-models correct the calibration, as `wanma plan --learn` does. State and report are in
-benchmarks/results/planner-real.*.
+A run's steps count only where other programs left the machine alone. The machine may be the guest of another
+whose other guests slow it down, which no counter shows: so all cases run in turn, in rounds, each round in an
+order of its own, and slow stretches fall on all of them alike. Runs of two other models correct the
+calibration, as `wanma plan --learn` does. State and report are in benchmarks/results/planner-real.*.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import datetime
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, ROOT, BenchmarkError, commit, machine, run_command
-from benchmarks.pace import at_rest, is_slow
 from benchmarks.planner.quiet import Watch
 from benchmarks.planner.real_cases import MODELS, cases, job_text
 from benchmarks.planner.real_report import report, steps_that_count
@@ -83,24 +83,31 @@ def _calibrate(state: dict[str, Any], seconds: float) -> None:
 
 
 def _run(state: dict[str, Any], options: argparse.Namespace) -> None:
-    """Every case that lacks quiet steps, until the time is over."""
+    """Round by round, every case that lacks runs or quiet steps, until the time is over."""
     deadline = time.monotonic() + options.minutes * 60
-    for name, layout in cases():
-        if (options.model and name not in options.model) or (options.layout and layout not in options.layout):
-            continue
-        while quiet_steps(state, name, layout) < options.quiet and at_rest(state, deadline):
+    for turn in range(options.rounds + options.retries):
+        in_turn = list(cases())
+        random.Random(turn).shuffle(in_turn)
+        for name, layout in in_turn:
+            if (options.model and name not in options.model) or (
+                options.layout and layout not in options.layout
+            ):
+                continue
+            runs = [run for run in state["runs"] if (run["model"], run["layout"]) == (name, layout)]
+            quiet = sum(len(steps_that_count(run)) for run in runs)
+            if len(runs) > turn or (turn >= options.rounds and quiet >= options.quiet):
+                continue
+            if time.monotonic() >= deadline:
+                return
             taken = _train(name, layout, options.steps, options.foreign_limit)
-            taken["slow"] = is_slow(state)
             state["runs"].append(taken)
             _note_memory(state, taken)
             _save(state)
             counted = len(steps_that_count(taken))
-            print(f"{name}, {layout}: {counted} of {len(taken['steps'])} steps were quiet", flush=True)
-
-
-def quiet_steps(state: dict[str, Any], name: str, layout: str) -> int:
-    runs = [run for run in state["runs"] if (run["model"], run["layout"]) == (name, layout)]
-    return sum(len(steps_that_count(run)) for run in runs)
+            print(
+                f"round {turn + 1}: {name}, {layout}: {counted} of {len(taken['steps'])} steps were quiet",
+                flush=True,
+            )
 
 
 def _measure_memory(state: dict[str, Any], options: argparse.Namespace) -> None:
@@ -179,6 +186,8 @@ def parse() -> argparse.Namespace:
     add("--report", action="store_true", help="only the report of what was measured")
     add("--minutes", type=float, default=5.0, help="start no run after this (default 5)")
     add("--steps", type=int, default=14, help="of a run (default 14)")
+    add("--rounds", type=int, default=2, help="runs of every case (default 2)")
+    add("--retries", type=int, default=2, help="more runs of a case that lacks quiet steps (default 2)")
     add("--quiet", type=int, default=8, help="quiet steps that every case wants (default 8)")
     add("--foreign-limit", type=float, default=0.1, help="CPUs that others may use in one (default 0.1)")
     add("--model", nargs="+", choices=list(MODELS), help="only these")

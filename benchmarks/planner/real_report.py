@@ -49,8 +49,9 @@ def report(state: Mapping[str, Any]) -> str:
     after = teach(calibration, taught)
     parts = [
         "# Forecasts beside real runs on processors\n",
-        f"{state['machine']}. A step is the median of those during which other programs left the machine "
-        "alone, with its 95 % interval. `measured rates`: forecast by `wanma cluster --calibrate` alone; "
+        f"{state['machine']}. A step is the median of those, of all runs of its case, during which other "
+        "programs left the machine alone, with its 95 % interval; the runs of all cases took turns. "
+        "`measured rates`: forecast by `wanma cluster --calibrate` alone; "
         f"`corrected`: after {len(taught)} runs of {_count_models(taught)} other models taught the "
         "calibration (`wanma plan --learn`).\n",
         _corrections(after),
@@ -95,9 +96,7 @@ def read_rows(state: Mapping[str, Any]) -> list[Row]:
 
 
 def steps_that_count(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those in which other programs left the machine alone; none of a run after which it was slow."""
-    if run.get("slow", False):
-        return []
+    """Those in which other programs left the machine alone."""
     return [step for step in run["steps"] if step["others"] <= run["foreign_limit"]]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +14,12 @@ import torch.testing._internal.distributed.fake_pg  # makes groups that pretend 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wanma.collectives.functional import mend_all_gather
+from wanma.collectives.stopwatch import Stopwatch, watching
 from wanma.job.errors import WanmaError
 from wanma.job.plan import AXES, Plan
+from wanma.job.sections import Collectives
 from wanma.job.worker import Worker
+from wanma.parallel.transport import backend_name, tell_transport
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ class Grid:
     state: DeviceMesh
     experts: DeviceMesh | None
     """None without expert parallelism."""
+    ranks_by_node: tuple[int, ...] = ()
+    """As of `Worker`."""
+    communication: Stopwatch = field(default_factory=Stopwatch, compare=False)
+    """What it costs in time, all of this rank's."""
 
     @property
     def state_mesh(self) -> DeviceMesh:
@@ -74,7 +81,9 @@ class Grid:
 
 
 @contextmanager
-def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterator[Grid]:
+def process_grid(
+    worker: Worker, plan: Plan, deadline_seconds: float, collectives: Collectives = "auto"
+) -> Iterator[Grid]:
     """Join the run's process group and build its mesh; leave both in order, whatever happens inside.
 
     A group is made for a single process too: the same code then runs at every size.
@@ -82,9 +91,11 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
     Args:
         deadline_seconds: after which the supervisor calls a silent run hung. Collectives wait longer
             than that, so that its report, which names the cause, comes before their bare time-out.
+        collectives: of a CPU's ranks; `parallel.collectives` of the job.
 
     Raises:
-        WanmaError: the plan wants another number of ranks than were started, or has no such device.
+        WanmaError: the plan wants another number of ranks than were started, or has no such device; or
+            `collectives` is 'shared', and that cannot be.
     """
     if plan.world_size != worker.world_size:
         raise WanmaError(
@@ -103,18 +114,26 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
             )
         )
     mend_all_gather()
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = backend_name(worker, device, collectives)
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
     )
     try:
-        yield build_grid(plan, worker.rank, device)
+        tell_transport(worker, collectives)
+        grid = build_grid(plan, worker.rank, device, worker.ranks_by_node)
+        # The host's clock tells the time of what a CPU waits for, not of what a GPU does.
+        with watching(grid.communication) if device.type == "cpu" else nullcontext():
+            yield grid
     finally:
         dist.destroy_process_group()
 
 
-def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
-    """The meshes of a plan, in a process group that has been joined; every rank calls it."""
+def build_grid(plan: Plan, rank: int, device: torch.device, ranks_by_node: tuple[int, ...] = ()) -> Grid:
+    """The meshes of a plan, in a process group that has been joined; every rank calls it.
+
+    Args:
+        ranks_by_node: as of `Worker`.
+    """
     saves_groups = device.type == "cpu" and plan.world_size > 1
     root = init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("world",))
 
@@ -134,7 +153,7 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
             (plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
             ("expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
         )
-    return Grid(plan, rank, device, axes, state, experts)
+    return Grid(plan, rank, device, axes, state, experts, ranks_by_node)
 
 
 def _device(worker: Worker, plan: Plan) -> torch.device:

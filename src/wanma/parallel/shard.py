@@ -32,10 +32,15 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch, UnshardedReduce
+from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, UnshardedReduce
+from wanma.collectives.shared.backend import shared_group
+from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
+from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
 from wanma.parallel.compressed import GradientCompression
@@ -144,10 +149,9 @@ def shard_data(
         mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
-            _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1)
+            _communicate_by_ourselves(unit, stopwatch, mesh, ahead=plan.overlap)
         if compression is not None:
-            on_cpu = GlooReduceScatter(stopwatch) if plan.device == "cpu" else None
-            compress_unit(unit, compression, names, on_cpu)
+            compress_unit(unit, compression, names)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
@@ -228,9 +232,18 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
     return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
 
 
-def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, *, one_shard: bool) -> None:
-    unit.set_custom_all_gather(GlooAllGather(stopwatch))
-    unit.set_custom_reduce_scatter(UnshardedReduce(stopwatch) if one_shard else GlooReduceScatter(stopwatch))
+def _communicate_by_ourselves(
+    unit: FSDPModule, stopwatch: Stopwatch, mesh: DeviceMesh, *, ahead: bool
+) -> None:
+    """Over `mesh` (replicate, shard), on CPUs."""
+    gather: AllGather = GlooAllGather(stopwatch, ahead=ahead)
+    scatter: ReduceScatter = GlooReduceScatter(stopwatch)
+    if mesh.size(1) == 1:
+        scatter = UnshardedReduce(stopwatch)
+    elif (shared := shared_group(mesh.get_group(1))) is not None:
+        gather, scatter = SharedAllGather(stopwatch, shared), SharedReduceScatter(stopwatch, shared)
+    unit.set_custom_all_gather(gather)
+    unit.set_custom_reduce_scatter(scatter)
     # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the
     # output, which starts the stopwatch, and ends at this hook.
     unit.set_all_reduce_hook(lambda _: stopwatch.stop(time.perf_counter()))

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.collectives.stopwatch import Spent
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.observe.gpu import GpuSampler
-from wanma.observe.memory import peak_memory_bytes, reset_peak
+from wanma.observe.memory import reset_peak
 from wanma.observe.mfu import model_flops_utilization
 from wanma.observe.phases import PhaseTimer
 from wanma.observe.recorder import Recorder
@@ -31,6 +32,7 @@ from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
 from wanma.training.health import Health
+from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
@@ -239,7 +241,7 @@ class Trainer:
     def record(self, agreement: Agreement) -> None:
         """Record the step just finished, with all that was done for it. Validation is not step time."""
         now = time.perf_counter()
-        phases = self._take_phases()
+        phases, spent = self._take_phases()
         self._report_saves(self._checkpointer.poll())
         self._uploads.tell(self.message)
         seconds = now - self._step_started - phases["validation"]
@@ -248,14 +250,16 @@ class Trainer:
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
         self._own_work.step(phases, self._global_batch)
-        self._write_record(agreement, seconds, phases)
+        self._write_record(agreement, seconds, phases, spent)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
                 seconds - phases["checkpoint"],
                 is_last=agreement.stop or agreement.pause or self.state.step == self.job.train.steps,
             )
 
-    def _write_record(self, agreement: Agreement, seconds: float, phases: dict[str, float]) -> None:
+    def _write_record(
+        self, agreement: Agreement, seconds: float, phases: dict[str, float], spent: Spent
+    ) -> None:
         if self._recorder is None:
             return
         self._tell_recovery()
@@ -270,7 +274,8 @@ class Trainer:
                 "samples": self.state.samples,
                 "learning_rate": self._rate,
                 "phases": phases,
-                "memory_bytes": peak_memory_bytes(self.grid.device.type),
+                **({"waited": spent.waited, "under_way": spent.under_way} if spent.waited else {}),
+                "memory_bytes": held_bytes(self.grid.device.type),
                 **self._expert_numbers(agreement),
                 **self._compression_numbers(),
                 **(self._gpu.take() if self._gpu is not None else {}),
@@ -436,13 +441,19 @@ class Trainer:
         first = self.grid.at("pp") * per_stage
         return list(range(first, first + per_stage))
 
-    def _take_phases(self) -> dict[str, float]:
-        """Seconds by phase; communication inside forward and backward is moved to its own name."""
-        phases = self.phases.take()
-        inside = self.state.parallel.communication.take()
+    def _take_phases(self) -> tuple[dict[str, float], Spent]:
+        """Seconds by phase, and those of communication by kind.
+
+        What is waited inside forward and backward for other data ranks is moved to its own phase. Of a GPU
+        the host's clock does not know what it waits for.
+        """
+        phases, spent = self.phases.take(), self.state.parallel.communication.take()
+        if self.plan.device != "cpu":
+            return phases, Spent({}, {})
+        inside = spent.waited.get("data", 0.0)
         phases["communication"] += inside
         phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
-        return phases
+        return phases, spent
 
     def _expert_numbers(self, agreement: Agreement) -> dict[str, float]:
         """What the record says of experts: how uneven their load is, and the loss against it, per target."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
 from wanma.planner.cost.communication import (
+    Algorithm,
     Group,
     all_gather_seconds,
     all_reduce_seconds,
@@ -63,13 +64,17 @@ class Summing:
     machine: Machine
     whole_bytes: float
 
-    def all_reduce(self, group: Group, elements: float) -> float:
-        """Seconds until every rank has the sum of all of `elements`."""
+    def all_reduce(self, group: Group, elements: float, algorithm: Algorithm | None = None) -> float:
+        """Seconds until every rank has the sum of all of `elements`.
+
+        Args:
+            algorithm: of whole gradients; None: the fastest.
+        """
         kind, machine = self._kind(), self.machine
         if group.size == 1 or not elements:
             return 0.0
         if kind == "nothing":
-            return all_reduce_seconds(machine, group, elements * self.whole_bytes)
+            return all_reduce_seconds(machine, group, elements * self.whole_bytes, algorithm)
         if kind == "topk":
             sent = elements * self.plan.compression_share * CHOSEN_BYTES
             return all_gather_seconds(machine, group, group.size * sent) + self._moving(kind, elements)

@@ -7,7 +7,7 @@ without torch.
 from __future__ import annotations
 
 from wanma.job.plan import Plan
-from wanma.planner.cost.communication import Group, all_gather_seconds
+from wanma.planner.cost.communication import Algorithm, Group, all_gather_seconds, crosses
 from wanma.planner.cost.compression import Summing
 from wanma.planner.cost.compute import ELEMENT_BYTES, streaming_seconds
 from wanma.planner.cost.machine import Machine
@@ -49,6 +49,7 @@ class DataParallel:
         self.gathers_again = gathers_again(plan)
         self.is_beside_compute = plan.device != "cpu"
         """Collectives of a CPU run on the cores that compute."""
+        self.hides_sums = hides_sums(plan, machine)
 
     def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
         """What gathering a block's sharded parameters for forward and backward, and reducing its gradients
@@ -169,13 +170,20 @@ class DataParallel:
             moved, kernels = (fresh + kept) * (fresh != kept) + added * 3 * kept, 2
         return streaming_seconds(self.machine.chip, whole * moved, kernels)
 
+    def _algorithm(self) -> Algorithm | None:
+        """Of the replicas' sums: Gloo has a ring, and wanma its own; NCCL chooses."""
+        if self.is_beside_compute or not crosses(self.machine, self.replicas):
+            return None
+        return "hierarchical" if self.plan.hierarchical and self.plan.computes_with_state else "ring"
+
     def once_a_step(self, parameters: float) -> tuple[float, float]:
         """(reduce, gather) of a rank's parameters: gradients, and what the optimizer's shards give back.
 
         Of experts a rank holds its part, which fewer ranks share: as many bytes move.
         """
         whole = parameters / self.plan.tp
-        reduce = self.summing.all_reduce(self.replicas, whole * self.trained_share / self.shards.size)
+        mine = whole * self.trained_share / self.shards.size
+        reduce = self.summing.all_reduce(self.replicas, mine, self._algorithm())
         if self.is_by_block and self.gathers_again:
             return reduce, 0.0  # the rest was done block by block
         copies, gather = not self.is_beside_compute and not self.plan.computes_with_state, 0.0
@@ -189,6 +197,21 @@ class DataParallel:
         reduce += self._scattered(whole)
         reduce += gradients_seconds(self.machine, self.plan, whole * self.trained_share / self.shards.size)
         return reduce + self._filed(whole) if copies else reduce, gather
+
+
+def hides_sums(plan: Plan, machine: Machine) -> bool:
+    """Whether gradients are summed beside the last backward.
+
+    On CPUs where a network between machines moves them: within one, moving takes the cores that compute
+    (docs/performance.md). A pipeline's are complete only when its backwards are done, and compressed ones
+    wait for that.
+    """
+    if plan.device != "cpu":
+        return True
+    group = Group(plan.replicas, plan.tp * plan.shard_ranks)
+    if plan.compressions:
+        return False
+    return plan.overlap and plan.computes_with_state and plan.pp == 1 and crosses(machine, group)
 
 
 def is_by_block(plan: Plan) -> bool:
