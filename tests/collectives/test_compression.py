@@ -193,13 +193,12 @@ def test_sums_and_errors_are_those_that_were_published(kind: Compression) -> Non
 def test_eight_bits_with_both_errors_are_those_that_were_published() -> None:
     """Of one tensor alone: which parts a rank sums depends on what lies beside it in the bucket."""
     (first, *_), errors = expected("int8", 0)
+    largest = float(first.abs().max())
     outcome = run_ranks(one_tensor, RANKS, ())
-    for step, total in enumerate(expected("int8", 0)[0]):
-        torch.testing.assert_close(
-            outcome[0][0][step], total, rtol=1e-5, atol=1e-5 * float(first.abs().max())
-        )
-    for (_, got), error in zip(outcome, errors, strict=True):
-        torch.testing.assert_close(torch.tensor(got), error, rtol=1e-4, atol=1e-5 * float(first.abs().max()))
+    for got, total in zip(outcome[0][0], expected("int8", 0)[0], strict=True):
+        torch.testing.assert_close(torch.tensor(got), total, rtol=1e-5, atol=1e-5 * largest)
+    for (_, kept), error in zip(outcome, errors, strict=True):
+        torch.testing.assert_close(torch.tensor(kept), error, rtol=1e-4, atol=1e-5 * largest)
 
 
 def one_tensor(worker: Worker) -> tuple[list[list[float]], list[float]]:

@@ -236,12 +236,12 @@ class Ends:
         self._job["checkpoint"] = {"every_steps": 0}
         self._known: dict[str, float] = {}
 
-    def __call__(self, kind: Compression, forgetful: bool = False) -> float:
-        name = f"{kind}{', forgetful' if forgetful else ''}"
+    def __call__(self, kind: Compression, share: float = 0.2, forgetful: bool = False) -> float:
+        name = f"{kind} {share}{', forgetful' if forgetful else ''}"
         if name not in self._known:
             plan = Plan(dp_replicate=2, micro_batch=4)
             if kind != "nothing":
-                plan = compressed(plan, kind)
+                plan = compressed(plan, kind, compression_share=share)
             patch = "support.forgetful:errors_are_forgotten" if forgetful else None
             losses = run_job(self._folder / name, self._job, plan, patch=patch).losses
             self._known[name] = sum(losses[-5:]) / 5
@@ -264,4 +264,4 @@ def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
 def test_without_its_memory_a_method_that_leaves_much_out_falls_behind(kind: Compression, ends: Ends) -> None:
-    assert ends(kind, forgetful=True) > ends(kind) + 0.05
+    assert ends(kind, share=0.05, forgetful=True) > ends(kind, share=0.05) + 0.05

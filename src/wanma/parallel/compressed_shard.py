@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from wanma.job.errors import WanmaError
@@ -32,13 +31,13 @@ def compress_unit(
     unit: FSDPModule,
     compression: GradientCompression,
     names: Mapping[int, str],
-    inner: ReduceScatter | None,
 ) -> None:
     """Let one unit of FSDP2's sum its gradients through `compression`; without effect where nobody shares.
 
+    Until compression begins they are summed as without it.
+
     Args:
         names: id of each sharded parameter → its name in the whole model.
-        inner: what scatters whole gradients until compression begins; None: FSDP2's own.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     if group is None:
@@ -51,9 +50,8 @@ def compress_unit(
         info.replicate_process_group = ReplicaGroup(info.replicate_process_group, compression, slots)
     elif shards > 1:
         slots = [_scattered(one, names[id(one.sharded_param)], shards) for one in parameters]
-        unit.set_custom_reduce_scatter(
-            CompressedReduceScatter(compression, slots, inner or DefaultReduceScatter())
-        )
+        inner: ReduceScatter = group._reduce_scatter_comm
+        unit.set_custom_reduce_scatter(CompressedReduceScatter(compression, slots, inner))
     else:
         return
     for slot in slots:

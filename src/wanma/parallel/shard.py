@@ -151,8 +151,7 @@ def shard_data(
         if plan.device == "cpu":
             _communicate_by_ourselves(unit, stopwatch, mesh, ahead=plan.overlap)
         if compression is not None:
-            on_cpu = GlooReduceScatter(stopwatch) if plan.device == "cpu" else None
-            compress_unit(unit, compression, names, on_cpu)
+            compress_unit(unit, compression, names)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_map_only
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from wanma.checkpoint.shards import local_part
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.parallel.compressed import GradientCompression, whole_slot
+from wanma.parallel.compressed_whole import sum_compressed
 from wanma.parallel.data_sums import data_sums
 from wanma.parallel.gradient_sums import Bucket, GradientSums, Size, buckets
 from wanma.parallel.mesh import Grid
@@ -88,7 +88,7 @@ class Whole:
         input_dtype: given to all floating-point tensors that come into the module; None leaves them.
         divisor: of gradients, beside their sum.
         scalars_only: leave all other parameters alone.
-        compression: sums gradients over the data ranks in fewer bytes; None: they are summed as they are.
+        compression: sums gradients over the replicas in fewer bytes, after backward; None: as they are.
     """
 
     def __init__(
@@ -112,18 +112,18 @@ class Whole:
         overlaps = grid.plan.overlap and grid.plan.pp == 1 and not scalars_only
         self._axes = data_sums(grid, beside_backward=overlaps)
         self._overlaps = overlaps and len(self._axes) == 1
-        self._device = grid.device
         self._sums: GradientSums | None = None
         """Of the step whose last micro-batch runs backward."""
         self._strays = Strays(model)
         self._held = _hold(model, grid, scalars_only=scalars_only)
         self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
         self._layout: tuple[list[Size], list[Bucket]] = [], []
-        self._compression = compression if self._axes else None
+        self._compression = compression if grid.state["replicate"].size() > 1 else None
         if self._compression is not None:
-            for held in self._held:
-                shape = tuple(local_part(held.state).shape)
-                self._compression.register(whole_slot(held.full_name, partial(getattr, held, "state"), shape))
+            self._replicas = grid.state["replicate"].get_group()
+            for held, size in zip(self._held, self._sizes, strict=True):
+                slot = whole_slot(held.full_name, partial(getattr, held, "state"), tuple(size.shape))
+                self._compression.register(slot)
         self._computes = False
         # Outside what is compiled, as FSDP2's are.
         before = torch.compiler.disable(self._before_forward)
@@ -175,12 +175,21 @@ class Whole:
 
         return tree_map_only(Tensor, cast, (arguments, keywords))  # type: ignore[no-any-return]
 
+    @property
+    def _compresses(self) -> bool:
+        return self._compression is not None and self._compression.is_on
+
     def _sums_of(self, take: Callable[[int], Tensor | None], axis: int) -> GradientSums:
-        sizes = [size for size in self._sizes if self._held[size.parameter].state.requires_grad]
+        sizes = self._trained()
         if sizes != self._layout[0]:  # who trains may freeze and release parameters between steps
             self._layout = sizes, buckets(sizes, self._bucket_bytes)
+        first = sizes[0].parameter if sizes else 0
+        device = local_part(self._held[first].state).device if sizes else torch.device("cpu")
         sums = self._axes[axis]
-        return GradientSums(self._layout[1], self._device, take, sums.begin, self.communication, sums.join)
+        return GradientSums(self._layout[1], device, take, sums.begin, self.communication, sums.join)
+
+    def _trained(self) -> list[Size]:
+        return [size for size in self._sizes if self._held[size.parameter].state.requires_grad]
 
     def _on_gradient(self, index: int) -> None:
         """Backward has made the gradient of a parameter."""
@@ -216,10 +225,17 @@ class Whole:
         Args:
             gradients: those that are not under way already.
         """
+        if self._compression is not None and self._compression.is_on:
+            names = {size.parameter: self._held[size.parameter].full_name for size in self._trained()}
+            return sum_compressed(
+                gradients,
+                buckets(self._trained(), self._bucket_bytes),
+                names,
+                self._compression,
+                self._replicas,
+                self.communication,
+            )
         for axis in range(len(self._axes)):
-            if self._compresses:
-                gradients = self._compressed(gradients, axis)
-                continue
             left = gradients
 
             def take(index: int, left: dict[int, Tensor] = left) -> Tensor | None:
@@ -231,36 +247,6 @@ class Whole:
             # From now on this model's are complete only at the end.
             self._overlaps = self._overlaps and not sums.came_late
         return gradients
-
-    @property
-    def _compresses(self) -> bool:
-        return self._compression is not None and self._compression.is_on
-
-    def _compressed(self, gradients: dict[int, Tensor], axis: int) -> dict[int, Tensor]:
-        """As `GradientSums.finish`, through `compression`, which goes tensor by tensor."""
-        assert self._compression is not None
-        group = self._axes[axis].group
-        trained = [index for index, held in enumerate(self._held) if held.state.requires_grad]
-        if not trained:
-            return gradients
-        with self.communication.waiting("data"):
-            has = torch.tensor([float(index in gradients) for index in trained], device=self._device)
-            dist.all_reduce(has, group=group)
-            # In a dry run tensors have no values, and what one rank has all have. Where nobody has a
-            # gradient, what was left out of earlier ones stays.
-            numbers = [1.0] * len(trained) if is_fake(has) else has.tolist()
-            anywhere = {index for index, number in zip(trained, numbers, strict=True) if number}
-            sums = {
-                index: gradients.get(index, torch.zeros_like(local_part(self._held[index].state)))
-                for index in anywhere
-            }
-            for bucket in buckets(
-                [size for size in self._sizes if size.parameter in anywhere], self._bucket_bytes
-            ):
-                members = [size.parameter for size in bucket.sizes]
-                pieces = [(self._held[index].full_name, sums[index].view(1, -1), None) for index in members]
-                self._compression.exchange(pieces, group)
-        return sums
 
 
 def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:

@@ -100,8 +100,8 @@ def check_sites(job: Job, plan: Plan) -> None:
     key = f"parallel.synchronize = '{seldom.kind}'"
     if plan.compressions:
         raise JobError(
-            f"{key} with parallel.compression: what is left out of a gradient has no place in a checkpoint of "
-            "sites yet",
+            f"{key} with parallel.compression: what is left out of gradients has no place in a "
+            "checkpoint of sites yet",
             "leave parallel.compression out; parallel.outer_compression makes smaller what sites exchange",
         )
     if plan.offload_parameters != "nothing":

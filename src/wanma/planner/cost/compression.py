@@ -68,7 +68,7 @@ class Summing:
         """Seconds until every rank has the sum of all of `elements`.
 
         Args:
-            algorithm: of whole gradients.
+            algorithm: of whole gradients; None: the fastest.
         """
         kind, machine = self._kind(), self.machine
         if group.size == 1 or not elements:

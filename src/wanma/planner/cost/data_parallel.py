@@ -182,8 +182,8 @@ class DataParallel:
         Of experts a rank holds its part, which fewer ranks share: as many bytes move.
         """
         whole = parameters / self.plan.tp
-        trained = whole * self.trained_share / self.shards.size
-        reduce = self.summing.all_reduce(self.replicas, trained, self._algorithm())
+        mine = whole * self.trained_share / self.shards.size
+        reduce = self.summing.all_reduce(self.replicas, mine, self._algorithm())
         if self.is_by_block and self.gathers_again:
             return reduce, 0.0  # the rest was done block by block
         copies, gather = not self.is_beside_compute and not self.plan.computes_with_state, 0.0
@@ -203,15 +203,15 @@ def hides_sums(plan: Plan, machine: Machine) -> bool:
     """Whether gradients are summed beside the last backward.
 
     On CPUs where a network between machines moves them: within one, moving takes the cores that compute
-    (docs/performance.md). A pipeline's are complete only when its backwards are done, and compressing them
-    takes the cores too.
+    (docs/performance.md). A pipeline's are complete only when its backwards are done, and compressed ones
+    wait for that.
     """
     if plan.device != "cpu":
         return True
     group = Group(plan.replicas, plan.tp * plan.shard_ranks)
-    if plan.compressions or plan.pp > 1:
+    if plan.compressions:
         return False
-    return plan.overlap and plan.computes_with_state and crosses(machine, group)
+    return plan.overlap and plan.computes_with_state and plan.pp == 1 and crosses(machine, group)
 
 
 def is_by_block(plan: Plan) -> bool:
