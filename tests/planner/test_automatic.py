@@ -298,16 +298,21 @@ def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> Non
 # ------------------------------------------------------------------ unlike devices
 
 
-def test_on_unlike_devices_placed_plans_are_shown_beside_those_that_run() -> None:
+def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown() -> None:
     mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
-    asked = job({"auto": True}, cluster={"nodes": 2, "rendezvous": "a:1"})
+    where = {"nodes": 2, "rendezvous": "a:1"}
+    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
     found = find_plans(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
     placed = [one for one in found.candidates if one.plan.placement]
     assert placed
     assert all("planned for and not run yet" in (one.forecast_only or "") for one in placed)
     assert found.best is not None
-    assert found.best.plan.placement == ()
+    best = found.best.plan
+    assert best.placement == ()
+    assert best.world_size == 16
+    first, last = best.batch_shares[: best.data_ranks // 2], best.batch_shares[best.data_ranks // 2 :]
+    assert min(first) > max(last), "the H100s are the first machine"
     kept = find_plans(job({"auto": True, **FEW}), mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
     assert not any(one.plan.placement for one in kept.candidates)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from wanma.api.machines import here
+from wanma.api.machines import check_place, here
 from wanma.api.read_model import ModelRead, read_model
 from wanma.checkpoint.storage import check_url
 from wanma.data.open import prepare
@@ -180,6 +180,7 @@ def prepare_job(
     decides = job.parallel.auto or job.parallel.recompute == "auto"
     read = read_model(job, objects) if read_own or decides or not is_own else ModelRead(None, None)
     planned = finish(job, start, read.workload)
+    check_place(job, planned.plan, start.cluster)
     peak = peak_flops_per_second(planned.plan, start.cluster)
     return Prepared(start.cluster, planned, read.workload, peak, read.reason)
 

@@ -366,7 +366,8 @@ class Coordinator:
     def _judge(self, works: tuple[RankWork, ...], now: float) -> None:
         for slow in self._stragglers.hear(works, sum(self._ranks_by_node), now):
             peer = next(peer for peer in self._running() if slow.rank in peer.ranks)
-            self._broadcast(replace(slow, node=peer.node, host=peer.join.host))
+            local_rank = slow.rank - peer.ranks.start
+            self._broadcast(replace(slow, node=peer.node, host=peer.join.host, local_rank=local_rank))
 
     # The end, or a new beginning -----------------------------------------------------------------
 

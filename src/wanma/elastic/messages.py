@@ -376,6 +376,8 @@ class Slow(Message):
     """For how many this has been so."""
     node: int = 0
     host: str = ""
+    local_rank: int = 0
+    """On that node; of GPUs, the number of the device."""
 
 
 @dataclass(frozen=True)

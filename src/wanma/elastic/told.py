@@ -56,7 +56,7 @@ def stopping_text(exit_code: int, here: bool, what: str = "", seconds: float | N
 
 def slow_text(slow: Slow) -> str:
     """Which rank is slow, in what, by how much, and whether it has ever been better."""
-    who = f"rank {slow.rank} ({slow.host})"
+    who = f"rank {slow.rank} ({slow.host}, local rank {slow.local_rank})"
     if not slow.is_slow:
         return f"{who} is no longer slow: {slow.ratio:.2f} times its peers for the last {slow.steps} steps"
     return (

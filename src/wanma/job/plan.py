@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from wanma.job.placement import Replicas
 from wanma.job.sections import Compression, ContextKind, Offload, Precision, Recompute, Schedule, Shard
+from wanma.job.shares import starts, why_equal_counts
 from wanma.job.synchronization import Synchronization
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -279,8 +280,8 @@ class Plan:
         """Rows of the global batch that `data_rank` computes: contiguous, and as many as its share of them
         to within one."""
         if self.batch_shares:
-            starts = self._starts(global_batch)
-            return range(starts[data_rank], starts[data_rank + 1])
+            first = starts(self.batch_shares, global_batch)
+            return range(first[data_rank], first[data_rank + 1])
         base, extra = divmod(global_batch, self.data_ranks)
         start = data_rank * base + min(data_rank, extra)
         return range(start, start + base + (data_rank < extra))
@@ -288,7 +289,7 @@ class Plan:
     def sizes(self, global_batch: int) -> list[int]:
         """Rows of every data rank."""
         if self.batch_shares:
-            return [stop - start for start, stop in pairwise(self._starts(global_batch))]
+            return [stop - start for start, stop in pairwise(starts(self.batch_shares, global_batch))]
         base, extra = divmod(global_batch, self.data_ranks)
         return [base + (rank < extra) for rank in range(self.data_ranks)]
 
@@ -296,24 +297,32 @@ class Plan:
         """Of one data rank."""
         return max(self.sizes(global_batch)) if self.batch_shares else -(-global_batch // self.data_ranks)
 
-    def accumulation(self, global_batch: int) -> int:
-        """Micro-batches per step: the same on every rank, because collectives run inside them.
+    @property
+    def counts_apart(self) -> bool:
+        """Whether each data rank has as many micro-batches as its own rows need: its share is unlike others',
+        and nothing that data ranks do together happens within a micro-batch."""
+        return bool(self.batch_shares) and why_equal_counts(self) is None
 
-        Only placed replicas each have their own number; then it is the largest.
-        """
+    def accumulation(self, global_batch: int) -> int:
+        """Micro-batches per step: of the data rank that has most of them, where they differ (`counts`)."""
         if not self.placement:
             return max(math.ceil(self.most_rows(global_batch) / self.micro_batch), 1)
-        sizes, first, most = self.sizes(global_batch), 0, 1
-        for replicas in self.placement:
-            most = max(most, math.ceil(max(sizes[first : first + replicas.count]) / replicas.micro_batch))
-            first += replicas.count
-        return most
+        return max(self.counts(global_batch))
+
+    def counts(self, global_batch: int) -> list[int]:
+        """Micro-batches of every data rank in a step."""
+        if not (self.placement or self.counts_apart):
+            return [self.accumulation(global_batch)] * self.data_ranks
+        return [
+            max(math.ceil(rows / self._micro_batch_of(rank)), 1)
+            for rank, rows in enumerate(self.sizes(global_batch))
+        ]
 
     def micro_batches(self, global_batch: int, data_rank: int) -> list[range]:
-        """This data rank's rows in `accumulation(global_batch)` runs; the last ones may be empty."""
+        """This data rank's rows in as many runs as `counts` says; the last ones may be empty."""
         mine = self.rows(global_batch, data_rank)
-        if self.placement:
-            count = max(math.ceil(len(mine) / self.replicas_of(data_rank).micro_batch), 1)
+        if self.placement or self.counts_apart:
+            count = max(math.ceil(len(mine) / self._micro_batch_of(data_rank)), 1)
         else:
             count = self.accumulation(global_batch)
         base, extra = divmod(len(mine), count)
@@ -324,6 +333,9 @@ class Plan:
             start = stop
         return runs
 
+    def _micro_batch_of(self, data_rank: int) -> int:
+        return self.replicas_of(data_rank).micro_batch if self.placement else self.micro_batch
+
     def replicas_of(self, data_rank: int) -> Replicas:
         """Those of `placement` that `data_rank` is one of."""
         for replicas in self.placement:
@@ -331,11 +343,6 @@ class Plan:
                 return replicas
             data_rank -= replicas.count
         raise ValueError("the plan has no such placed replica")
-
-    def _starts(self, global_batch: int) -> list[int]:
-        """First row of every data rank, and the end, by `batch_shares`."""
-        whole = sum(self.batch_shares)
-        return [global_batch * before // whole for before in accumulate(self.batch_shares, initial=0)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -238,6 +238,11 @@ class CompressionGroupSection(Section):
     compression: Compression = Field(description="what ranks exchange of these gradients")
 
 
+def _pair(value: Any) -> Any:
+    """A list is good for a tuple here too, where `parallel` may be a word and so is looked at beforehand."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class ParallelSection(Section):
     """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
@@ -260,6 +265,15 @@ class ParallelSection(Section):
     batch_shares: list[PositiveInt] = Field(
         default_factory=list,
         description="samples of each data rank in every sum of them (unlike devices); default: equal",
+    )
+    balance: Literal["auto", "off", "on"] = Field(
+        "auto",
+        description="move shares of the batch while the run goes on, by how fast ranks are; auto: where the "
+        "planner gave unlike devices unlike shares, and not under train.deterministic",
+    )
+    share_moves: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_pair)]] = Field(
+        default_factory=list,
+        description="[[step, batch_shares], ...]: other shares from that step on, as a run with balance told",
     )
     sequence: bool = Field(
         True, description="tp: ranks also share the sequence between the split matrices (sequence parallel)"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wanma.collectives.stopwatch import Stopwatch
+from wanma.collectives.waits import Waits, waits
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.blocks import repeated_blocks
@@ -33,6 +34,7 @@ from wanma.parallel.stages import keep_stage, stage_layout
 from wanma.parallel.tensor import split_tensors
 from wanma.parallel.ties import Ties, tie_stages
 from wanma.parallel.whole import Whole
+from wanma.parallel.work_clock import WorkClock
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Parallel:
     """Those that the model itself does not freeze."""
     noting: Mapping[str, NotesStatistics]
     """Modules of the whole model that note statistics of a step; those of other stages without memory."""
+    clock: WorkClock
+    """Of what this rank computes, without what it waits for others."""
     seed: int | None
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
     scratch: Scratch | None = None
@@ -149,10 +153,25 @@ def parallelize(
         _apply(part, spec, plan, grid, grid.communication, scratch, compression) for part in parts
     )
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
-    pipeline = Pipeline(parts, numbers, plan, grid, data_parallel) if plan.pp > 1 else None
+    # Of the process: all that tensor, context and expert ranks wait for each other.
+    within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Waits()
+    clock = WorkClock(
+        grid.device.type, lambda: grid.communication.waited_seconds + within.seconds, by_piece=plan.pp > 1
+    )
+    pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
     return Parallel(
-        tuple(parts), pipeline, data_parallel, ties, names, trainable, noting, to_draw, scratch, compression
+        tuple(parts),
+        pipeline,
+        data_parallel,
+        ties,
+        names,
+        trainable,
+        noting,
+        clock,
+        to_draw,
+        scratch,
+        compression,
     )
 
 

@@ -17,6 +17,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, Schedule
+from wanma.job.shares import why_not_timed
 from wanma.models.described import model_kind
 from wanma.planner.compression import compresses, not_compressible
 from wanma.planner.stages import SPLIT_BACKWARD
@@ -152,6 +153,18 @@ def _placed(asked: _Asked) -> _Reason | None:
     )
 
 
+def _untimed(asked: _Asked) -> _Reason | None:
+    """Shares that follow the ranks' times need times."""
+    reason = why_not_timed(asked.plan) if asked.job.parallel.balance == "on" else None
+    if reason is None or asked.plan.data_ranks == 1:
+        return None
+    return _Reason(
+        f"parallel.balance = 'on': {reason}",
+        "set parallel.balance = 'off' and parallel.batch_shares by hand, or parallel.shard to 'nothing' or "
+        "'optimizer'",
+    )
+
+
 def _approximate(asked: _Asked) -> _Reason | None:
     allowed = allowed_approximations(asked.job)
     for name in asked.plan.approximate:
@@ -241,6 +254,7 @@ def _split_backward(asked: _Asked) -> _Reason | None:
 _LIMITS = (
     _foreign_device,
     _placed,
+    _untimed,
     _unsplit_model,
     _approximate,
     _compressed,

@@ -24,7 +24,6 @@ from wanma.planner.recompute import least_recompute
 from wanma.planner.rules import (
     admitted_micro_batches,
     check_axes,
-    check_batch_shares,
     check_dimensions,
     check_micro_batches,
     check_schedule,
@@ -34,6 +33,7 @@ from wanma.planner.rules import (
 from wanma.planner.search.best import search
 from wanma.planner.search.candidates import Found
 from wanma.planner.search.space import Space
+from wanma.planner.share_rules import check_batch_shares, check_shares
 from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts
 
 CPU_TOKENS = 4096
@@ -122,7 +122,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
     if parallel.auto:
         parallel = _automatic(job, cluster, device)
     shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
-    check_batch_shares(parallel)
+    check_batch_shares(job)
     synchronization = synchronization_of(parallel)
     plan = Plan(
         pp=parallel.pp,
@@ -196,6 +196,7 @@ def complete(
         sizes = admitted_micro_batches(job, plan, max(rows // plan.pp, 1)) or [1]
         plan = replace(plan, micro_batch=job.parallel.micro_batch or sizes[0])
         check_micro_batches(job, plan)
+        check_shares(job, plan, group_of(job, dimensions))
         return Planned(plan, None)
 
     ranks = plan.world_size // job.cluster.nodes
@@ -209,6 +210,7 @@ def complete(
     else:
         plan, told = chosen
     plan = with_exchange(job, plan, problem.machine)
+    check_shares(job, plan, group_of(job, dimensions, workload))
     needed = with_pipeline_ranks(problem, plan, forecast(problem, plan))
     if (overflow := host_overflow(problem, plan, needed)) is not None:
         raise JobError(

@@ -93,9 +93,12 @@ def _calculated(calculate: Callable[..., Memory], problem: Problem, plan: Plan) 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:
     """What a forecast of memory needs beside model and plan."""
     train = problem.job.train
+    count = plan.accumulation(max(global_batches(problem.job)))
+    if problem.job.parallel.balance == "on" and plan.data_ranks > 1:
+        count = max(count, 2)  # who gets more samples than one micro-batch takes adds up gradients
     return Setting(
         rule_of(train),
-        plan.accumulation(max(global_batches(problem.job))),
+        count,
         train.weight_average > 0,
         software(problem, plan),
         None,

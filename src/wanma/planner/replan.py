@@ -36,7 +36,7 @@ STATE_BYTES_PER_SECOND = 0.9e9
 """At which a machine gets its part of the state back from disk, hashes checked: that of writing it, 0.40 GB
 in 0.455 s on two cores (docs/performance.md)."""
 
-DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares"})
+DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares", "share_moves"})
 """Of [parallel], what more or fewer devices change even where the job says it."""
 
 
@@ -217,7 +217,8 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
     replicas = data if running.dp_shard == 1 else math.gcd(running.dp_replicate, data)
     if running.synchronization is not None:
         replicas = _replicas_of_sites(running, data)
-    sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas, "batch_shares": []}
+    sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas}
+    sizes |= {"batch_shares": [], "share_moves": []}
     if running.synchronization is not None and job.parallel.sites is not None:
         sizes["sites"] = data * running.sites // running.data_ranks
     if data // replicas * running.cp == 1:

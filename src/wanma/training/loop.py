@@ -49,11 +49,12 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
             with phases.phase("data"):
                 step = next(batches)
             progress(state.step, "forward and backward")
-            with phases.phase("forward_backward"):
+            with phases.phase("forward_backward"), state.parallel.clock.whole():
                 loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
             is_saved = end_step(trainer, agreement, measure)
+            loader.follow(trainer.plan)
             if agreement.stop and state.step < job.train.steps:
                 outcome = "interrupted"
                 break

@@ -40,6 +40,9 @@ class TrainingState:
     anomalies: Anomalies = field(default_factory=Anomalies)
     sites: BetweenSites | None = None
     """Where groups of replicas do not agree at every step."""
+    share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Shares of the batch that the run has moved to by the ranks' times, and the optimizer steps before
+    each."""
 
     def begin(self, but: Container[str] = ()) -> None:
         """Initial weights: of a run that takes up no checkpoint.
@@ -134,6 +137,7 @@ class TrainingState:
             "anomalies": self.anomalies.values(),
             **({"gradient_unit": self._gradient_unit()} if self.parallel.compression is not None else {}),
             **({"sites": self.sites.values()} if self.sites is not None else {}),
+            "share_moves": [[step, list(shares)] for step, shares in self.share_moves],
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -151,6 +155,7 @@ class TrainingState:
             self.parallel.compression.rescale(self._gradient_unit())
         if self.sites is not None:
             self.sites.restore(values.get("sites", {}))
+        self.share_moves = [(step, tuple(shares)) for step, shares in values.get("share_moves", ())]
 
 
 def seed_generators(seed: int, rank: int) -> None:

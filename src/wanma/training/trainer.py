@@ -42,6 +42,7 @@ from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
+from wanma.training.share_moves import Moved, ShareMoves
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
@@ -78,7 +79,8 @@ class Trainer:
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
     ) -> None:
-        self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
+        self.job, self.worker, self.grid = job, worker, grid
+        self._devices = plan.world_size
         self.phases = PhaseTimer()
         self._targets_per_sample = targets_per_sample
         self._fingerprint = data_fingerprint
@@ -125,6 +127,7 @@ class Trainer:
             still_mine=worker.still_mine,
         )
         resumed = resume(self.state, job, plan, worker, data_fingerprint)
+        self._shares = ShareMoves(job, plan, grid, parallel, self.state)
         self._replicas = ReplicaCheck(
             self.state,
             worker,
@@ -155,8 +158,9 @@ class Trainer:
                 plan=str(plan),
                 **({"again": True} if worker.restart is not None else {}),
             )
-            for text in [*resumed.messages, *self._snapshots.notes]:
+            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
                 self._recorder.message(text)
+        self._shares.notes.clear()
         self._uploads.wake(self.state.step)
         self._restart = worker.restart
         """Until the first step after it is finished."""
@@ -165,10 +169,17 @@ class Trainer:
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
+        self._work_seconds, self._worked_under = 0.0, self.plan
+        self._moved: Moved | None = None
         self._noted: dict[str, Tensor] = {}
         self._outer: OuterStep | None = None
         """What came from other sites after the last step."""
         self._step_started = time.perf_counter()
+
+    @property
+    def plan(self) -> Plan:
+        """Of the step that comes next: shares of the batch may move between steps."""
+        return self._shares.plan
 
     def __enter__(self) -> Trainer:
         return self
@@ -207,11 +218,14 @@ class Trainer:
             # The next phase reads numbers, and would be charged with all the work queued before them.
             with self.phases.phase("forward_backward"):
                 torch.cuda.current_stream().synchronize()
+        self._work_seconds, self._worked_under = state.parallel.clock.take(), self.plan
+        self._shares.worked(self._work_seconds)
         with self.phases.phase("checkpoint"):
             self._snapshots.settle()  # first: that all agree then says that all have settled
         sites, is_last = state.sites, step + 1 == train.steps
         with self.phases.phase("communication"):
             factor = self.factor(global_batch) / state.parallel.divisor
+            of_snapshots = self._snapshots.shared()
             agreement = agree(
                 loss_sum,
                 targets,
@@ -221,13 +235,14 @@ class Trainer:
                 step=step + 1,
                 factor=factor,
                 pause=self.worker.control.pause_requested(),
-                shared=self._snapshots.shared(),
+                shared=(*of_snapshots, *self._shares.shared()),
                 summed=sites.gradients(step + 1, factor, is_last) if sites is not None else None,
             )
             if sites is not None:
                 sites.know(step + 1, agreement.targets)
-            for text in self._snapshots.agreed(agreement.shared):
+            for text in self._snapshots.agreed(agreement.shared[: len(of_snapshots)]):
                 self.message(text)
+            decision = self._shares.agreed(agreement.shared[len(of_snapshots) :])
             wrong = self._what_is_left_out(agreement, loss_sum)
             self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite and not wrong)
         with self.phases.phase("optimizer"):
@@ -251,6 +266,7 @@ class Trainer:
                 "warning",
             )
         self._rate, self._global_batch = rate, global_batch
+        self._moved = self._shares.move(decision)
         self.worker.control.step_done(state.step)
         return agreement
 
@@ -265,7 +281,8 @@ class Trainer:
         self._log.step(
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
-        self._own_work.step(phases, self._global_batch)
+        self._own_work.step(phases, self._work_seconds, self._global_batch, self._worked_under)
+        self._shares.step_ended(phases, seconds)
         self._write_record(agreement, seconds, phases, spent)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
@@ -279,7 +296,6 @@ class Trainer:
         if self._recorder is None:
             return
         self._tell_recovery()
-        devices = self.plan.world_size
         self._recorder.step(
             {
                 "step": self.state.step,
@@ -299,10 +315,22 @@ class Trainer:
                 "mfu": None
                 if self._flops_per_sample is None
                 else model_flops_utilization(
-                    self._flops_per_sample, self._global_batch, seconds, devices, self._peak
+                    self._flops_per_sample, self._global_batch, seconds, self._devices, self._peak
                 ),
             }
         )
+        while self._shares.notes:
+            self.message(self._shares.notes.pop(0), "warning")
+        if self._moved is not None:
+            moved = self._moved
+            self._recorder.event(
+                "shares",
+                step=moved.step,
+                batch_shares=list(moved.shares),
+                before=list(moved.before),
+                level="info",
+                text=moved.text,
+            )
 
     def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
         """Note a validation result; one that is not a number is the best of nothing."""
@@ -460,12 +488,12 @@ class Trainer:
 
     def _room_for_saves(self) -> Scratch | None:
         """State that is on disk because memory has no room for it is not copied into memory either."""
-        on_disk = "disk" in (self.plan.offload_parameters, self.plan.offload_optimizer)
+        on_disk = "disk" in (self.grid.plan.offload_parameters, self.grid.plan.offload_optimizer)
         return self.state.parallel.scratch if on_disk else None
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
-        return self.plan.stage_group(self.worker.rank)
+        return self.grid.plan.stage_group(self.worker.rank)
 
     def _take_phases(self) -> tuple[dict[str, float], Spent]:
         """Seconds by phase, and those of communication by kind.
