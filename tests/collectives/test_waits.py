@@ -28,9 +28,9 @@ def _wait(worker: Worker) -> dict[str, float]:
         dist.barrier()
         if worker.rank == 1:
             time.sleep(LATE_SECONDS)
-        before = watch.total
+        before = watch.seconds
         result = call()
-        waited[name] = watch.total - before
+        waited[name] = watch.seconds - before
         return result
 
     total = taken("all_reduce", lambda: functional.all_reduce(x.detach(), "sum", group) + 0)

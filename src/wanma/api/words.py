@@ -11,6 +11,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.forecast import MEMORY_KINDS, Forecast, StepTime, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.planner.compression import compression_words
 
 
 class TimeKind(NamedTuple):
@@ -78,6 +79,17 @@ def settings_words(plan: Plan) -> str:
     return ", ".join(_settings(plan))
 
 
+def gradients_words(plan: Plan) -> str:
+    """'summed 8.0 MiB at a time, within machines first, while backward goes on'; empty where FSDP2 does it,
+    and where nobody sums any."""
+    if not plan.computes_with_state or plan.replicas == 1:
+        return ""
+    parts = [f"summed {bytes_text(plan.bucket_bytes)} at a time"]
+    parts += ["within machines first"] if plan.hierarchical else []
+    is_beside = plan.overlap and plan.pp == 1
+    return ", ".join([*parts, "while backward goes on" if is_beside else "after the last backward"])
+
+
 def _settings(plan: Plan) -> Iterable[str]:
     if plan.shard != "nothing":
         yield f"{plan.shard} sharded"
@@ -94,19 +106,23 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield "whole sequences"
     if plan.cp > 1:
         yield plan.context
+    if plan.hierarchical:
+        yield "gradients by machines first"
     if plan.compile:
         yield "compiled"
     if "bf16" in plan.approximate:
         yield "bf16"
     if plan.fp8:
         yield "fp8"
-    if plan.compression != "nothing":
-        yield f"gradients in {plan.compression}"
+    if words := compression_words(plan):
+        yield f"gradients {words}"
     for kind in ("parameters", "optimizer", "activations"):
         if (place := getattr(plan, f"offload_{kind}")) != "nothing":
             yield f"{kind} on {place}"
     if plan.batch_shares:
         yield "uneven shares of the batch"
+    if plan.synchronization is not None:
+        yield str(plan.synchronization)
 
 
 def share_lines(plan: Plan, cluster: Cluster) -> list[str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
 from wanma.job.placement import Replicas
 from wanma.job.sections import Compression, ContextKind, Offload, Precision, Recompute, Schedule, Shard
 from wanma.job.shares import starts, why_equal_counts
+from wanma.job.synchronization import Synchronization
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
@@ -23,8 +25,10 @@ UPDATED_TOGETHER = 1 << 23
 """Parameters whose optimizer state is on the device at once, where it otherwise waits elsewhere."""
 
 REDUCED_TOGETHER_BYTES = 25 << 20
-"""Of whole gradients that are summed over replicas in one message, as DDP's: many small ones cost more
-switches between ranks than the copy saves, and one of all would be a second copy of them all."""
+"""Of whole gradients that are summed over replicas in one message, at most, as DDP's: many small ones cost
+more switches between ranks than the copy saves, and one of all would be a second copy of them all."""
+LEAST_TOGETHER_BYTES = 1 << 20
+"""At least, likewise."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,21 @@ class Plan:
     precision: Precision = "fp32"
     fp8: bool = False
     compression: Compression = "nothing"
-    """What gradients are rounded to before ranks exchange them. In 8 bits, blocks of 256 share a scale, and
-    what rounding lost is added to the next step's (Seide et al. 2014)."""
+    """What ranks exchange of gradients (`collectives.compression`)."""
+    compression_share: float = 0.01
+    """topk: of each tensor's elements."""
+    compression_rank: int = 4
+    """powersgd: of the matrices."""
+    compression_from_step: int = 0
+    """Optimizer steps before it begins."""
+    compression_groups: tuple[tuple[str, Compression], ...] = ()
+    """(pattern of parameter names, compression); the first that matches counts instead of `compression`."""
+    overlap: bool = True
+    """Replicas sum their gradients, and shards gather parameters ahead of use, while backward goes on."""
+    bucket_bytes: int = REDUCED_TOGETHER_BYTES
+    """Of gradients that replicas sum in one message; a larger tensor goes alone."""
+    hierarchical: bool = False
+    """Replicas sum their gradients within each node, then between nodes, of which each rank has a part."""
     device: str = "cpu"
     threads_per_rank: int = 1
     approximate: tuple[str, ...] = ()
@@ -71,6 +88,9 @@ class Plan:
     """On mixed hardware: replicas by kind, in the order of their data ranks. Such a plan is no grid: `pp` and
     `tp` are those of its deepest and widest replica, `dp_replicate` counts all of them, and each has its own
     micro-batch and recompute. Its `shard` is over equal replicas, and `batch_shares` says what each does."""
+    synchronization: Synchronization | None = None
+    """What groups of replicas do instead of agreeing at every step. They are then outermost in the order of
+    the ranks, before `pp`: what is within one stays on its links."""
 
     def __post_init__(self) -> None:
         if self.batch_shares and (len(self.batch_shares) != self.data_ranks or min(self.batch_shares) < 1):
@@ -88,6 +108,10 @@ class Plan:
                 )
             if not self.batch_shares:
                 raise ValueError("placed replicas need batch_shares")
+        if self.synchronization is not None and self.dp_replicate % self.synchronization.sites:
+            raise ValueError(
+                f"{self.synchronization.sites} sites cannot share dp_replicate = {self.dp_replicate} evenly"
+            )
 
     def but(self, **changes: Any) -> Plan:
         """As `dataclasses.replace`, in a fraction of its time: searches make plans by the ten thousand.
@@ -112,6 +136,21 @@ class Plan:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
+    def sites(self) -> int:
+        """Groups of replicas that do not agree at every step."""
+        return 1 if self.synchronization is None else self.synchronization.sites
+
+    @property
+    def site_ranks(self) -> int:
+        """Ranks of one site: all, where there is one."""
+        return self.world_size // self.sites
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one site that hold one pipeline rank's stages: so far are they from the next one's."""
+        return self.world_size // self.sites // self.pp
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that read different samples: the two data-parallel axes."""
         return self.dp_replicate * self.dp_shard
@@ -123,8 +162,8 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Copies of each stage's state."""
-        return self.dp_replicate * self.dp_shard * self.cp // self.shard_ranks
+        """Copies of each stage's state, within a site."""
+        return self.dp_replicate // self.sites * self.dp_shard * self.cp // self.shard_ranks
 
     @property
     def computes_with_state(self) -> bool:
@@ -136,6 +175,17 @@ class Plan:
             and self.precision in ("fp32", "fp64")
             and self.offload_parameters == "nothing"
         )
+
+    @property
+    def compressions(self) -> frozenset[Compression]:
+        """The ways in which gradients are made smaller; empty where they are exchanged as they are."""
+        methods = {self.compression, *(method for _, method in self.compression_groups)}
+        return frozenset(methods - {"nothing"})
+
+    def compression_of(self, parameter: str) -> Compression:
+        """What ranks exchange of the gradient of the parameter of this full name."""
+        groups = (method for pattern, method in self.compression_groups if fnmatchcase(parameter, pattern))
+        return next(groups, self.compression)
 
     @property
     def expert_ranks(self) -> tuple[int, int]:
@@ -201,10 +251,26 @@ class Plan:
             raise ValueError("a plan that is placed on mixed hardware is no grid of ranks")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} outside a world of {self.world_size}")
+        replicas = self.dp_replicate // self.sites
+        site, rank = divmod(rank, self.site_ranks)
         position: dict[str, int] = {}
         for axis in reversed(AXES):
-            rank, position[axis] = divmod(rank, getattr(self, axis))
+            size = replicas if axis == "dp_replicate" else getattr(self, axis)
+            rank, position[axis] = divmod(rank, size)
+        position["dp_replicate"] += site * replicas
         return {axis: position[axis] for axis in AXES}
+
+    def site_of(self, rank: int) -> int:
+        return rank // self.site_ranks
+
+    def stage_group(self, rank: int) -> list[int]:
+        """Ranks of all sites that hold the same pipeline stages as `rank`."""
+        first = rank % self.site_ranks // self.stage_ranks * self.stage_ranks
+        return [
+            start + place
+            for start in range(first, self.world_size, self.site_ranks)
+            for place in range(self.stage_ranks)
+        ]
 
     def data_rank(self, rank: int) -> int:
         at = self.coordinates(rank)
@@ -289,8 +355,12 @@ class Plan:
         tuples: dict[str, Any] = {
             key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
         }
+        if "compression_groups" in value:
+            tuples["compression_groups"] = tuple(map(tuple, value["compression_groups"]))
         if "placement" in value:
             tuples["placement"] = tuple(Replicas.from_json(replicas) for replicas in value["placement"])
+        if value.get("synchronization") is not None:
+            tuples["synchronization"] = Synchronization(**value["synchronization"])
         return cls(**{**value, **tuples})
 
     def __str__(self) -> str:
@@ -305,6 +375,8 @@ class Plan:
             axes += ", uneven shares"
         ranks = "rank" if self.world_size == 1 else "ranks"
         sharded = "" if self.shard == "nothing" else f", {self.shard} sharded"
+        seldom = "" if self.synchronization is None else f", {self.synchronization}"
         return (
             f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
+            f"{seldom}"
         )

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from wanma.collectives.gloo import Stopwatch
-from wanma.collectives.waits import waits
+from wanma.collectives.stopwatch import Stopwatch
+from wanma.collectives.waits import Waits, waits
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.blocks import repeated_blocks
@@ -19,6 +19,7 @@ from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
 from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
 from wanma.parallel.autocast import autocast_forward
+from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
 from wanma.parallel.low_precision import compute_in_fp8
@@ -60,6 +61,8 @@ class Parallel:
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
     scratch: Scratch | None = None
     """Where what the plan offloads to disk goes."""
+    compression: GradientCompression | None = None
+    """What makes gradients smaller on their way between ranks, if the plan does."""
 
     def initialize(self, but: Container[str] = ()) -> None:
         """Give the parameters their initial values, where no checkpoint does.
@@ -87,7 +90,7 @@ class Parallel:
 
     @property
     def communication(self) -> Stopwatch:
-        """Time that the data ranks' communication takes, of all parts."""
+        """Time that this rank's communication takes."""
         return self.data_parallel[0].communication
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -145,16 +148,30 @@ def parallelize(
     if plan.pp > 1:
         layout = stage_layout(whole, spec.layout, plan)
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
-    stopwatch = Stopwatch()
-    data_parallel = tuple(_apply(part, spec, plan, grid, stopwatch, scratch) for part in parts)
+    compression = open_compression(plan, seed, grid.device)
+    data_parallel = tuple(
+        _apply(part, spec, plan, grid, grid.communication, scratch, compression) for part in parts
+    )
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     # Of the process: all that tensor, context and expert ranks wait for each other.
-    within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Stopwatch()
-    clock = WorkClock(grid.device.type, lambda: stopwatch.total + within.total, by_piece=plan.pp > 1)
+    within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Waits()
+    clock = WorkClock(
+        grid.device.type, lambda: grid.communication.waited_seconds + within.seconds, by_piece=plan.pp > 1
+    )
     pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
     return Parallel(
-        tuple(parts), pipeline, data_parallel, ties, names, trainable, noting, clock, to_draw, scratch
+        tuple(parts),
+        pipeline,
+        data_parallel,
+        ties,
+        names,
+        trainable,
+        noting,
+        clock,
+        to_draw,
+        scratch,
+        compression,
     )
 
 
@@ -173,7 +190,13 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
 
 
 def _apply(
-    part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch, scratch: Scratch | None
+    part: nn.Module,
+    spec: ModelSpec,
+    plan: Plan,
+    grid: Grid,
+    stopwatch: Stopwatch,
+    scratch: Scratch | None,
+    compression: GradientCompression | None,
 ) -> Sharded | Whole:
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.fp8:
@@ -199,6 +222,7 @@ def _apply(
         grid,
         stopwatch,
         full_precision_output=spec.kind == "custom",
+        compression=compression,
     )
     if not spec.own_initialization:
         allocate(part, parameters_device(plan, grid.device), grid.device)

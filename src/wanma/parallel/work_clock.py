@@ -42,7 +42,7 @@ class WorkClock:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """All of a step's forwards and backwards, and what is between them, where that is one piece."""
+        """All of a step's forwards and backwards, and what is between them, in one piece if that can be."""
         if self._by_piece:
             yield
             return

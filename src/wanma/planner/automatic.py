@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from wanma.job.cluster import Cluster
 from wanma.job.forecast import Workload
-from wanma.job.plan import Plan
+from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import allowed_approximations, not_runnable
-from wanma.planner.cost.data_parallel import COMPRESSED_BYTES
+from wanma.planner.compression import plan_fields
+from wanma.planner.cost.compression import LOOKED_AT
 from wanma.planner.cost.machines import is_measured
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.measure.calibration import Calibration
@@ -186,7 +187,11 @@ def _exact(job: Job, machines: Cluster) -> Plan:
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device_of(job, machines),
-        approximate=("fp8",) if job.train.fp8 else (),
+        **plan_fields(job),
+        overlap=job.parallel.overlap,
+        bucket_bytes=job.parallel.bucket_bytes or REDUCED_TOGETHER_BYTES,
+        # Where a plan has no use for it, it is as if it were not so, and `choose` takes it away.
+        hierarchical=job.parallel.hierarchical is not False and job.cluster.nodes > 1,
     )
 
 
@@ -205,11 +210,11 @@ def _starts(problem: Problem, machines: Cluster) -> list[Plan]:
         low = replace(start, fp8=True, approximate=(*start.approximate, "fp8"))
         if "fp8" in allowed and not start.fp8 and not_runnable(job, low, machines) is None:
             found.append(low)
-    if "compression" in allowed:
+    if "compression" in job.parallel.allow and not exact.compressions and exact.precision != "fp64":
         found += [
             replace(start, compression=kind, approximate=(*start.approximate, "compression"))
             for start in wide
-            for kind in COMPRESSED_BYTES
+            for kind in LOOKED_AT
         ]
     return found
 

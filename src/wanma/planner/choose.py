@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, Workload
-from wanma.job.plan import Plan
+from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
+from wanma.planner.between_sites import check_sites, synchronization_of
+from wanma.planner.compression import plan_fields
+from wanma.planner.exchange import check_buckets, exchange_reasons, with_exchange
 from wanma.planner.forecast import forecast, memory, with_pipeline_ranks
 from wanma.planner.groups import Group, group_of
 from wanma.planner.measure.calibration import Calibration
@@ -91,6 +94,7 @@ def automatic(
     Raises:
         JobError: what the job fixes leaves no plan, or none that fits; says what would.
     """
+    synchronization_of(job.parallel)  # sites are never chosen
     worlds = run_worlds(job, cluster) if worlds is None else worlds
     found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
     best = found.shown if or_forecast_only else found.best
@@ -98,8 +102,13 @@ def automatic(
         raise no_plan(job, cluster, workload, dimensions, found, worlds)
     ranks = max(best.plan.world_size // job.cluster.nodes, 1)
     problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
-    whole = with_pipeline_ranks(problem, best.plan, best.forecast)
-    return Planned(best.plan, replace(whole, reasons=(*reasons(found), *whole.reasons)), found)
+    plan, needed = with_exchange(job, best.plan, problem.machine), best.forecast
+    check_buckets(job, plan)
+    if plan != best.plan:
+        needed = forecast(problem, plan)
+    whole = with_pipeline_ranks(problem, plan, needed)
+    told = (*reasons(found), *exchange_reasons(plan, problem.machine), *whole.reasons)
+    return Planned(plan, replace(whole, reasons=told), found)
 
 
 def layout(job: Job, cluster: Cluster) -> Plan:
@@ -114,6 +123,7 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         parallel = _automatic(job, cluster, device)
     shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
     check_batch_shares(job)
+    synchronization = synchronization_of(parallel)
     plan = Plan(
         pp=parallel.pp,
         dp_replicate=parallel.dp_replicate,
@@ -133,13 +143,19 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         offload_optimizer=parallel.offload_optimizer,
         offload_activations=parallel.offload_activations,
         compile=parallel.compile,
+        overlap=parallel.overlap,
+        bucket_bytes=parallel.bucket_bytes or REDUCED_TOGETHER_BYTES,
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device,
-        approximate=("fp8",) if job.train.fp8 else (),
+        **plan_fields(job),
         batch_shares=tuple(parallel.batch_shares),
+        synchronization=synchronization,
     )
+    check_sites(job, plan)
     check_axes(job, plan, cluster)
+    check_buckets(job, plan)
+    plan = with_exchange(job, plan, None)
     node = cluster.nodes[0]
     ranks_here = plan.world_size // job.cluster.nodes
     threads = job.cluster.threads_per_rank or max(node.cores // ranks_here, 1)
@@ -193,6 +209,7 @@ def complete(
         plan, told = _by_rule(problem, plan, rows)
     else:
         plan, told = chosen
+    plan = with_exchange(job, plan, problem.machine)
     check_shares(job, plan, group_of(job, dimensions, workload))
     needed = with_pipeline_ranks(problem, plan, forecast(problem, plan))
     if (overflow := host_overflow(problem, plan, needed)) is not None:
@@ -202,6 +219,7 @@ def complete(
         )
     if needed.memory_bytes > problem.memory_bytes:
         raise does_not_fit(problem, plan, needed, untimed if job.parallel.auto else None)
+    told += exchange_reasons(plan, problem.machine)
     told = [_layout_reason(job, plan), *told, *needed.reasons]
     return Planned(plan, replace(needed, reasons=tuple(told)))
 
@@ -213,7 +231,7 @@ def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
     """
     parallel = problem.job.parallel
     is_open = {"micro_batch": parallel.micro_batch is None, "recompute": parallel.recompute == "auto"}
-    if not any(is_open.values()) or plan.batch_shares or plan.placement:
+    if not any(is_open.values()) or plan.batch_shares or plan.placement or plan.synchronization:
         return None
     space = Space.of_job(
         problem.job,

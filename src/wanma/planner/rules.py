@@ -15,6 +15,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.compression import not_compressible, unused_key
 from wanma.planner.search.admits import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
 from wanma.planner.stages import (
     INTERLEAVED,
@@ -70,6 +71,8 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
     _check_sequence(job, plan)
     _check_memory(job, plan)
     _check_fp8(plan, cluster)
+    if (error := unused_key(job) or not_compressible(plan, cluster)) is not None:
+        raise error
     if min(global_batches(job)) < plan.data_ranks:
         raise JobError(
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "

@@ -64,6 +64,8 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
     started = time.perf_counter()
     plan.coordinates(rank)
     plan = replace(plan, compile=False, offload_parameters="nothing", offload_activations="nothing")
+    # Nobody says here which ranks share a node: what they sum is shown as one all-reduce.
+    plan = replace(plan, hierarchical=False)
     with _fake_world(plan.world_size, rank):
         grid = replace(build_grid(plan, rank, torch.device("cpu")), device=torch.device("meta"))
         parallel = parallelize(spec, plan, grid, seed=0)
@@ -156,7 +158,7 @@ def _batch(rows: int, length: int) -> Batch:
 def _messages(hidden: Tensor, stage: int, other: int, plan: Plan, rank: int) -> list[Collective]:
     """Hidden states one way and their gradient the other; none between stages of one rank."""
     owners = {number: at for at in range(plan.pp) for number in plan.stages_of(at)}
-    there = rank + (owners[other] - owners[stage]) * (plan.world_size // plan.pp)
+    there = rank + (owners[other] - owners[stage]) * plan.stage_ranks
     if there == rank:
         return []
     ranks = (min(rank, there), max(rank, there))

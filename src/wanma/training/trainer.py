@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.collectives.stopwatch import Spent
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.observe.gpu import GpuSampler
-from wanma.observe.memory import peak_memory_bytes, reset_peak
+from wanma.observe.memory import reset_peak
 from wanma.observe.mfu import model_flops_utilization
 from wanma.observe.phases import PhaseTimer
 from wanma.observe.recorder import Recorder
@@ -30,10 +31,14 @@ from wanma.parallel.scratch import Scratch
 from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
+from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
+from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
+from wanma.training.outer import OuterStep
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
+from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
@@ -41,7 +46,7 @@ from wanma.training.share_moves import Moved, ShareMoves
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
-from wanma.training.update import Agreement, agree, apply_update, what_is_not_finite
+from wanma.training.update import Agreement, agree, agree_again, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
 from wanma.training.work import OwnWork
 
@@ -86,6 +91,7 @@ class Trainer:
         """The newest that failed, of those that have been told."""
         train = job.train
         check_patterns(parallel.parameter_names, train)
+        check_compressed(parallel.parameter_names, plan)
         self.state = TrainingState(
             parallel,
             build_updater(
@@ -103,6 +109,8 @@ class Trainer:
         )
         if plan.device == "cpu" and plan.offload_optimizer == "nothing":
             self.state.updater.reserve_state()
+        if plan.synchronization is not None:
+            self.state.sites = BetweenSites(plan, grid, parallel, self.state.updater)
         run = worker.run_directory
         self._uploads = Uploads(job.checkpoint, worker)
         self._checkpointer = Checkpointer(
@@ -164,6 +172,8 @@ class Trainer:
         self._work_seconds, self._worked_under = 0.0, self.plan
         self._moved: Moved | None = None
         self._noted: dict[str, Tensor] = {}
+        self._outer: OuterStep | None = None
+        """What came from other sites after the last step."""
         self._step_started = time.perf_counter()
 
     @property
@@ -212,7 +222,9 @@ class Trainer:
         self._shares.worked(self._work_seconds)
         with self.phases.phase("checkpoint"):
             self._snapshots.settle()  # first: that all agree then says that all have settled
+        sites, is_last = state.sites, step + 1 == train.steps
         with self.phases.phase("communication"):
+            factor = self.factor(global_batch) / state.parallel.divisor
             of_snapshots = self._snapshots.shared()
             agreement = agree(
                 loss_sum,
@@ -221,10 +233,13 @@ class Trainer:
                 state.updater,
                 self.grid,
                 step=step + 1,
-                factor=self.factor(global_batch) / state.parallel.divisor,
+                factor=factor,
                 pause=self.worker.control.pause_requested(),
                 shared=(*of_snapshots, *self._shares.shared()),
+                summed=sites.gradients(step + 1, factor, is_last) if sites is not None else None,
             )
+            if sites is not None:
+                sites.know(step + 1, agreement.targets)
             for text in self._snapshots.agreed(agreement.shared[: len(of_snapshots)]):
                 self.message(text)
             decision = self._shares.agreed(agreement.shared[len(of_snapshots) :])
@@ -234,9 +249,15 @@ class Trainer:
             applied = apply_update(agreement, state.updater, train, rate, state.scale, left_out=bool(wrong))
             if applied and state.average is not None:
                 state.average.update()
+            if sites is not None:
+                self._apply_late(sites, agreement, rate, is_last)
+        state.end_step(applied)
         state.step += 1
         state.samples += global_batch
-        if applied and train.spike != "ignore":
+        if sites is not None:
+            with self.phases.phase("communication"):
+                self._outer = sites.step_done(state.step, agreement.site_targets, is_last)
+        if applied and agreement.has_gradients and train.spike != "ignore":
             state.anomalies.applied(agreement.loss, agreement.gradient_norm)
         if not applied:
             self.message(
@@ -252,7 +273,7 @@ class Trainer:
     def record(self, agreement: Agreement) -> None:
         """Record the step just finished, with all that was done for it. Validation is not step time."""
         now = time.perf_counter()
-        phases = self._take_phases()
+        phases, spent = self._take_phases()
         self._report_saves(self._checkpointer.poll())
         self._uploads.tell(self.message)
         seconds = now - self._step_started - phases["validation"]
@@ -262,14 +283,16 @@ class Trainer:
         )
         self._own_work.step(phases, self._work_seconds, self._global_batch, self._worked_under)
         self._shares.step_ended(phases, seconds)
-        self._write_record(agreement, seconds, phases)
+        self._write_record(agreement, seconds, phases, spent)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
                 seconds - phases["checkpoint"],
                 is_last=agreement.stop or agreement.pause or self.state.step == self.job.train.steps,
             )
 
-    def _write_record(self, agreement: Agreement, seconds: float, phases: dict[str, float]) -> None:
+    def _write_record(
+        self, agreement: Agreement, seconds: float, phases: dict[str, float], spent: Spent
+    ) -> None:
         if self._recorder is None:
             return
         self._tell_recovery()
@@ -283,8 +306,11 @@ class Trainer:
                 "samples": self.state.samples,
                 "learning_rate": self._rate,
                 "phases": phases,
-                "memory_bytes": peak_memory_bytes(self.grid.device.type),
+                **({"waited": spent.waited, "under_way": spent.under_way} if spent.waited else {}),
+                "memory_bytes": held_bytes(self.grid.device.type),
                 **self._expert_numbers(agreement),
+                **self._compression_numbers(),
+                **(self._outer.numbers() if self._outer is not None else {}),
                 **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
                 if self._flops_per_sample is None
@@ -389,6 +415,17 @@ class Trainer:
 
     # ---------------------------------------------------------------- inside
 
+    def _apply_late(self, sites: BetweenSites, agreement: Agreement, rate: float, is_last: bool) -> None:
+        """Updates with what else has come from the sites: at the end of a job, all that was on its way."""
+        state = self.state
+        while (summed := sites.late(is_last)) is not None:
+            again = agree_again(agreement, state.updater, self.grid, summed)
+            if apply_update(again, state.updater, self.job.train, rate, state.scale):
+                if state.average is not None:
+                    state.average.update()
+            else:
+                self.message(f"late gradients of norm {again.gradient_norm} are left out", "warning")
+
     def _what_is_left_out(self, agreement: Agreement, loss_sum: Tensor) -> str:
         """Why the step's update is left out by policy; empty where it is made, or fp16's loss scale decides.
 
@@ -456,17 +493,21 @@ class Trainer:
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
-        per_stage = self._devices // self.grid.plan.pp
-        first = self.grid.at("pp") * per_stage
-        return list(range(first, first + per_stage))
+        return self.grid.plan.stage_group(self.worker.rank)
 
-    def _take_phases(self) -> dict[str, float]:
-        """Seconds by phase; communication inside forward and backward is moved to its own name."""
-        phases = self.phases.take()
-        inside = self.state.parallel.communication.take()
+    def _take_phases(self) -> tuple[dict[str, float], Spent]:
+        """Seconds by phase, and those of communication by kind.
+
+        What is waited inside forward and backward for other data ranks is moved to its own phase. Of a GPU
+        the host's clock does not know what it waits for.
+        """
+        phases, spent = self.phases.take(), self.state.parallel.communication.take()
+        if self.plan.device != "cpu":
+            return phases, Spent({}, {})
+        inside = spent.waited.get("data", 0.0)
         phases["communication"] += inside
         phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
-        return phases
+        return phases, spent
 
     def _expert_numbers(self, agreement: Agreement) -> dict[str, float]:
         """What the record says of experts: how uneven their load is, and the loss against it, per target."""
@@ -474,6 +515,18 @@ class Trainer:
         if "balance_loss" in numbers:
             numbers["balance_loss"] /= agreement.targets
         return numbers
+
+    def _compression_numbers(self) -> dict[str, float]:
+        """What the record says of compressed gradients, of this rank."""
+        compression = self.state.parallel.compression
+        if compression is None:
+            return {}
+        traffic = compression.take_traffic()
+        return {
+            "gradient_bytes_sent": traffic.sent_bytes,
+            "gradient_bytes_saved": traffic.saved_bytes,
+            "compression_error_norm": compression.error_norm(),
+        }
 
     def _report_saves(self, results: list[SaveResult], goes_on: str = "; training goes on") -> None:
         for result in results:
