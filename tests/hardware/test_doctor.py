@@ -10,6 +10,7 @@ import pytest
 from support.command import share_compiled
 from wanma.hardware import cpu_peak, doctor
 from wanma.hardware.doctor import Finding, examine
+from wanma.hardware.interfaces import Interface, Way
 from wanma.hardware.probes import disk_write_seconds, loopback_gloo
 
 
@@ -73,6 +74,30 @@ def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.Monke
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "EXTRAS", {"gpu": ("no_such_module_here", "GPU power")})
     assert doctor._extras() == [Finding("extra: gpu", "missing", "for GPU power", "pip install 'wanma[gpu]'")]
+
+
+def test_the_network_is_told_with_the_interface_that_several_machines_would_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = (Interface("eth0", ("10.0.0.5",), True), Interface("lo", ("127.0.0.1",), True))
+    monkeypatch.setattr(doctor, "interfaces", lambda: known)
+    monkeypatch.setattr(doctor, "default_ways", lambda _: [Way("eth0", "10.0.0.5", "by the default route")])
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
+    network, way, name = doctor._network()
+    assert network.text == "eth0 10.0.0.5, lo 127.0.0.1"
+    assert way.text == "eth0 (10.0.0.5), by the default route; a run takes the route to cluster.rendezvous"
+    assert "127.0.1.1 here, where other machines do not reach it" in name.text
+    assert "as an address" in name.advice
+
+
+def test_an_interface_in_the_environment_that_is_not_there_is_pointed_out() -> None:
+    known = {"eth0", "ib0", "ib1"}
+    wrong = doctor._network_variables(known, {"GLOO_SOCKET_IFNAME": "eno1"})
+    assert [finding.status for finding in wrong] == ["warn"]
+    assert wrong[0].text == "GLOO_SOCKET_IFNAME=eno1, and there is no eno1 here"
+    assert "eth0, ib0, ib1" in wrong[0].advice
+    for value in ("ib", "=eth0", "^docker,lo", "ib0,ib1"):
+        assert doctor._network_variables(known, {"NCCL_SOCKET_IFNAME": value}) == []
 
 
 def test_too_many_threads_in_the_environment_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from support.ranks import run_ranks
-from wanma.collectives.gloo import Stopwatch
+from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.job.worker import Worker
 from wanma.models.build import custom_spec
-from wanma.parallel import whole
 from wanma.parallel.local import distribute
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import parallelize
@@ -81,7 +80,7 @@ class Scaled(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 40, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
 def test_gradients_are_the_replicas_sums_whoever_of_them_has_one(bucket_bytes: int) -> None:
     model, sums = Branches(), {}
     for rank in range(2):
@@ -94,12 +93,6 @@ def test_gradients_are_the_replicas_sums_whoever_of_them_has_one(bucket_bytes: i
         assert of_rank.keys() == sums.keys()
         for name, expected in sums.items():
             assert of_rank[name] == (None if expected is None else pytest.approx(expected, rel=1e-6)), name
-
-
-def test_large_gradients_go_alone_and_small_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "REDUCED_TOGETHER_BYTES", 100)
-    sizes = [(0, 30), (1, 500), (2, 40), (3, 70), (4, 10), (5, 100)]
-    assert list(whole._buckets(sizes)) == [[5], [4, 3, 2], [1], [0]]
 
 
 def test_what_computes_is_the_memory_of_the_state_and_leaves_it_after_the_step() -> None:
@@ -151,8 +144,8 @@ def given(rank: int) -> Tensor:
 
 
 def gradients(worker: Worker, bucket_bytes: int) -> dict[str, Any]:
-    whole.REDUCED_TOGETHER_BYTES = bucket_bytes  # this process ends with the test
-    with process_grid(worker, Plan(dp_replicate=2, precision="fp32"), 60) as grid:
+    plan = Plan(dp_replicate=2, precision="fp32", bucket_bytes=bucket_bytes)
+    with process_grid(worker, plan, 60) as grid:
         model = Branches()
         held = Whole(model, grid, Stopwatch(), None)
         model(given(worker.rank), worker.rank == 1).sum().backward()

@@ -25,6 +25,7 @@ from wanma.models.workload import section_dimensions
 from wanma.planner.automatic import why_not_by_time
 from wanma.planner.capabilities import check_runnable
 from wanma.planner.choose import Planned, automatic, complete, layout
+from wanma.planner.crossing import CROSSES, crossing
 from wanma.planner.measure.calibration import load_calibration
 
 
@@ -139,8 +140,13 @@ def notes(job: Job, planned: Planned) -> list[str]:
         told.append("fp8 was not looked at: it needs the package `torchao` (pip install 'wanma[fp8]')")
     if "bf16" in job.parallel.allow and job.train.precision == "fp32" and model_kind(job.model) != "tokens":
         told.append("bf16 was not looked at: only decoders are planned for in another precision")
-    if chosen and planned.forecast is not None:
-        told += planned.forecast.reasons
+    reasons = planned.forecast.reasons if planned.forecast is not None else ()
+    if chosen:
+        told += reasons
+    elif crosses := [reason for reason in reasons if reason.startswith(CROSSES)]:
+        told += crosses
+    elif (text := crossing(planned.plan, job.cluster.nodes)) is not None:
+        told.append(text)
     return told
 
 

@@ -39,7 +39,16 @@ OWN_MODEL = "__main__:own_loop"
 """Stands in `[model]` for a module that the user's program makes."""
 SESSION = "session"
 """Kind of the event by which a launched script tells the command's console what its job wants of it."""
-STARTERS = ("nodes", "node_rank", "rendezvous", "interface", "allocator", "start_seconds", "hang_seconds")
+STARTERS = (
+    "nodes",
+    "node_rank",
+    "rendezvous",
+    "interface",
+    "place",
+    "allocator",
+    "start_seconds",
+    "hang_seconds",
+)
 """Keys of `[cluster]` that matter before a launched script begins: for them the command's word holds."""
 
 launched_cluster: ContextVar[ClusterSection | None] = ContextVar("launched_cluster", default=None)

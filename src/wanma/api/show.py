@@ -9,7 +9,7 @@ from rich.text import Text
 
 from wanma.api.planning import Prepared, notes
 from wanma.api.step_table import step_table
-from wanma.api.words import copies_words, memory_parts, pipeline_words
+from wanma.api.words import copies_words, gradients_words, memory_parts, pipeline_words
 from wanma.job.forecast import Forecast, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
@@ -67,6 +67,8 @@ def _plan_table(job: Job, prepared: Prepared) -> Table:
     ]
     if offloaded := _offloaded(plan):
         rows.append(("offloaded", offloaded))
+    if gradients := gradients_words(plan):
+        rows.append(("gradients", gradients))
     if plan.approximate:
         rows.append(("approximate", ", ".join(plan.approximate)))
     if plan.pp > 1:

@@ -78,6 +78,17 @@ def settings_words(plan: Plan) -> str:
     return ", ".join(_settings(plan))
 
 
+def gradients_words(plan: Plan) -> str:
+    """'summed 8.0 MiB at a time, within machines first, while backward goes on'; empty where FSDP2 does it,
+    and where nobody sums any."""
+    if not plan.computes_with_state or plan.replicas == 1:
+        return ""
+    parts = [f"summed {bytes_text(plan.bucket_bytes)} at a time"]
+    parts += ["within machines first"] if plan.hierarchical else []
+    is_beside = plan.overlap and plan.pp == 1
+    return ", ".join([*parts, "while backward goes on" if is_beside else "after the last backward"])
+
+
 def _settings(plan: Plan) -> Iterable[str]:
     if plan.shard != "nothing":
         yield f"{plan.shard} sharded"
@@ -94,6 +105,8 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield "whole sequences"
     if plan.cp > 1:
         yield plan.context
+    if plan.hierarchical:
+        yield "gradients by machines first"
     if plan.compile:
         yield "compiled"
     if "bf16" in plan.approximate:

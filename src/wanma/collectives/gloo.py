@@ -8,6 +8,7 @@ order on every rank, so that results do not depend on arrival.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,25 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from wanma.collectives.stopwatch import Stopwatch
 
-class Stopwatch:
-    """Seconds spent in communication since the last `take`."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._started: float | None = None
-
-    def start(self, now: float) -> None:
-        self._started = now
-
-    def stop(self, now: float) -> None:
-        if self._started is not None:
-            self._seconds += now - self._started
-            self._started = None
-
-    def take(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+_GATHER, _SCATTER = 0, 1
+"""Tags: a gather that was asked for ahead is under way beside a scatter."""
 
 
 class _Allocation:
@@ -47,16 +33,24 @@ class _Allocation:
 
 
 class GlooAllGather(_Allocation, AllGather):
-    """Gather equal parts: `input_tensor` (part,) is this rank's slice of `output_tensor` (ranks × part,)."""
+    """Gather equal parts: `input_tensor` (part,) is this rank's slice of `output_tensor` (ranks × part,).
+
+    Args:
+        ahead: begin when asked and wait when FSDP2 needs the whole: what it asks for ahead of use, as a
+            block's parameters beside the backward of the block after it, then travels meanwhile.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, *, ahead: bool = False) -> None:
+        super().__init__(stopwatch)
+        self._ahead = ahead
 
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: ARG002  # FSDP2's interface; Gloo has no stream to overlap on
-    ) -> None:
-        self._stopwatch.start(time.perf_counter())
+        async_op: bool = False,  # noqa: ARG002  # FSDP2's interface: whether it is ahead is the plan's to say
+    ) -> dist.Work | None:
         ranks, me = group.size(), group.rank()
         parts = output_tensor.chunk(ranks)
         own = parts[me]
@@ -64,11 +58,33 @@ class GlooAllGather(_Allocation, AllGather):
             own.copy_(input_tensor)
         # Every other rank at once, nearest first, so that no rank is everybody's first target.
         peers = [(me + distance) % ranks for distance in range(1, ranks)]
-        works = [group.recv([parts[peer]], peer, 0) for peer in peers]
-        works += [group.send([own], peer, 0) for peer in peers]
-        for work in works:
-            work.wait()
-        self._stopwatch.stop(time.perf_counter())
+        works = [group.recv([parts[peer]], peer, _GATHER) for peer in peers]
+        works += [group.send([own], peer, _GATHER) for peer in peers]
+        gathering = _Gathering(works, output_tensor, self._stopwatch)
+        if self._ahead:
+            return gathering
+        gathering.wait()
+        return None
+
+
+class _Gathering(dist.Work):
+    """A gather under way; keeps the memory that it reads and writes."""
+
+    def __init__(self, works: list[dist.Work], whole: Tensor, stopwatch: Stopwatch) -> None:
+        super().__init__()
+        self._works, self._whole, self._stopwatch = works, whole, stopwatch
+        stopwatch.begin("data", time.perf_counter())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # torch's; the group has its own
+        works, self._works = self._works, []
+        if works:
+            began = time.perf_counter()
+            for work in works:
+                work.wait()
+            ended = time.perf_counter()
+            self._stopwatch.end("data", ended)
+            self._stopwatch.waited("data", ended - began)
+        return True
 
 
 class UnshardedReduce(_Allocation, ReduceScatter):
@@ -122,8 +138,8 @@ class GlooReduceScatter(_Allocation, ReduceScatter):
         parts = input_tensor.chunk(ranks)
         received = {peer: torch.empty_like(output_tensor) for peer in range(ranks) if peer != me}
         peers = [(me + distance) % ranks for distance in range(1, ranks)]
-        works = [group.recv([received[peer]], peer, 0) for peer in peers]
-        works += [group.send([parts[peer]], peer, 0) for peer in peers]
+        works = [group.recv([received[peer]], peer, _SCATTER) for peer in peers]
+        works += [group.send([parts[peer]], peer, _SCATTER) for peer in peers]
         for work in works:
             work.wait()
         in_order = [parts[me] if peer == me else received[peer] for peer in range(ranks)]

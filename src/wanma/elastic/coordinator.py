@@ -43,8 +43,9 @@ from wanma.elastic.messages import (
     Was,
     Works,
 )
-from wanma.elastic.peer import Begun, Peer, Send, objection, seat
+from wanma.elastic.peer import Begun, Peer, Send, objection
 from wanma.elastic.recovery import Retries, newest_common, newest_whole
+from wanma.elastic.seating import seat
 from wanma.elastic.stragglers import Stragglers
 from wanma.elastic.succession import LOST_HINT
 from wanma.elastic.terms import Terms

@@ -105,6 +105,8 @@ class Join(Message):
     """The coordinator lives in this supervisor."""
     was: Was | None = None
     """What it was when it lost its coordinator."""
+    position: str = ""
+    """Where it is in the network, as `hardware.position` says it; empty where nobody knows."""
 
 
 @dataclass(frozen=True)

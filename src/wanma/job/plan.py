@@ -22,8 +22,10 @@ UPDATED_TOGETHER = 1 << 23
 """Parameters whose optimizer state is on the device at once, where it otherwise waits elsewhere."""
 
 REDUCED_TOGETHER_BYTES = 25 << 20
-"""Of whole gradients that are summed over replicas in one message, as DDP's: many small ones cost more
-switches between ranks than the copy saves, and one of all would be a second copy of them all."""
+"""Of whole gradients that are summed over replicas in one message, at most, as DDP's: many small ones cost
+more switches between ranks than the copy saves, and one of all would be a second copy of them all."""
+LEAST_TOGETHER_BYTES = 1 << 20
+"""At least, likewise."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class Plan:
     compression: Compression = "nothing"
     """What gradients are rounded to before ranks exchange them. In 8 bits, blocks of 256 share a scale, and
     what rounding lost is added to the next step's (Seide et al. 2014)."""
+    overlap: bool = True
+    """Replicas sum their gradients, and shards gather parameters ahead of use, while backward goes on."""
+    bucket_bytes: int = REDUCED_TOGETHER_BYTES
+    """Of gradients that replicas sum in one message; a larger tensor goes alone."""
+    hierarchical: bool = False
+    """Replicas sum their gradients within each node, then between nodes, of which each rank has a part."""
     device: str = "cpu"
     threads_per_rank: int = 1
     approximate: tuple[str, ...] = ()

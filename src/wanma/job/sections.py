@@ -266,6 +266,18 @@ class ParallelSection(Section):
         "none", description="what backward computes again; auto: as little as fits in memory"
     )
     recompute_share: float = Field(1.0, gt=0, le=1, description="share of the blocks that recompute")
+    overlap: bool = Field(
+        True,
+        description="sum gradients and gather parameters while backward goes on; false: one after another",
+    )
+    bucket_bytes: PositiveInt | None = Field(
+        None,
+        description="dp_replicate: of gradients in one message; default: the fewest that fill the network",
+    )
+    hierarchical: Literal["auto"] | bool = Field(
+        "auto",
+        description="dp_replicate on several nodes: sum within each first, then between; auto: if faster",
+    )
     offload_parameters: Offload = Field("nothing", description="where parameters wait: device, host, disk")
     offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
     offload_activations: Offload = Field("nothing", description="where activations wait for backward")
@@ -293,9 +305,16 @@ class ClusterSection(Section):
         ge=1,
         description="fewest machines that the run goes on with, as in nodes = '2..8'; default: all",
     )
-    node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by arrival")
+    node_rank: int | None = Field(
+        None, ge=0, description="this machine's number; default: by place, then arrival"
+    )
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
     interface: str | None = Field(None, description="network interface for collectives; default: by route")
+    place: str | None = Field(
+        None,
+        description="where this machine is in the network, outermost first: 'rack-3/switch-1'; near machines "
+        "get neighbouring numbers; default: the cluster file's hosts, or Slurm's topology",
+    )
     threads_per_rank: int | None = Field(None, gt=0, description="CPU threads; default: cores / ranks")
     scratch: str | None = Field(
         None, description="folder on each machine for what is offloaded to disk; default: the run directory's"

@@ -108,8 +108,14 @@ class Progress:
         pace = (self.last["time"] - first["time"]) / passed if passed > 0 else self.last["step_seconds"]
         return max(self.steps - self.step, 0) * float(pace)
 
+    def waiting_share(self) -> float | None:
+        """Of the last steps' time, what rank 0 waited for communication."""
+        known = [event for event in self._window if event.get("waited")]
+        seconds = sum(event["step_seconds"] for event in known)
+        return sum(sum(event["waited"].values()) for event in known) / seconds if seconds else None
+
     def numbers(self) -> list[str]:
-        """Loss, speed, MFU, memory as words, those that are known."""
+        """Loss, speed, MFU, what is waited for communication, memory as words, those that are known."""
         last = self.last
         if last is None:
             return []
@@ -119,6 +125,8 @@ class Progress:
             words.append(f"{number_text(rate)} tokens/s")
         if last.get("mfu") is not None:
             words.append(f"MFU {share_text(last['mfu'])}")
+        if (waiting := self.waiting_share()) is not None:
+            words.append(f"waiting {share_text(waiting)}")
         if last.get("memory_bytes"):
             words.append(f"memory {bytes_text(last['memory_bytes'])}")
         return words

@@ -86,7 +86,8 @@ def to_scalars(event: Event) -> dict[str, float]:
     """Tag → value of what TensorBoard can draw of an event; empty for most kinds."""
     if event["kind"] == "step":
         named = {tag: event.get(key) for key, tag in STEP_TAGS.items()}
-        named |= {f"phases/{phase}": seconds for phase, seconds in event["phases"].items()}
+        for group in ("phases", "waited", "under_way"):
+            named |= {f"{group}/{name}": seconds for name, seconds in event.get(group, {}).items()}
     elif event["kind"] == "validation":
         named = {
             f"validation/{key}": value

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
+from wanma.collectives.stopwatch import waiting
 from wanma.job.errors import JobError
 
 
@@ -99,6 +100,13 @@ class _Exchange(torch.autograd.Function):
 
 
 def _swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _sent(x, group)
+    with waiting("context"):
+        return _sent(x, group)
+
+
+def _sent(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     # The functional form is one that torch.compile can trace, and whose result selective recompute keeps.
     received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
     return received

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from wanma.collectives.stopwatch import waiting
+
 Part = Callable[[DTensor], Tensor]
 """From a parameter to the plain tensor that a rank computes with, differentiable."""
 
@@ -91,6 +93,13 @@ def _move(x: Tensor, source: Placement, target: Placement, ranks: int, group: st
     """Torch's functional collectives by their operators, which compile too."""
     if source == target:
         return x.view_as(x)
+    if torch.compiler.is_compiling():
+        return _sent(x, source, target, ranks, group)
+    with waiting("tensor"):
+        return _sent(x, source, target, ranks, group)
+
+
+def _sent(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
     collectives = torch.ops._c10d_functional
     moved: Tensor
     if isinstance(source, Shard) and isinstance(target, Replicate):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.testing._internal.distributed.fake_pg  # makes groups that pretend 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wanma.collectives.functional import mend_all_gather
+from wanma.collectives.stopwatch import Stopwatch, watching
 from wanma.job.errors import WanmaError
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Collectives
@@ -37,6 +38,10 @@ class Grid:
     state: DeviceMesh
     experts: DeviceMesh | None
     """None without expert parallelism."""
+    ranks_by_node: tuple[int, ...] = ()
+    """As of `Worker`."""
+    communication: Stopwatch = field(default_factory=Stopwatch, compare=False)
+    """What it costs in time, all of this rank's."""
 
     @property
     def state_mesh(self) -> DeviceMesh:
@@ -115,13 +120,20 @@ def process_grid(
     )
     try:
         tell_transport(worker, collectives)
-        yield build_grid(plan, worker.rank, device)
+        grid = build_grid(plan, worker.rank, device, worker.ranks_by_node)
+        # The host's clock tells the time of what a CPU waits for, not of what a GPU does.
+        with watching(grid.communication) if device.type == "cpu" else nullcontext():
+            yield grid
     finally:
         dist.destroy_process_group()
 
 
-def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
-    """The meshes of a plan, in a process group that has been joined; every rank calls it."""
+def build_grid(plan: Plan, rank: int, device: torch.device, ranks_by_node: tuple[int, ...] = ()) -> Grid:
+    """The meshes of a plan, in a process group that has been joined; every rank calls it.
+
+    Args:
+        ranks_by_node: as of `Worker`.
+    """
     saves_groups = device.type == "cpu" and plan.world_size > 1
     root = init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("world",))
 
@@ -141,7 +153,7 @@ def build_grid(plan: Plan, rank: int, device: torch.device) -> Grid:
             (plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
             ("expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
         )
-    return Grid(plan, rank, device, axes, state, experts)
+    return Grid(plan, rank, device, axes, state, experts, ranks_by_node)
 
 
 def _device(worker: Worker, plan: Plan) -> torch.device:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from wanma.collectives.gloo import Stopwatch
+from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.blocks import repeated_blocks
@@ -83,7 +83,7 @@ class Parallel:
 
     @property
     def communication(self) -> Stopwatch:
-        """Time that the data ranks' communication takes, of all parts."""
+        """Time that this rank's communication takes."""
         return self.data_parallel[0].communication
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -141,8 +141,7 @@ def parallelize(
     if plan.pp > 1:
         layout = stage_layout(whole, spec.layout, plan)
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
-    stopwatch = Stopwatch()
-    data_parallel = tuple(_apply(part, spec, plan, grid, stopwatch, scratch) for part in parts)
+    data_parallel = tuple(_apply(part, spec, plan, grid, grid.communication, scratch) for part in parts)
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     pipeline = Pipeline(parts, numbers, plan, grid, data_parallel) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed

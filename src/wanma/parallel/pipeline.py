@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -28,6 +27,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
+from wanma.parallel.pipeline_stage import OwnWork, Stage
 from wanma.parallel.shard import Sharded
 from wanma.parallel.whole import Whole
 from wanma.planner.stages import SPLIT_BACKWARD
@@ -71,6 +71,7 @@ class Pipeline:
         self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
         """The newest that trains and the newest that evaluates, each with the shape it was made for."""
         self._loss: Loss | None = None
+        self._work = OwnWork(grid.communication)
         cuts_graph = plan.schedule in SPLIT_BACKWARD
         self._announcers = [
             _Announcer(part, no_views=cuts_graph and number < plan.stages - 1)
@@ -92,8 +93,10 @@ class Pipeline:
                 backward apart.
         """
         self._tell(positions, seed, loss)
+        schedule = self._schedule(batch, count, trains=True)
         try:
-            total = self._drive(self._schedule(batch, count, trains=True).step, batch)
+            with self._work.telling_what_is_waited():
+                total = self._drive(schedule.step, batch)
         except RuntimeError as error:
             reason = next((why for text, why in _NOT_TAKEN_APART.items() if text in str(error)), None)
             if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
@@ -131,12 +134,12 @@ class Pipeline:
         self._schedules[trains] = shape, schedule
         return schedule
 
-    def _training(self, stages: list[PipelineStage], count: int) -> Any:
+    def _training(self, stages: list[Stage], count: int) -> Any:
         kind: Any = SCHEDULES[self._plan.schedule]
         mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         return kind(mine, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
 
-    def _forward_only(self, stages: list[PipelineStage], count: int) -> Any:
+    def _forward_only(self, stages: list[Stage], count: int) -> Any:
         """A schedule that takes any number of micro-batches, without its backward.
 
         torch's own `eval` skips only the computation of a backward: it still wants as many micro-batches as
@@ -150,8 +153,9 @@ class Pipeline:
         }
         return schedule
 
-    def _stage(self, number: int, boundaries: list[_Boundary]) -> PipelineStage:
-        return _Stage(
+    def _stage(self, number: int, boundaries: list[_Boundary]) -> Stage:
+        return Stage(
+            self._work,
             self._parts[number],
             number,
             self._plan.stages,
@@ -232,7 +236,8 @@ class Pipeline:
 
     def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
-        return self._loss(output, target)
+        with self._work:
+            return self._loss(output, target)
 
 
 @dataclass(frozen=True)
@@ -247,16 +252,6 @@ class _Boundary:
     def example(self) -> Tensor:
         """One without storage, from which torch makes its buffers."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
-
-
-class _Stage(PipelineStage):
-    """torch's stage; before its first step it says hello to its neighbours, but not to its own rank.
-
-    torch 2.11 does that too where a rank holds neighbouring stages, and Gloo refuses it.
-    """
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
 
 class _Announcer:

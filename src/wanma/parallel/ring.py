@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from wanma.collectives.stopwatch import Flight
 from wanma.parallel.block_attention import Sight, attend, attend_backward
 
 
@@ -197,7 +198,7 @@ class _Ring:
 
         Point to point under Gloo as under NCCL: both go on while the blocks are computed.
         """
-        received = torch.empty_like(tensor)
+        received, flight = torch.empty_like(tensor), Flight("context")
         following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
             [
@@ -205,7 +206,7 @@ class _Ring:
                 dist.P2POp(dist.irecv, received, group=self._group, tag=tag, group_peer=preceding),
             ]
         )
-        return _Arrival(tensor, received, works)
+        return _Arrival(tensor, received, works, flight)
 
 
 _by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -219,11 +220,15 @@ class _Arrival:
     sent: Tensor
     received: Tensor
     works: list[dist.Work]
+    flight: Flight
 
     def wait(self) -> Tensor:
+        self.flight.wait(self._wait)
+        return self.received
+
+    def _wait(self) -> None:
         for work in self.works:
             work.wait()
-        return self.received
 
 
 # ---------------------------------------------------------------- as operators of torch

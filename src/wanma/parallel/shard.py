@@ -37,9 +37,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, Stopwatch, UnshardedReduce
+from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, UnshardedReduce
 from wanma.collectives.shared.backend import shared_group
 from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
+from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
 from wanma.parallel.mesh import Grid
@@ -142,7 +143,7 @@ def shard_data(
         mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
-            _communicate_by_ourselves(unit, stopwatch, mesh)
+            _communicate_by_ourselves(unit, stopwatch, mesh, ahead=plan.overlap)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
@@ -223,9 +224,11 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
     return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
 
 
-def _communicate_by_ourselves(unit: FSDPModule, stopwatch: Stopwatch, mesh: DeviceMesh) -> None:
+def _communicate_by_ourselves(
+    unit: FSDPModule, stopwatch: Stopwatch, mesh: DeviceMesh, *, ahead: bool
+) -> None:
     """Over `mesh` (replicate, shard), on CPUs."""
-    gather: AllGather = GlooAllGather(stopwatch)
+    gather: AllGather = GlooAllGather(stopwatch, ahead=ahead)
     scatter: ReduceScatter = GlooReduceScatter(stopwatch)
     if mesh.size(1) == 1:
         scatter = UnshardedReduce(stopwatch)

@@ -2,30 +2,29 @@
 
 FSDP2 does it too, by copying all parameters into one buffer and out of another before every step, and all
 gradients into a third. Here what computes are plain tensors in the memory of the state itself, and
-gradients are summed where backward has put them. From outside the state looks the same: DTensors under the
-module's own names, over (replicate, shard). Parameters of no dims, which FSDP2 does not take, are held so
-beside it.
+gradients are summed where backward has put them, while it goes on. From outside the state looks the same:
+DTensors under the module's own names, over (replicate, shard). Parameters of no dims, which FSDP2 does not
+take, are held so beside it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.shards import local_part
-from wanma.collectives.gloo import Stopwatch
-from wanma.collectives.shared.backend import shared_group
-from wanma.job.plan import REDUCED_TOGETHER_BYTES
+from wanma.collectives.stopwatch import Stopwatch
+from wanma.parallel.data_sums import data_sums
+from wanma.parallel.gradient_sums import Bucket, GradientSums, Size, buckets
 from wanma.parallel.mesh import Grid
 from wanma.parallel.strays import Strays
 
@@ -40,14 +39,26 @@ class _Held:
     named: list[tuple[nn.Module, str]] = field(default_factory=list)
     computing: nn.Parameter | None = None
 
-    def alias(self) -> nn.Parameter:
-        """What computes, in the memory of the state; made anew where that has moved since."""
+    @property
+    def is_early(self) -> bool:
+        """Whether the gradient is complete once backward has made it: tensor ranks have no parts of it."""
+        return self.tensor_ranks is None or all(place.is_shard() for place in self.tensor_ranks[1])
+
+    def alias(self, on_gradient: Callable[[Tensor], None]) -> nn.Parameter:
+        """What computes, in the memory of the state; made anew where that has moved since.
+
+        Args:
+            on_gradient: to be called when a backward has made its gradient.
+        """
         local = local_part(self.state)
         if self.computing is None or local_part(self.computing).data_ptr() != local.data_ptr():
             value = local
             if self.tensor_ranks is not None:
                 value = _joined(local, *self.tensor_ranks, like=self.state)
-            self.computing = nn.Parameter(value, self.state.requires_grad)
+            can_be_trained = value.is_floating_point() or value.is_complex()
+            self.computing = nn.Parameter(value, can_be_trained)
+            if can_be_trained:
+                self.computing.register_post_accumulate_grad_hook(on_gradient)
         # Who trains may freeze and release parameters between steps.
         self.computing.requires_grad_(self.state.requires_grad)
         return self.computing
@@ -87,18 +98,27 @@ class Whole:
         self.divisor = divisor
         self.communication = stopwatch
         self._input_dtype = input_dtype
-        data_axes = (grid.state[name] for name in ("replicate", "shard"))
-        self._data_ranks = [axis.get_group() for axis in data_axes if axis.size() > 1]
         self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
+        self._bucket_bytes = grid.plan.bucket_bytes
+        # What a pipeline's schedule drives is complete only when its backwards are all done; single numbers
+        # beside FSDP2 are not worth it.
+        overlaps = grid.plan.overlap and grid.plan.pp == 1 and not scalars_only
+        self._axes = data_sums(grid, beside_backward=overlaps)
+        self._overlaps = overlaps and len(self._axes) == 1
+        self._sums: GradientSums | None = None
+        """Of the step whose last micro-batch runs backward."""
         self._strays = Strays(model)
         self._held = _hold(model, grid, scalars_only=scalars_only)
+        self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
+        self._layout: tuple[list[Size], list[Bucket]] = [], []
         self._computes = False
         # Outside what is compiled, as FSDP2's are.
         before = torch.compiler.disable(self._before_forward)
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """As of `Sharded`; here nothing is communicated before `end_backward`."""
+        """Say whether the next backward is the step's last, in which gradients become complete."""
+        self._sums = self._sums_of(self._take_complete, axis=0) if last and self._overlaps else None
 
     def end_backward(self) -> None:
         """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
@@ -107,18 +127,14 @@ class Whole:
             JobError: as of `Strays`.
         """
         self._strays.refuse()
-        self.communication.start(time.perf_counter())
-        gradients = self._over_tensor_ranks([held.take_gradient() for held in self._held])
-        for ranks in self._data_ranks:
-            gradients = self._over_data_ranks(gradients, ranks)
-        self.communication.stop(time.perf_counter())
+        gradients = self._over_data_ranks(self._over_tensor_ranks())
         self.rest()
-        for held, gradient in zip(self._held, gradients, strict=True):
-            if gradient is not None:
-                if self.divisor != 1:
-                    gradient.div_(self.divisor)
-                state: Any = held.state
-                state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
+        for index, gradient in gradients.items():
+            held = self._held[index]
+            if self.divisor != 1:
+                gradient.div_(self.divisor)
+            state: Any = held.state
+            state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
 
     def rest(self) -> None:
         """Let the module's parameters be the state again."""
@@ -135,8 +151,8 @@ class Whole:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._computes:
             self._computes = True
-            for held in self._held:
-                _name(held, held.alias())
+            for index, held in enumerate(self._held):
+                _name(held, held.alias(_hears(self, index)))
         if self._input_dtype is None:
             return arguments, keywords
 
@@ -145,47 +161,61 @@ class Whole:
 
         return tree_map_only(Tensor, cast, (arguments, keywords))  # type: ignore[no-any-return]
 
-    def _over_tensor_ranks(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """As plain tensors, with the sum of those of which each tensor rank has a part."""
-        plain = [None if gradient is None else local_part(gradient).contiguous() for gradient in gradients]
-        owed = {
-            index: whole
-            for index, (gradient, whole) in enumerate(zip(gradients, plain, strict=True))
-            if gradient is not None and whole is not None and _is_owed(gradient)
-        }
-        if owed:
+    def _sums_of(self, take: Callable[[int], Tensor | None], axis: int) -> GradientSums:
+        sizes = [size for size in self._sizes if self._held[size.parameter].state.requires_grad]
+        if sizes != self._layout[0]:  # who trains may freeze and release parameters between steps
+            self._layout = sizes, buckets(sizes, self._bucket_bytes)
+        first = sizes[0].parameter if sizes else 0
+        device = local_part(self._held[first].state).device if sizes else torch.device("cpu")
+        sums = self._axes[axis]
+        return GradientSums(self._layout[1], device, take, sums.begin, self.communication, sums.join)
+
+    def _on_gradient(self, index: int) -> None:
+        """Backward has made the gradient of a parameter."""
+        if self._sums is not None:
+            self._sums.arrived(index)
+
+    def _take_complete(self, index: int) -> Tensor | None:
+        """The gradient of a parameter of which tensor ranks have no parts."""
+        gradient = self._held[index].take_gradient()
+        return None if gradient is None else local_part(gradient).contiguous()
+
+    def _over_tensor_ranks(self) -> dict[int, Tensor]:
+        """What gradients are left, as plain tensors, with the sum of those of which each tensor rank has a
+        part."""
+        taken = {index: held.take_gradient() for index, held in enumerate(self._held)}
+        gradients = {index: gradient for index, gradient in taken.items() if gradient is not None}
+        plain = {index: local_part(gradient).contiguous() for index, gradient in gradients.items()}
+        owed = [index for index, gradient in gradients.items() if _is_owed(gradient)]
+        for dtype in dict.fromkeys(plain[index].dtype for index in owed):
             assert self._tensor_ranks is not None
-            works, sums = _sum_together(list(owed.values()), self._tensor_ranks)
-            for work in works:
-                work.wait()
-            for index, total in zip(owed, sums, strict=True):
-                plain[index] = total
+            members = [index for index in owed if plain[index].dtype == dtype]
+            flat = torch.cat([plain[index].view(-1) for index in members])
+            with self.communication.waiting("tensor"):
+                dist.all_reduce(flat, group=self._tensor_ranks)
+            parts = flat.split([plain[index].numel() for index in members])
+            for index, part in zip(members, parts, strict=True):
+                plain[index] = part.view_as(plain[index])
         return plain
 
-    def _over_data_ranks(self, sums: list[Tensor | None], group: dist.ProcessGroup) -> list[Tensor | None]:
-        """Their sums, which take their place; None where no rank has a gradient.
+    def _over_data_ranks(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Sums of the gradients; none where no rank has one.
 
-        Which of them have one may differ, as where an expert got no token: all send the same tensors, zeros
-        for what they do not have, and whether they have it.
+        Args:
+            gradients: those that are not under way already.
         """
-        trained = [index for index, held in enumerate(self._held) if held.state.requires_grad]
-        if not trained:
-            return sums
-        device = local_part(self._held[0].state).device
-        has = torch.tensor([float(sums[index] is not None) for index in trained], device=device)
-        works = [_all_reduce(has, group)]
-        for bucket in _buckets([(index, local_part(self._held[index].state).nbytes) for index in trained]):
-            mine = [_or_zeros(sums[index], self._held[index].state) for index in bucket]
-            under_way, totals = _sum_together(mine, group)
-            works += under_way
-            for index, total in zip(bucket, totals, strict=True):
-                sums[index] = total
-        for work in works:
-            work.wait()
-        # In a dry run tensors have no values, and what one rank has all have.
-        ranks = [1.0] * len(trained) if is_fake(has) else has.tolist()
-        anywhere = {index for index, number in zip(trained, ranks, strict=True) if number}
-        return [total if index in anywhere else None for index, total in enumerate(sums)]
+        for axis in range(len(self._axes)):
+            left = gradients
+
+            def take(index: int, left: dict[int, Tensor] = left) -> Tensor | None:
+                return left.pop(index, None)
+
+            sums = self._sums if self._sums is not None else self._sums_of(take, axis)
+            self._sums = None
+            gradients = sums.finish(take)
+            # From now on this model's are complete only at the end.
+            self._overlaps = self._overlaps and not sums.came_late
+        return gradients
 
 
 def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
@@ -210,6 +240,22 @@ def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
     return list(held.values())
 
 
+def _hears(whole: Whole, index: int) -> Callable[[Tensor], None]:
+    """What tells `whole` of a gradient; it does not keep it alive, as a parameter's hook otherwise would."""
+    listener = weakref.ref(whole)
+
+    def on_gradient(_parameter: Tensor) -> None:
+        if (found := listener()) is not None:
+            found._on_gradient(index)
+
+    return on_gradient
+
+
+def _size(index: int, held: _Held) -> Size:
+    local = local_part(held.state)
+    return Size(index, local.shape, local.dtype, held.is_early)
+
+
 def _name(held: _Held, parameter: nn.Parameter) -> None:
     for module, name in held.named:
         module._parameters[name] = parameter
@@ -226,59 +272,3 @@ def _joined(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], li
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _buckets(sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """Runs of (parameter, bytes) that are reduced together, from the last, whose gradient is made first.
-
-    A large one goes alone, where it is: nothing is copied.
-    """
-    bucket: list[int] = []
-    held = 0
-    for parameter, nbytes in reversed(sizes):
-        if nbytes >= REDUCED_TOGETHER_BYTES and bucket:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(parameter)
-        held += nbytes
-        if held >= REDUCED_TOGETHER_BYTES:
-            yield bucket
-            bucket, held = [], 0
-    if bucket:
-        yield bucket
-
-
-def _or_zeros(gradient: Tensor | None, state: Tensor) -> Tensor:
-    return torch.zeros_like(local_part(state)) if gradient is None else gradient
-
-
-def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[list[dist.Work], list[Tensor]]:
-    """Sums over the ranks of `group`, in a message for each dtype; there when the works have ended."""
-    works: list[dist.Work] = []
-    sums = list(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        members = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        if len(members) == 1:
-            works.append(_all_reduce(tensors[members[0]], group))
-            continue
-        flat = _one_after_another([tensors[index].view(-1) for index in members], group)
-        works.append(_all_reduce(flat, group))
-        for index, part in zip(
-            members, flat.split([tensors[index].numel() for index in members]), strict=True
-        ):
-            sums[index] = part.view_as(tensors[index])
-    return works, sums
-
-
-def _one_after_another(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """All of them in one tensor: where the group's ranks share memory, in theirs."""
-    shared = shared_group(group)
-    if shared is None or is_fake(parts[0]):
-        return torch.cat(parts)
-    return torch.cat(parts, out=shared.allocate(sum(part.numel() for part in parts), parts[0].dtype))
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None  # what is asynchronous has a handle
-    return work

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from wanma.job.cluster import Cluster
 from wanma.job.forecast import Workload
-from wanma.job.plan import Plan
+from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import allowed_approximations, not_runnable
@@ -182,6 +182,10 @@ def _exact(job: Job, machines: Cluster) -> Plan:
         fp8=job.train.fp8,
         device=device_of(job, machines),
         approximate=("fp8",) if job.train.fp8 else (),
+        overlap=job.parallel.overlap,
+        bucket_bytes=job.parallel.bucket_bytes or REDUCED_TOGETHER_BYTES,
+        # Where a plan has no use for it, it is as if it were not so, and `choose` takes it away.
+        hierarchical=job.parallel.hierarchical is not False and job.cluster.nodes > 1,
     )
 
 

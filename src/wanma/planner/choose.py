@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, Workload
-from wanma.job.plan import Plan
+from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
+from wanma.planner.exchange import check_buckets, exchange_reasons, with_exchange
 from wanma.planner.forecast import forecast, memory, with_pipeline_ranks
 from wanma.planner.groups import Group, group_of
 from wanma.planner.measure.calibration import Calibration
@@ -98,8 +99,13 @@ def automatic(
         raise no_plan(job, cluster, workload, dimensions, found, worlds)
     ranks = max(best.plan.world_size // job.cluster.nodes, 1)
     problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
-    whole = with_pipeline_ranks(problem, best.plan, best.forecast)
-    return Planned(best.plan, replace(whole, reasons=(*reasons(found), *whole.reasons)), found)
+    plan, needed = with_exchange(job, best.plan, problem.machine), best.forecast
+    check_buckets(job, plan)
+    if plan != best.plan:
+        needed = forecast(problem, plan)
+    whole = with_pipeline_ranks(problem, plan, needed)
+    told = (*reasons(found), *exchange_reasons(plan, problem.machine), *whole.reasons)
+    return Planned(plan, replace(whole, reasons=told), found)
 
 
 def layout(job: Job, cluster: Cluster) -> Plan:
@@ -133,6 +139,8 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         offload_optimizer=parallel.offload_optimizer,
         offload_activations=parallel.offload_activations,
         compile=parallel.compile,
+        overlap=parallel.overlap,
+        bucket_bytes=parallel.bucket_bytes or REDUCED_TOGETHER_BYTES,
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device,
@@ -140,6 +148,8 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         batch_shares=tuple(parallel.batch_shares),
     )
     check_axes(job, plan, cluster)
+    check_buckets(job, plan)
+    plan = with_exchange(job, plan, None)
     node = cluster.nodes[0]
     ranks_here = plan.world_size // job.cluster.nodes
     threads = job.cluster.threads_per_rank or max(node.cores // ranks_here, 1)
@@ -192,6 +202,7 @@ def complete(
         plan, told = _by_rule(problem, plan, rows)
     else:
         plan, told = chosen
+    plan = with_exchange(job, plan, problem.machine)
     needed = with_pipeline_ranks(problem, plan, forecast(problem, plan))
     if (overflow := host_overflow(problem, plan, needed)) is not None:
         raise JobError(
@@ -200,6 +211,7 @@ def complete(
         )
     if needed.memory_bytes > problem.memory_bytes:
         raise does_not_fit(problem, plan, needed, untimed if job.parallel.auto else None)
+    told += exchange_reasons(plan, problem.machine)
     told = [_layout_reason(job, plan), *told, *needed.reasons]
     return Planned(plan, replace(needed, reasons=tuple(told)))
 

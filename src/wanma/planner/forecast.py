@@ -30,6 +30,7 @@ from wanma.planner.cost.operators import Software, product_precision
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.pipeline import Play, pipeline_seconds
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
+from wanma.planner.crossing import crossing, crossing_reasons, on_one_machine
 from wanma.planner.memory.ranks import Setting, forecast_memory, memory_of_ranks
 from wanma.planner.memory.state import rule_of
 from wanma.planner.memory.table import tabulate
@@ -191,7 +192,8 @@ def trained_share(problem: Problem) -> float:
 def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | None) -> Forecast:
     """`needed`, a forecast of memory, with that of time and what follows from it."""
     if step is None:
-        return replace(needed, reasons=(*needed.reasons, unknown_rates(problem, plan) or ""))
+        crosses = crossing_reasons(problem, plan, None, None)
+        return replace(needed, reasons=(*needed.reasons, *crosses, unknown_rates(problem, plan) or ""))
     flops = problem.workload.flops_per_sample * problem.global_batch
     peak = problem.machine.chip.peak_flops_per_second["fp8" if plan.fp8 else plan.precision]
     run = run_cost(problem, plan, step)
@@ -204,11 +206,19 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         reasons=(
             *needed.reasons,
             where_time_goes(step),
+            *_crossing(problem, plan, step),
             *told_of_tables(problem.workload, step),
             *(() if run is not None else (never_ends(problem, plan, step),)),
             *problem.machine.assumed,
         ),
     )
+
+
+def _crossing(problem: Problem, plan: Plan, step: StepTime) -> list[str]:
+    """That tensor parallel crosses machines, and what that costs."""
+    if crossing(plan, problem.job.cluster.nodes) is None:
+        return []
+    return crossing_reasons(problem, plan, step, time(on_one_machine(problem), plan))
 
 
 def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
@@ -182,6 +182,8 @@ def _opened(job: Job, running: Plan, machines: int) -> Job:
         # Where one rank had all of the state, several may share it now, and the other way round.
         kept["shard"] = parallel.shard if running.shard != "nothing" else None
         kept["virtual_stages"] = running.virtual_stages
+    # What made sense on the machines before need not on these.
+    kept |= {"hierarchical": _reconsidered(parallel), "bucket_bytes": None}
     section = ParallelSection.model_validate({**kept, "auto": True})
     where = job.cluster.model_copy(
         update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
@@ -210,8 +212,13 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
     where = job.cluster.model_copy(
         update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
     )
-    section = job.parallel.model_copy(update={**sizes, "micro_batch": None})
+    open_again = {"micro_batch": None, "bucket_bytes": None, "hierarchical": _reconsidered(job.parallel)}
+    section = job.parallel.model_copy(update={**sizes, **open_again})
     return job.model_copy(update={"parallel": section, "cluster": where})
+
+
+def _reconsidered(parallel: ParallelSection) -> Literal["auto", False]:
+    return False if parallel.hierarchical is False else "auto"
 
 
 def _obstacle(now: Problem, running: Plan, each: int) -> str | None:

@@ -18,6 +18,7 @@ from wanma.job.worker import Event
 from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.report.chart import figure
 from wanma.report.charts import charts
+from wanma.report.exposed import exposures
 from wanma.report.facts import (
     REFUSED,
     event_text,
@@ -107,7 +108,7 @@ def _charts(report: Report) -> str:
 
 def _comparison(report: Report) -> str:
     """Time and memory as forecast beside as measured; time by phase."""
-    parts = [_promise(report), _memory(report), _phases(report)]
+    parts = [_promise(report), _memory(report), _phases(report), _exposed(report)]
     shown = "".join(part for part in parts if part)
     return f'<section class="pair">{shown}</section>' if shown else ""
 
@@ -185,6 +186,25 @@ def _phases(report: Report) -> str:
         + under_bar(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
         + f"<table>{rows}</table>",
     )
+
+
+def _exposed(report: Report) -> str:
+    """Communication: what a usual step waited for, of what was under way beside its computing."""
+    kinds = exposures(report)
+    if not kinds:
+        return ""
+    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "waited for", "under way", ""))
+    rows = "".join(
+        row(
+            escape(one.name),
+            "–" if one.forecast is None else duration_text(one.forecast),
+            duration_text(one.waited),
+            duration_text(one.under_way),
+            f"{100 * one.share:.0f} %",
+        )
+        for one in kinds
+    )
+    return card("Communication in a usual step, rank 0", f"<table><tr>{heads}</tr>{rows}</table>")
 
 
 def _details(report: Report) -> str:

@@ -63,7 +63,7 @@ def phase_medians(report: Report) -> dict[str, float]:
     found = {}
     for key, column in report.steps.items():
         name = key.removeprefix("phases.")
-        values = [value for value in column[_first(report) :] if math.isfinite(value)]
+        values = [value for value in column[first_row(report) :] if math.isfinite(value)]
         if name != key and values:
             found[name] = (fmean if name == "checkpoint" else median)(values)
     return found
@@ -71,12 +71,12 @@ def phase_medians(report: Report) -> dict[str, float]:
 
 def usual_step_seconds(report: Report) -> float | None:
     """The median step, warm-up left out; None while there are too few."""
-    column = report.steps.get("step_seconds", [])[_first(report) :]
+    column = report.steps.get("step_seconds", [])[first_row(report) :]
     values = [value for value in column if math.isfinite(value)]
     return median(values) if len(values) >= LEAST_STEPS else None
 
 
-def _first(report: Report) -> int:
+def first_row(report: Report) -> int:
     """Row of the first step that counts: after warm-up, and under the plan that the report has."""
     changed = [event["step"] for event in report.recoveries if event.get("change")]
     before = sum(step <= changed[-1] for step in report.steps["step"]) if changed else 0

@@ -47,7 +47,7 @@ class Report:
     """Of the whole model; None when the plan does not know."""
     environment: dict[str, Any]
     steps: dict[str, list[float]]
-    """Column by key of metrics.jsonl, phases as 'phases.NAME'; NaN where a step has no number.
+    """Column by key of metrics.jsonl, those of objects as 'phases.NAME'; NaN where a step has no number.
     'step' is always there; all columns are equally long."""
     non_finite: tuple[int, ...]
     """Steps with a NaN or infinite number."""
@@ -232,12 +232,17 @@ def _of_this_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Even
     return validations, checkpoints
 
 
+_GROUPS = ("phases", "waited", "under_way")
+"""Keys of a record that hold seconds by name."""
+
+
 def _columns(records: list[Event]) -> tuple[dict[str, list[float]], tuple[int, ...]]:
     """Turn records into columns of equal length, and list the steps with a non-finite number."""
     columns: dict[str, list[float]] = {"step": []}
     for index, record in enumerate(records):
-        phases = record.get("phases") or {}
-        flat = {**record, **{f"phases.{name}": seconds for name, seconds in phases.items()}}
+        flat = dict(record)
+        for group in _GROUPS:
+            flat |= {f"{group}.{name}": seconds for name, seconds in (record.get(group) or {}).items()}
         for key, value in flat.items():
             if isinstance(value, int | float):
                 if key not in columns:

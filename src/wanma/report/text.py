@@ -11,6 +11,7 @@ from wanma.job.forecast import MEMORY_KINDS
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.progress import Curve, sparkline
 from wanma.observe.units import bytes_text, duration_text, number_text, share_text
+from wanma.report.exposed import exposure_text, exposures
 from wanma.report.facts import (
     REFUSED,
     event_text,
@@ -105,7 +106,10 @@ def _phase_lines(report: Report) -> list[str]:
     shares = phase_shares(report)
     total = sum(share.seconds for share in shares)
     parts = ", ".join(f"{share.name} {100 * share.seconds / total:.0f} %" for share in shares)
-    return [f"  time: {parts}"] if shares else []
+    if not shares:
+        return []
+    waited = ", ".join(exposure_text(one) for one in exposures(report))
+    return [f"  time: {parts}", *([f"  waited for, in a usual step: {waited}"] if waited else [])]
 
 
 def _rank_lines(report: Report) -> list[str]:

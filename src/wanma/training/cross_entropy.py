@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from wanma.collectives.stopwatch import waiting
 from wanma.data.batch import IGNORED
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 27}
@@ -115,9 +116,11 @@ def _over_the_vocabulary(
 ) -> tuple[Tensor, Tensor]:
     """From each rank's log-sum-exp and chosen logit to those of the whole vocabulary."""
     largest = normalizers.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    with waiting("tensor"):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     sums = torch.stack([(normalizers - largest).exp_(), chosen])
-    dist.all_reduce(sums, group=group)
+    with waiting("tensor"):
+        dist.all_reduce(sums, group=group)
     return largest.add_(sums[0].log_()), sums[1]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.collectives.stopwatch import Spent
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
@@ -237,7 +238,7 @@ class Trainer:
     def record(self, agreement: Agreement) -> None:
         """Record the step just finished, with all that was done for it. Validation is not step time."""
         now = time.perf_counter()
-        phases = self._take_phases()
+        phases, spent = self._take_phases()
         self._report_saves(self._checkpointer.poll())
         self._uploads.tell(self.message)
         seconds = now - self._step_started - phases["validation"]
@@ -246,14 +247,16 @@ class Trainer:
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
         self._own_work.step(phases, self._global_batch)
-        self._write_record(agreement, seconds, phases)
+        self._write_record(agreement, seconds, phases, spent)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
                 seconds - phases["checkpoint"],
                 is_last=agreement.stop or agreement.pause or self.state.step == self.job.train.steps,
             )
 
-    def _write_record(self, agreement: Agreement, seconds: float, phases: dict[str, float]) -> None:
+    def _write_record(
+        self, agreement: Agreement, seconds: float, phases: dict[str, float], spent: Spent
+    ) -> None:
         if self._recorder is None:
             return
         self._tell_recovery()
@@ -268,6 +271,7 @@ class Trainer:
                 "samples": self.state.samples,
                 "learning_rate": self._rate,
                 "phases": phases,
+                **({"waited": spent.waited, "under_way": spent.under_way} if spent.waited else {}),
                 "memory_bytes": held_bytes(self.grid.device.type),
                 **self._expert_numbers(agreement),
                 **(self._gpu.take() if self._gpu is not None else {}),
@@ -433,13 +437,19 @@ class Trainer:
         first = self.grid.at("pp") * per_stage
         return list(range(first, first + per_stage))
 
-    def _take_phases(self) -> dict[str, float]:
-        """Seconds by phase; communication inside forward and backward is moved to its own name."""
-        phases = self.phases.take()
-        inside = self.state.parallel.communication.take()
+    def _take_phases(self) -> tuple[dict[str, float], Spent]:
+        """Seconds by phase, and those of communication by kind.
+
+        What is waited inside forward and backward for other data ranks is moved to its own phase. Of a GPU
+        the host's clock does not know what it waits for.
+        """
+        phases, spent = self.phases.take(), self.state.parallel.communication.take()
+        if self.plan.device != "cpu":
+            return phases, Spent({}, {})
+        inside = spent.waited.get("data", 0.0)
         phases["communication"] += inside
         phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
-        return phases
+        return phases, spent
 
     def _expert_numbers(self, agreement: Agreement) -> dict[str, float]:
         """What the record says of experts: how uneven their load is, and the loss against it, per target."""

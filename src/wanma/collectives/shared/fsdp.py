@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from wanma.collectives.gloo import Stopwatch
 from wanma.collectives.shared.group import SharedGroup
+from wanma.collectives.stopwatch import Stopwatch
 
 
 class SharedAllGather(AllGather):

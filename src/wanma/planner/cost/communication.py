@@ -30,7 +30,14 @@ class Group:
             raise ValueError(f"a group has at least one rank, at a stride of at least one: {self}")
 
     def inside(self, link: Link) -> int:
-        """Members of one unit of `link`'s level."""
+        """Members of one unit of `link`'s level.
+
+        Groups of a layout lie one after the other: where a level holds some of them and a part of another,
+        that one crosses its edge, and all wait for it.
+        """
+        span = self.size * self.stride
+        if span < link.devices and link.devices % span:
+            return max(math.gcd(span, link.devices) // self.stride, 1)
         return min(self.size, max(link.devices // self.stride, 1))
 
 
@@ -143,6 +150,11 @@ def send_seconds(machine: Machine, distance: int, message_bytes: float, sharing:
         + link.latency_seconds
         + link.seconds(message_bytes, message_bytes, _share(link, machine, sharing))
     )
+
+
+def crosses(machine: Machine, group: Group) -> bool:
+    """Whether the group's ranks reach each other over links outside the innermost level."""
+    return group.size > 1 and _levels(machine, group)[-1] is not machine.links[0]
 
 
 def _spread_seconds(levels: list[Link], group: Group) -> float:

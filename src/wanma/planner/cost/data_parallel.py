@@ -12,9 +12,11 @@ from types import MappingProxyType
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
 from wanma.planner.cost.communication import (
+    Algorithm,
     Group,
     all_gather_seconds,
     all_reduce_seconds,
+    crosses,
     reduce_scatter_seconds,
 )
 from wanma.planner.cost.compute import ELEMENT_BYTES, streaming_seconds
@@ -65,6 +67,7 @@ class DataParallel:
         self.gathers_again = gathers_again(plan)
         self.is_beside_compute = plan.device != "cpu"
         """Collectives of a CPU run on the cores that compute."""
+        self.hides_sums = hides_sums(plan, machine)
 
     def per_micro_batch(self, parameters: float, forward: float, backward: float) -> tuple[float, float]:
         """What gathering a block's sharded parameters for forward and backward, and reducing its gradients
@@ -186,6 +189,12 @@ class DataParallel:
             moved, kernels = (fresh + kept) * (fresh != kept) + added * 3 * kept, 2
         return streaming_seconds(self.machine.chip, whole * moved, kernels)
 
+    def _algorithm(self) -> Algorithm | None:
+        """Of the replicas' sums: Gloo has a ring, and wanma its own; NCCL chooses."""
+        if self.is_beside_compute or not crosses(self.machine, self.replicas):
+            return None
+        return "hierarchical" if self.plan.hierarchical and self.plan.computes_with_state else "ring"
+
     def once_a_step(self, parameters: float) -> tuple[float, float]:
         """(reduce, gather) of a rank's parameters: gradients, and what the optimizer's shards give back.
 
@@ -193,7 +202,9 @@ class DataParallel:
         """
         whole = parameters / self.plan.tp
         gradients = whole * self.gradient_bytes
-        reduce = all_reduce_seconds(self.machine, self.replicas, gradients / self.shards.size)
+        reduce = all_reduce_seconds(
+            self.machine, self.replicas, gradients / self.shards.size, self._algorithm()
+        )
         if self.replicas.size > 1:
             reduce += self._rounded(whole / self.shards.size)
         if self.is_by_block and self.gathers_again:
@@ -211,6 +222,18 @@ class DataParallel:
         if self.shards.size > 1:
             reduce += self._rounded(whole)
         return reduce + self._filed(whole) if copies else reduce, gather
+
+
+def hides_sums(plan: Plan, machine: Machine) -> bool:
+    """Whether gradients are summed beside the last backward.
+
+    On CPUs where a network between machines moves them: within one, moving takes the cores that compute
+    (docs/performance.md). A pipeline's are complete only when its backwards are done.
+    """
+    if plan.device != "cpu":
+        return True
+    group = Group(plan.replicas, plan.tp * plan.shard_ranks)
+    return plan.overlap and plan.computes_with_state and plan.pp == 1 and crosses(machine, group)
 
 
 def is_by_block(plan: Plan) -> bool:

@@ -165,7 +165,7 @@ def anatomy_of_stages(
         in_flight=in_flight,
         reduce_seconds=reduce,
         gather_seconds=gather,
-        is_overlapped=software.data_overlap and data.is_beside_compute,
+        is_overlapped=software.data_overlap and data.hides_sums,
         optimizer_seconds=optimizer_seconds(parameters, plan, machine, software, trained_share),
         waiting_seconds=waiting_seconds,
         uncertainty=uncertainty(

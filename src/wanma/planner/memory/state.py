@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from wanma.job.forecast import Workload
-from wanma.job.plan import REDUCED_TOGETHER_BYTES, UPDATED_TOGETHER, Plan
+from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import TrainSection
 from wanma.planner.cost.operators import Software
 from wanma.planner.memory.activations import BYTES
@@ -209,7 +209,9 @@ def _shards(
         added = mine.first * master if accumulates else 0.0
         final = mine.held * master
         if plan.replicas > 1:
-            final += min(final, REDUCED_TOGETHER_BYTES)
+            together = min(final, plan.bucket_bytes)
+            # What other ranks send of a bucket waits to be added up, one bucket at a time.
+            final += 2 * together if plan.hierarchical else together
 
     average = shards * master * int(weight_average)
     # What rounding lost, of all gradients that this rank hands over.

@@ -146,9 +146,10 @@ class _Variant:
         """Of a step, at least; (recomputes, states)."""
         exchanges = np.array([tables.exchange(state, self._parameters) for state in states])
         reduce, gather, optimizer = exchanges.T
-        if tables.is_overlapped(self._plan):
-            reduce = _exposed(reduce, self._busiest_backward[:, None])
-            gather = _exposed(gather, self._busiest_forward[:, None])
+        hidden = np.array([tables.is_overlapped(state) for state in states])
+        if hidden.any():
+            reduce = np.where(hidden, _exposed(reduce, self._busiest_backward[:, None]), reduce)
+            gather = np.where(hidden, _exposed(gather, self._busiest_forward[:, None]), gather)
         seconds: Array = self._least[:, None] + reduce + gather + optimizer
         return seconds
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute, Schedule
-from wanma.planner.cost.data_parallel import DataParallel, block_key
+from wanma.planner.cost.data_parallel import DataParallel, block_key, hides_sums
 from wanma.planner.cost.operators import PartTime
 from wanma.planner.cost.pieces import Blocks, Pieces, pieces_key
 from wanma.planner.cost.pipeline import Pipelined, StageCost, pipeline_seconds
@@ -255,8 +255,7 @@ class Tables:
 
     def is_overlapped(self, plan: Plan) -> bool:
         """Whether reducing and gathering run beside the last backward and the first forward."""
-        habits = software(self.problem, plan)
-        return habits.data_overlap and DataParallel(plan, self.problem.machine, habits).is_beside_compute
+        return software(self.problem, plan).data_overlap and hides_sums(plan, self.problem.machine)
 
     def boundary(self, plan: Plan) -> float:
         """What a stage's output takes to the next rank."""

@@ -1,0 +1,171 @@
+"""The contenders on two machines of two ranks each: wanma's ways to sum gradients, and PyTorch's DDP."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.slow_links.interface import ADDRESSES, NAME, PORT
+from benchmarks.train.contenders import Command, train_once, with_speed
+from wanma.elastic.environment import worker_environment
+from wanma.elastic.secret import VARIABLE as SECRET
+from wanma.job.plan import Plan
+from wanma.job.sections import ClusterSection
+
+NODES, RANKS_EACH = 2, 2
+RANKS = NODES * RANKS_EACH
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of wanma's to train over the link."""
+
+    title: str
+    parallel: tuple[str, ...]
+    """Lines of the job's [parallel] section, beside dp_replicate."""
+    step_factor: int = 1
+    """How many times the measured steps: of what communicates once in many of them."""
+
+
+CONTENDERS = {
+    "plain": Contender("after backward, one ring", ("overlap = false", "hierarchical = false")),
+    "overlap": Contender("during backward, one ring", ("hierarchical = false",)),
+    "hierarchical": Contender("after backward, by machines", ("overlap = false", "hierarchical = true")),
+    "both": Contender("during backward, by machines (default)", ()),
+}
+"""Another one is another line."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that fixes one comparison; equal settings are pooled."""
+
+    contender: str
+    megabits: float
+    """A second, each way."""
+    delay: float
+    """Seconds of each packet, each way."""
+    precision: str
+    preset: str
+    vocabulary: int
+    sequence: int
+    batch: int
+    """Samples per rank and step."""
+    warmup: int
+    """Steps before the measured ones."""
+    steps: int
+    """Measured steps of DDP."""
+
+    @property
+    def way(self) -> Contender:
+        return CONTENDERS[self.contender]
+
+    @property
+    def link(self) -> str:
+        return f"{self.megabits:g} Mbit/s, {1000 * self.delay:g} ms"
+
+    @property
+    def global_batch(self) -> int:
+        return RANKS * self.batch
+
+    def measured_steps(self, *, wanma: bool) -> int:
+        return self.steps * (self.way.step_factor if wanma else 1)
+
+    def total_steps(self, *, wanma: bool) -> int:
+        # One more than is measured: wanma's last step also saves the final checkpoint.
+        return self.warmup + self.measured_steps(wanma=wanma) + 1
+
+    def job(self, *, wanma: bool) -> str:
+        """The job file; DDP reads model, data and training from the same text."""
+        layout = "\n".join((f"dp_replicate = {RANKS}", f"micro_batch = {self.batch}", *self.way.parallel))
+        return f"""\
+[model]
+preset = "{self.preset}"
+vocabulary = {self.vocabulary}
+
+[data]
+text = ["stdlib"]
+sequence_length = {self.sequence}
+validation_fraction = 0.0
+
+[train]
+steps = {self.total_steps(wanma=wanma)}
+global_batch = {self.global_batch}
+precision = "{self.precision}"
+learning_rate = 1e-3
+schedule = "constant"
+weight_decay = 0.1
+gradient_clip = 1.0
+
+[[train.parameter_groups]]  # decay for all, as one plain AdamW(model.parameters()) of DDP's has it
+match = "*"
+weight_decay = 0.1
+
+[parallel]
+{layout}
+
+[cluster]
+device = "cpu"
+threads_per_rank = 1
+nodes = {NODES}
+rendezvous = "{ADDRESSES[0]}:{PORT}"
+health_check = "never"
+
+[checkpoint]
+every_steps = 0
+snapshots = "off"
+compare_replicas = false
+keep = 1
+keep_best = false
+"""
+
+
+def wanma_command(setting: Setting) -> Command:
+    words = ("wanma", "train", "job.toml", "--run-dir", "run", "cluster.node_rank={node}")
+    return Command((*_apart(setting), *words), {SECRET: "0123456789abcdef"})
+
+
+def ddp_command(setting: Setting) -> Command:
+    """With wanma's allocator, threads and optimizer kernel."""
+    words = (
+        *("torchrun", f"--nnodes={NODES}", f"--nproc-per-node={RANKS_EACH}", "--node-rank={node}"),
+        *(f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"),
+        *("benchmarks/train/peers/train_ddp.py", "--job", "job.toml", "--result", "result.json"),
+        *(f"--batch={setting.batch}", "--fused"),
+    )
+    tuned = worker_environment(ClusterSection(), Plan(dp_replicate=RANKS, threads_per_rank=1))
+    return Command((*_apart(setting), *words), {**tuned, "GLOO_SOCKET_IFNAME": NAME})
+
+
+def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str, Any]:
+    """Train once and measure.
+
+    Args:
+        folder: an empty one.
+
+    Raises:
+        BenchmarkError: the contender failed or did not record every step.
+    """
+    command = wanma_command(setting) if wanma else ddp_command(setting)
+    total = setting.total_steps(wanma=wanma)
+    record = train_once(command, setting.job(wanma=wanma), total, venv, folder)
+    steps, tokens = setting.measured_steps(wanma=wanma), setting.global_batch * setting.sequence
+    if wanma:
+        record["waited"] = waited_seconds(folder / "run" / "metrics.jsonl", setting.warmup, steps)
+    return with_speed(record, setting.warmup, steps, tokens)
+
+
+def waited_seconds(metrics: Path, warmup: int, steps: int) -> float | None:
+    """Of a measured step, on average: what rank 0 waited for other data ranks; None where nobody says."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()][warmup : warmup + steps]
+    told = [line["waited"].get("data", 0.0) for line in lines if "waited" in line]
+    return sum(told) / len(told) if told else None
+
+
+def _apart(setting: Setting) -> tuple[str, ...]:
+    return (
+        *("python", "-m", "benchmarks.slow_links.apart"),
+        *(f"--megabits={setting.megabits:g}", f"--delay={setting.delay:g}", "--"),
+    )

@@ -1,0 +1,138 @@
+"""Training over a slow link between two machines: wanma's ways to sum gradients beside DDP, in pairs.
+
+    python benchmarks/slow_links/run.py --megabits 100 --delay 0 --contender both --pairs 3   # one piece
+    python benchmarks/slow_links/run.py --megabits 1000 --minutes 10
+    python benchmarks/slow_links/run.py                          # everything that is not measured yet
+    python benchmarks/slow_links/run.py --report
+
+Needs root: the machines are network namespaces. Every combination of link and contender is one piece, so that
+a long comparison can be run bit by bit. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
+
+from benchmarks.common import (  # after the path is set
+    BenchmarkError,
+    Noise,
+    Results,
+    carry_out,
+    common_parser,
+    describe_environment,
+    estimate,
+    take_pairs,
+)
+from benchmarks.slow_links.apart import what_is_missing
+from benchmarks.slow_links.contenders import CONTENDERS, Setting, ddp_command, measure, wanma_command
+from benchmarks.slow_links.report import report
+from benchmarks.train.report import ratios
+from wanma.data.open import prepare
+from wanma.job.load import load_job
+
+
+def main() -> None:
+    carry_out(parse(), run, report)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure every chosen piece that lacks pairs."""
+    if missing := what_is_missing(max(options.delay)):
+        raise BenchmarkError(missing)
+    results = Results(options.results)
+    deadline = time.monotonic() + options.minutes * 60
+    environment = describe_environment(options.venv)
+    for setting in settings(options):
+        piece = results.piece(asdict(setting), options.fresh)
+        piece["environment"] = environment
+        piece["commands"] = {"wanma": str(wanma_command(setting)), "peer": str(ddp_command(setting))}
+        piece["job"] = setting.job(wanma=True)
+        _prepare_data(setting)
+        print(f"{setting.link}, {setting.contender}: {len(piece['pairs'])} pairs so far", flush=True)
+        complete = take_pairs(
+            piece,
+            {
+                "wanma": partial(_sample, setting, True, options.venv),
+                "peer": partial(_sample, setting, False, options.venv),
+            },
+            pairs=options.pairs,
+            noise=Noise(options.foreign_limit, options.retries),
+            deadline=deadline,
+            save=lambda: results.save(report(results.pieces)),
+        )
+        if values := ratios(piece):
+            print(f"  ratio {estimate(values)} of {len(values)} pairs", flush=True)
+        if not complete:
+            print("the time is over; run the same command again to carry on")
+            return
+
+
+def _sample(setting: Setting, wanma: bool, venv: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+        sample = measure(setting, wanma, venv, Path(folder))
+    waited = f", waited {sample['waited']:.2f} s a step" if sample.get("waited") is not None else ""
+    print(
+        f"  {'wanma' if wanma else 'DDP'}: {sample['tokens_per_second']:,.0f} tokens/s{waited}, "
+        f"loss {sample['losses'][-1]:.4f}, {sample['command_seconds']:.0f} s in all",
+        flush=True,
+    )
+    return sample
+
+
+def _prepare_data(setting: Setting) -> None:
+    """Build the token files, once, for all contenders."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(setting.job(wanma=True))
+        prepare(load_job(path).data)
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    """The chosen comparisons."""
+    for megabits, delay, contender in itertools.product(options.megabits, options.delay, options.contender):
+        yield Setting(
+            contender=contender,
+            megabits=megabits,
+            delay=delay / 1000,
+            precision=options.precision,
+            preset=options.preset,
+            vocabulary=options.vocabulary,
+            sequence=options.sequence,
+            batch=options.batch,
+            warmup=options.warmup,
+            steps=options.steps,
+        )
+
+
+def parse() -> argparse.Namespace:
+    parser = common_parser(__doc__, "slow-links")
+    add = parser.add_argument
+    add("--megabits", nargs="+", type=float, default=[100.0, 1000.0], help="a second, each way (100 1000)")
+    add("--delay", nargs="+", type=float, default=[0.0, 10.0], metavar="MS", help="each way (0 10)")
+    add("--contender", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), help="default: all")
+    add("--precision", choices=["fp32", "bf16"], default="fp32")
+    add("--preset", default="gpt-10m", help="wanma's name of the model (default gpt-10m)")
+    add("--vocabulary", type=int, default=4096)
+    add("--sequence", type=int, default=256)
+    add("--batch", type=int, default=4, help="sequences per rank (default 4)")
+    add("--steps", type=int, default=5, help="measured steps of DDP (default 5)")
+    add("--warmup", type=int, default=2, help="steps before the measured ones (default 2)")
+    options = parser.parse_args()
+    if options.warmup < 1:
+        parser.error("--warmup is at least 1: the window starts at the end of a step")
+    return options
+
+
+if __name__ == "__main__":
+    main()

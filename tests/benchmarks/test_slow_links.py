@@ -1,0 +1,141 @@
+"""The comparison over slow links: its jobs are wanma's, its machines two, its numbers of the records."""
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from wanma.job.load import load_job
+from wanma.job.plan import Plan
+from wanma.planner.exchange import why_not_hierarchical
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def module(name):
+    return importlib.import_module(f"benchmarks.slow_links.{name}")
+
+
+def setting(contender="both", **changes):
+    plain = module("contenders").Setting(contender, 100.0, 0.01, "fp32", "gpt-1m", 512, 64, 2, 1, 4)
+    return replace(plain, **changes)
+
+
+def test_every_contender_has_a_job_of_two_machines_that_sums_as_it_says(tmp_path):
+    path = tmp_path / "job.toml"
+    seen = {}
+    for name in module("contenders").CONTENDERS:
+        path.write_text(setting(name).job(wanma=True))
+        job = load_job(path)
+        assert (job.cluster.nodes, job.parallel.dp_replicate) == (2, 4)
+        assert job.train.global_batch == 8
+        assert why_not_hierarchical(Plan(dp_replicate=4), job.cluster.nodes) is None
+        seen[name] = (job.parallel.overlap, job.parallel.hierarchical)
+    assert {name: seen[name] for name in ("plain", "overlap", "hierarchical", "both")} == {
+        "plain": (False, False),
+        "overlap": (True, False),
+        "hierarchical": (False, True),
+        "both": (True, "auto"),
+    }
+
+
+def test_what_communicates_once_in_many_steps_is_measured_over_many(monkeypatch):
+    contenders = module("contenders")
+    often = replace(contenders.CONTENDERS["both"], step_factor=10)
+    monkeypatch.setitem(contenders.CONTENDERS, "seldom", often)
+    seldom = setting("seldom")
+    assert (seldom.total_steps(wanma=True), seldom.total_steps(wanma=False)) == (42, 6)
+    assert "steps = 42" in seldom.job(wanma=True)
+    assert "steps = 6" in seldom.job(wanma=False)
+
+
+def test_both_contenders_run_on_both_machines_of_the_same_link():
+    contenders = module("contenders")
+    for command in (contenders.wanma_command(setting()), contenders.ddp_command(setting())):
+        words = command.arguments
+        assert words[:6] == (
+            "python",
+            "-m",
+            "benchmarks.slow_links.apart",
+            "--megabits=100",
+            "--delay=0.01",
+            "--",
+        )
+        assert any("{node}" in word for word in words[6:])
+
+
+def test_what_a_measured_step_waited_is_the_mean_without_warm_up(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "waited": {"data": seconds}} for step, seconds in enumerate((9.0, 1.0, 2.0, 5.0))]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert module("contenders").waited_seconds(metrics, 1, 2) == 1.5
+    metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    assert module("contenders").waited_seconds(metrics, 0, 2) is None
+
+
+def test_the_report_sets_each_way_beside_ddp():
+    sample = {"tokens_per_second": 300.0, "losses": [2.0, 1.5], "disturbed": False, "waited": 0.25}
+    peer = {**sample, "tokens_per_second": 100.0}
+    del peer["waited"]
+    taken = {"date": "2026-01-01", "commit": "abc", "wanma": sample, "peer": peer}
+    environment = {"machine": "a machine", "versions": {"torch": "2.13"}}
+    piece = {
+        "settings": asdict(setting()),
+        "pairs": [taken],
+        "environment": environment,
+        "commands": {"wanma": "wanma train", "peer": "torchrun"},
+        "job": "[model]\n",
+    }
+    text = module("report").report([piece])
+    assert "## 100 Mbit/s, 10 ms" in text
+    row = next(line for line in text.splitlines() if line.startswith("| both"))
+    assert row.split(" | ")[1:5] == ["300", "100", "3.00 (3.00–3.00)", "0.25"]
+    assert module("report").report([]) == "Nothing has been measured yet.\n"
+
+
+@pytest.mark.root
+def test_two_machines_reach_each_other_and_leave_nothing_behind():
+    apart = module("apart")
+    if missing := apart.what_is_missing(0.01):
+        pytest.skip(missing)
+    for delay in ("0", "0.01"):
+        ran = subprocess.run(
+            [
+                *(sys.executable, "-m", "benchmarks.slow_links.apart", "--megabits", "100", "--delay", delay),
+                *("--", sys.executable, "-c", PROGRAM, "{node}"),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert "heard from 1" in ran.stdout
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "wanma-slow" not in left
+
+
+PROGRAM = """
+import socket, sys
+node, place = int(sys.argv[1]), ("10.93.0.1", 29500)
+if node == 0:
+    server = socket.create_server(place)
+    print("heard from", server.accept()[0].recv(1).decode(), flush=True)
+else:
+    import time
+    for _ in range(100):
+        try:
+            socket.create_connection(place).sendall(b"1")
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+"""

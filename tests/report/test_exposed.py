@@ -1,0 +1,87 @@
+"""Communication that a run waited for, beside what was under way and what was forecast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+import pytest
+
+from wanma.job.forecast import StepTime
+from wanma.job.run_directory import RunDirectory
+from wanma.observe.progress import Progress
+from wanma.observe.tensorboard import to_scalars
+from wanma.report.exposed import Exposure, exposure_text, exposures
+from wanma.report.html import page
+from wanma.report.read import read_report
+from wanma.report.text import summary
+
+NewRun = Callable[..., RunDirectory]
+
+
+def communicating(run: RunDirectory) -> RunDirectory:
+    """`run` as if each step had waited 0.1 of 0.4 s for data ranks and 0.05 s for stages; the first, 9 s."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        slow = 9.0 if line["step"] == 1 else 0.0
+        line["waited"] = {"data": 0.1 + slow, "pipeline": 0.05}
+        line["under_way"] = {"data": 0.4 + slow, "pipeline": 0.05}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_a_usual_step_is_told_kind_by_kind_without_warm_up(new_run: NewRun) -> None:
+    data, pipeline = exposures(read_report(communicating(new_run(20))))
+    assert (data.name, data.waited, data.under_way, data.forecast) == ("data ranks", 0.1, 0.4, None)
+    assert data.share == pytest.approx(0.25)
+    assert (pipeline.name, pipeline.share) == ("other stages", 1.0)
+
+
+def test_a_run_of_two_steps_tells_these(new_run: NewRun) -> None:
+    assert exposures(read_report(communicating(new_run(2))))[0].waited == pytest.approx(4.6)
+
+
+def test_measured_stands_beside_forecast(new_run: NewRun) -> None:
+    run = communicating(new_run(20))
+    planned = json.loads(run.plan.read_text())
+    planned["forecast"]["step"] = asdict(StepTime(0.5, 0.3, data=0.15, bubble=0.05))
+    run.plan.write_text(json.dumps(planned))
+    assert {one.name: one.forecast for one in exposures(read_report(run))} == {
+        "data ranks": 0.15,
+        "other stages": 0.05,
+    }
+
+
+def test_it_is_told_in_words_in_the_summary_and_on_the_page(new_run: NewRun) -> None:
+    assert (
+        exposure_text(Exposure("data ranks", 0.1, 0.4, 0.15))
+        == "data ranks 0.10 s of 0.40 s under way (25 %; forecast 0.15 s)"
+    )
+    report = read_report(communicating(new_run(20)))
+    assert "  waited for, in a usual step: data ranks 0.10 s of 0.40 s under way (25 %), other" in summary(
+        report
+    )
+    assert "Communication in a usual step" in page(report)
+
+
+def test_a_run_that_says_nothing_of_it_shows_nothing(new_run: NewRun) -> None:
+    report = read_report(new_run(20))
+    assert exposures(report) == []
+    assert "waited for" not in summary(report)
+    assert "Communication in a usual step" not in page(report)
+
+
+def test_the_console_tells_the_share_of_the_last_steps() -> None:
+    progress = Progress(10)
+    step = {"kind": "step", "loss": 1.0, "step_seconds": 2.0, "time": 0.0, "tokens_per_second": None}
+    progress.see({**step, "step": 1})
+    assert progress.waiting_share() is None
+    progress.see({**step, "step": 2, "waited": {"data": 0.5, "tensor": 0.1}})
+    assert progress.waiting_share() == pytest.approx(0.3)
+    assert "waiting 30.0 %" in progress.numbers()
+
+
+def test_tensorboard_draws_it() -> None:
+    event = {"kind": "step", "phases": {}, "waited": {"data": 0.5}, "under_way": {"data": 1.5}}
+    assert to_scalars(event) == {"waited/data": 0.5, "under_way/data": 1.5}
