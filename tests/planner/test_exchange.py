@@ -50,7 +50,9 @@ def test_replicas_on_several_machines_sum_within_each_first() -> None:
 def test_why_is_told_in_a_sentence() -> None:
     (told,) = exchange_reasons(replace(FOUR, hierarchical=True), machines())
     # Twice: half of it within a machine; then half of a half, over a rank's half of 12.5 MB/s.
-    assert told == "gradients are summed within machines first: 25.0 MiB in 1.06 s instead of 1.58 s in a ring"
+    assert (
+        told == "gradients are summed within machines first: 25.0 MiB in 1.06 s instead of 1.58 s in a ring"
+    )
     assert exchange_reasons(FOUR, machines()) == []
 
 
