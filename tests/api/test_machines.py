@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from wanma.api import machines
-from wanma.api.machines import here, imagined
+from wanma.api.machines import check_place, here, imagined
 from wanma.api.plan import plan_job
 from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.load import job_from
+from wanma.job.plan import Plan
 from wanma.job.sections import Job
 
 
@@ -94,3 +95,30 @@ def test_a_plan_says_for_which_machines_it_is() -> None:
     assert "2 nodes of 4 × TPU v4, 1 × 100G" in text
     assert "a forecast only: wanma does not run on TPU v4" in text
     assert "8 (dp_shard 8)" in text
+
+
+MIXED = "1x8 H100 + 2x8 A100, 4x100G"
+UNLIKE = Plan(dp_shard=24, shard="optimizer", batch_shares=(2,) * 8 + (1,) * 16, device="cuda")
+
+
+def test_a_machine_of_a_mixed_cluster_is_the_one_that_its_work_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = parse_cluster(MIXED)
+    pretend(monkeypatch, "8 A100")
+
+    def as_number(rank: int | None, plan: Plan = UNLIKE, **parallel: Any) -> None:
+        section = {"nodes": 3, "rendezvous": "host:1", "node_rank": rank}
+        check_place(job(cluster=section, parallel=parallel), plan, cluster)
+
+    as_number(1)
+    as_number(2)
+    with pytest.raises(JobError, match=r"cluster\.node_rank = 0 is .*H100.* and this machine is .*A100"):
+        as_number(0)
+    with pytest.raises(JobError, match="nobody said which of them this is") as refusal:
+        as_number(None)
+    assert "from 0 to 2: cluster.node_rank" in refusal.value.hint
+    as_number(None, replace(UNLIKE, batch_shares=()))
+    as_number(None, dp_shard=24, batch_shares=list(UNLIKE.batch_shares))
+    with pytest.raises(JobError, match="nobody said which"):
+        as_number(None, Plan(pp=3, dp_shard=8, shard="optimizer", stage_cuts=(9, 13)), auto=True)

@@ -40,6 +40,12 @@ LAYOUTS = {
     "2 replicas": {"dp_replicate": 2},
     "ZeRO 3, accumulating": {"dp_shard": 2, "micro_batch": 1},
     "ZeRO 1, accumulating": {"dp_shard": 2, "shard": "optimizer", "micro_batch": 2},
+    "2 replicas whose shares move": {
+        "dp_replicate": 2,
+        "micro_batch": 2,
+        "batch_shares": [2, 5],
+        "share_moves": [[1, [6, 1]], [3, [1, 6]]],
+    },
 }
 on_each_layout = pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 

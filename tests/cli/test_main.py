@@ -85,7 +85,7 @@ def test_every_command_is_explained_in_the_overview_and_has_help_of_its_own(
     listed = re.findall(r"^    (\w+)\s+\w", capsys.readouterr().out, re.MULTILINE)
     assert listed == [
         "train", "plan", "launch", "runs", "show", "report", "sample", "export", "checkpoint", "doctor",
-        "cluster", "job", "completion", "version",
+        "cluster", "bench", "job", "completion", "version",
     ]  # fmt: skip
     for command in listed:
         with pytest.raises(SystemExit, match="0"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from support.ranks import run_ranks
 from wanma.job.plan import Plan
+from wanma.job.sections import Collectives
 from wanma.job.worker import Worker
 from wanma.parallel.mesh import process_grid
 
@@ -18,7 +19,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool,
 
 
 def test_every_rank_gets_the_parts_of_all_in_their_order() -> None:
-    for gathered in run_ranks(gather, RANKS, ()):
+    for gathered in [*run_ranks(gather, RANKS, ("shared",)), *run_ranks(gather, RANKS, ("gloo",))]:
         for shape in SHAPES:
             for dtype in DTYPES:
                 expected = torch.cat([part_of(rank, shape, dtype) for rank in range(RANKS)])
@@ -37,8 +38,8 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return (torch.rand(shape, generator=generator) * 100).to(dtype)
 
 
-def gather(worker: Worker) -> dict[Any, list[Any]]:
-    with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
+def gather(worker: Worker, collectives: Collectives) -> dict[Any, list[Any]]:
+    with process_grid(worker, Plan(dp_replicate=RANKS), 60, collectives) as grid:
         group = grid.axis("dp_replicate").get_group()
         return {
             (shape, dtype): whole(part_of(worker.rank, shape, dtype), RANKS, group.group_name).tolist()
@@ -48,7 +49,7 @@ def gather(worker: Worker) -> dict[Any, list[Any]]:
 
 
 def operators_of_a_gather(worker: Worker) -> dict[str, list[str]]:
-    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+    with process_grid(worker, Plan(dp_replicate=2), 60, "gloo") as grid:
         group = grid.axis("dp_replicate").get_group()
         part = torch.ones(2, 3)
         called = {}

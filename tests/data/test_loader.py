@@ -71,6 +71,20 @@ def test_ranks_share_each_step_and_a_resumed_run_goes_on_where_it_was() -> None:
         assert samples.tolist() == list(range(before, before + size))
 
 
+def test_another_plan_counts_from_the_next_step_on_whatever_was_loaded_ahead() -> None:
+    even = Plan(dp_replicate=2, micro_batch=2)
+    moved = even.but(batch_shares=(3, 1))
+    with loader(Numbers(), plan=even, prefetch=4) as steps:
+        found = [next(steps), next(steps)]
+        steps.follow(moved)
+        steps.follow(moved)
+        found += list(steps)
+    assert [step.step for step in found] == list(range(6))
+    rows = [[row for batch in step.micro_batches for row in batch.samples.tolist()] for step in found]
+    assert rows == [[0, 1], [4, 5], [8, 9, 10], [12, 13, 14], [16, 17, 18], [20, 21, 22]]
+    assert [len(step.micro_batches) for step in found] == [1, 1, 2, 2, 2, 2]
+
+
 def test_a_rank_with_too_few_rows_gets_padding() -> None:
     with loader(
         Numbers(), Plan(dp_replicate=3, micro_batch=1), 2, train=TrainSection(steps=1, global_batch=4)

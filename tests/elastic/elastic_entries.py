@@ -150,6 +150,7 @@ def all_reduce(worker: Any, payload: bytes) -> None:
     total = torch.tensor([float(worker.rank + 1)])
     dist.all_reduce(total)
     print(f"sum {total.item():g} on node {worker.node_rank}")
+    print(f"over {os.environ['GLOO_SOCKET_IFNAME']}")
     if worker.rank == 0:
         worker.control.event({"kind": "sum", "sum": total.item()})
     dist.destroy_process_group()

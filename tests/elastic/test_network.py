@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from wanma.elastic.network import address_of, interface_of, listen_anywhere, listen_at, resolve
+from wanma.elastic.network import listen_anywhere, listen_at, resolve
 from wanma.elastic.secret import meeting_secret
 from wanma.job.errors import WanmaError
 
@@ -35,16 +34,6 @@ def test_only_a_free_address_of_this_machine_can_be_listened_at() -> None:
     assert again is not None
     assert again.getsockname() == ("127.0.0.1", port)
     again.close()
-
-
-def test_addresses_and_interfaces_are_found_from_each_other() -> None:
-    assert address_of("lo") == "127.0.0.1"
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") is None
-    assert {name for _, name in socket.if_nameindex()} >= {"lo"}
-    with pytest.raises(WanmaError, match="no interface 'ib7'") as error:
-        address_of("ib7")
-    assert "lo" in error.value.hint
 
 
 def test_a_given_secret_is_taken_and_a_short_one_refused() -> None:

@@ -44,9 +44,19 @@ def test_the_numbers_that_machines_ask_for_are_theirs(start: Any, rendezvous: st
         assert meets == f"the 2 nodes of the run meet at {rendezvous}"
         assert joined == (
             f"joined the run at {rendezvous}: this is node {number} of 2, with rank {number} of 2 "
-            f"(both counted from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log"
+            f"(both counted from 0)\n  logs of this node: {node.folder}/logs/rank-{number}.log\n"
+            "  collectives go over lo (127.0.0.1), by the route to the others"
         )
         assert rest == ([] if number == 0 else ["the run is finished on all 2 nodes"])
+
+
+def test_near_machines_get_neighbouring_ranks_whoever_comes_first(start: Any, rendezvous: str) -> None:
+    first = start("a", "finish", rendezvous=rendezvous, position="rack-10/a")
+    wait_for_listener(rendezvous)
+    second = start("b", "finish", rendezvous=rendezvous, position="rack-9/a")
+    assert (first.end(), second.end()) == (0, 0)
+    assert (list(first.logs()), list(second.logs())) == (["rank-1.log"], ["rank-0.log"])
+    assert first.texts[1].endswith("its place in the network: rack-10/a")
 
 
 def test_a_failure_on_one_node_is_the_same_message_on_both(start: Any, rendezvous: str) -> None:

@@ -148,9 +148,9 @@ def test_a_slow_rank_of_another_node_is_told_to_all_with_its_place() -> None:
     assert [peer for peer, _ in told] == [0, 1]
     slow = told[0][1]
     assert isinstance(slow, Slow)
-    assert (slow.rank, slow.node, slow.host) == (3, 1, "host")
+    assert (slow.rank, slow.node, slow.host, slow.local_rank) == (3, 1, "host", 1)
     assert slow_text(slow) == (
-        f"rank 3 (host) is slow: 2.5 times its peers for the last {WINDOWS * STEPS} steps, most of it in "
-        "forward and backward\n"
+        f"rank 3 (host, local rank 1) is slow: 2.5 times its peers for the last {WINDOWS * STEPS} steps, "
+        "most of it in forward and backward\n"
         "  of its own work it takes 0.50 s a step, its peers 0.20 s; its own best was 0.50 s"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,13 @@ def test_a_node_says_where_it_met_the_others_and_what_it_runs(ranks: int, said: 
         Path("runs/gpt"), "a:b", nodes=2, ranks_per_node=ranks, rendezvous="10.0.0.1:29500", node_rank=None
     )
     start = Start(1, node_rank=1, first_rank=4, world_size=8, store_host="10.0.0.1", store_port=1)
-    told = joined_text(launch, start, "10.0.0.3:29500")
-    assert told == f"joined the run at 10.0.0.3:29500: this is node 1 of 2, {said}"
+    told = joined_text(launch, start, "10.0.0.3:29500", "eth0 (10.0.0.4), by the route to the others")
+    assert told == (
+        f"joined the run at 10.0.0.3:29500: this is node 1 of 2, {said}\n"
+        "  collectives go over eth0 (10.0.0.4), by the route to the others"
+    )
+    placed = joined_text(replace(launch, position="r1/a"), start, "10.0.0.3:29500", "eth0")
+    assert placed.endswith("collectives go over eth0\n  its place in the network: r1/a")
 
 
 FAILED = Abort(1, Failure("ValueError: no", rank=1, node=1, host="b"))

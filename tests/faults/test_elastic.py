@@ -112,6 +112,24 @@ def test_of_a_pipeline_s_replicas_one_is_left_and_a_machine_stands_by(
     assert "the run uses 2 of 3 machines (at most 4), and 1 machine stands by" in ran.out
 
 
+def test_a_lost_site_is_gone_on_without_from_what_all_share(desk: Desk) -> None:
+    seldom = ("parallel.synchronize=diloco", "parallel.synchronize_every=5")
+    words = (f"train.steps={SHORT}", "cluster.nodes=2..3", "parallel.dp_replicate=3", *seldom)
+    three = Gang(desk, "sites", 3, STOP, words=words)
+    three.lose(2)
+    ran = three.end_all()
+    assert ran.code == 0, ran.text
+    assert [step["step"] for step in three.training.metrics] == list(range(1, SHORT + 1))
+    [recovery] = changes(three.training)
+    assert recovery["source"] == "memory"
+    change = recovery["change"]
+    assert change["plan_before"].endswith("diloco between 3 sites every 5 steps")
+    assert change["plan"] == "2 ranks (dp_replicate 2), fp64, cpu, diloco between 2 sites every 5 steps"
+    assert "it was saved by 3 sites: all ranks go on from the outer weights" in ran.text
+    met = [step["step"] for step in three.training.metrics if "outer_norm" in step]
+    assert met == [5, 10, 15, 20]
+
+
 class Gang(Machines):
     """Machines of a run that has met its first fault."""
 

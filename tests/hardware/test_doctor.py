@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from support.command import share_compiled
 from wanma.hardware import cpu_peak, doctor
 from wanma.hardware.doctor import Finding, examine
+from wanma.hardware.interfaces import Interface, Way
 from wanma.hardware.probes import disk_write_seconds, loopback_gloo
 
 
 @pytest.fixture(autouse=True)
 def _quick_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_compiled(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cpu_peak, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(doctor, "WRITE_PROBE_BYTES", 1 << 20)
@@ -30,6 +33,7 @@ def test_this_machine_can_train_and_the_probe_leaves_nothing_behind(tmp_path: Pa
     assert found["Gloo on loopback"] == Finding("Gloo on loopback", "ok", "two ranks reduced a tensor")
     assert str(tmp_path) in found["disk"].text
     assert "GFLOP/s" in found["CPU peak"].text
+    assert found["collectives on one machine"].status == "ok"
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
@@ -44,6 +48,20 @@ def test_a_missing_compiler_is_one_sentence_with_the_way_out(monkeypatch: pytest
     assert "apt-get install g++" in finding.advice
 
 
+def test_collectives_of_one_machine_are_told_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._shared_collectives().text == "shared memory (parallel.collectives)"
+    monkeypatch.setattr(doctor, "cpp_compiler", lambda: "/bin/false")
+    refused = doctor._shared_collectives()
+    assert refused.status == "warn"
+    assert refused.text.startswith("Gloo, over TCP: /bin/false does not compile group.cpp")
+    monkeypatch.setattr(doctor, "cpp_compiler", lambda: None)
+    missing = doctor._shared_collectives()
+    assert (missing.text, missing.advice) == (
+        "Gloo, over TCP: there is no C++ compiler",
+        "apt-get install g++",
+    )
+
+
 def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -56,6 +74,30 @@ def test_a_torch_outside_the_proven_range_is_a_warning(monkeypatch: pytest.Monke
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "EXTRAS", {"gpu": ("no_such_module_here", "GPU power")})
     assert doctor._extras() == [Finding("extra: gpu", "missing", "for GPU power", "pip install 'wanma[gpu]'")]
+
+
+def test_the_network_is_told_with_the_interface_that_several_machines_would_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = (Interface("eth0", ("10.0.0.5",), True), Interface("lo", ("127.0.0.1",), True))
+    monkeypatch.setattr(doctor, "interfaces", lambda: known)
+    monkeypatch.setattr(doctor, "default_ways", lambda _: [Way("eth0", "10.0.0.5", "by the default route")])
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
+    network, way, name = doctor._network()
+    assert network.text == "eth0 10.0.0.5, lo 127.0.0.1"
+    assert way.text == "eth0 (10.0.0.5), by the default route; a run takes the route to cluster.rendezvous"
+    assert "127.0.1.1 here, where other machines do not reach it" in name.text
+    assert "as an address" in name.advice
+
+
+def test_an_interface_in_the_environment_that_is_not_there_is_pointed_out() -> None:
+    known = {"eth0", "ib0", "ib1"}
+    wrong = doctor._network_variables(known, {"GLOO_SOCKET_IFNAME": "eno1"})
+    assert [finding.status for finding in wrong] == ["warn"]
+    assert wrong[0].text == "GLOO_SOCKET_IFNAME=eno1, and there is no eno1 here"
+    assert "eth0, ib0, ib1" in wrong[0].advice
+    for value in ("ib", "=eth0", "^docker,lo", "ib0,ib1"):
+        assert doctor._network_variables(known, {"NCCL_SOCKET_IFNAME": value}) == []
 
 
 def test_too_many_threads_in_the_environment_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from wanma.job.sections import (
     DataSection,
     Job,
     ModelSection,
+    ParallelSection,
     Section,
     TrainSection,
 )
@@ -31,6 +32,11 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "betas": st.tuples(below_one, below_one),
         "batch_ramp": st.dictionaries(st.integers(0, 99), st.integers(1, 99)).map(
             lambda ramp: sorted(ramp.items())
+        ),
+    },
+    ParallelSection: {
+        "share_moves": st.lists(
+            st.tuples(st.integers(), st.lists(st.integers(1, 99), max_size=3)), max_size=2
         ),
     },
     ClusterSection: {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import AXES, Plan
+from wanma.job.sections import Shard
+from wanma.job.shares import why_equal_counts
 
 sizes = st.integers(1, 4)
 plans = st.builds(
@@ -48,19 +51,55 @@ def test_micro_batches_cover_the_rows_in_equal_number_on_every_rank_and_within_t
 shares = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple)
 
 
-@given(shares, st.integers(0, 300), st.integers(1, 9))
-def test_uneven_shares_cover_the_batch_to_within_a_row_and_with_as_many_micro_batches_on_every_rank(
-    shares: tuple[int, ...], batch: int, micro_batch: int
+@given(shares, st.integers(0, 300), st.integers(1, 9), st.sampled_from(["nothing", "parameters"]))
+def test_uneven_shares_cover_the_batch_to_within_a_row_and_keep_to_the_micro_batch(
+    shares: tuple[int, ...], batch: int, micro_batch: int, shard: Shard
 ) -> None:
-    plan = Plan(dp_replicate=len(shares), micro_batch=micro_batch, batch_shares=shares)
+    plan = Plan(dp_shard=len(shares), shard=shard, micro_batch=micro_batch, batch_shares=shares)
+    equal = plan.accumulation(batch)
     parts = [plan.micro_batches(batch, rank) for rank in range(len(shares))]
     assert [row for part in parts for run in part for row in run] == list(range(batch))
     for rank, share in enumerate(shares):
         assert abs(len(plan.rows(batch, rank)) - batch * share / sum(shares)) < 1
-        assert len(parts[rank]) == plan.accumulation(batch)
+        own = max(math.ceil(len(plan.rows(batch, rank)) / micro_batch), 1)
+        assert len(parts[rank]) == (own if shard == "nothing" else equal) == plan.counts(batch)[rank]
         assert max(map(len, parts[rank])) <= micro_batch
     assert plan.most_rows(batch) == max(len(plan.rows(batch, rank)) for rank in range(len(shares)))
     assert [len(plan.rows(sum(shares), rank)) for rank in range(len(shares))] == list(shares)
+
+
+THIRDS = (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (Plan(dp_replicate=2, batch_shares=THIRDS), None),
+        (Plan(dp_shard=2, shard="optimizer", batch_shares=THIRDS), None),
+        (Plan(dp_replicate=2, tp=2, cp=2, batch_shares=THIRDS), None),
+        (Plan(pp=2, dp_shard=2, shard="parameters", batch_shares=THIRDS), None),
+        (Plan(pp=2, dp_replicate=2, schedule="zbv", virtual_stages=2, batch_shares=THIRDS), None),
+        (Plan(dp_shard=2, shard="gradients", batch_shares=THIRDS), "exchanged within every micro-batch"),
+        (Plan(dp_shard=2, shard="parameters", batch_shares=THIRDS), "exchanged within every micro-batch"),
+        (Plan(dp_replicate=2, ep=2, batch_shares=THIRDS), "experts of other data ranks"),
+        (
+            Plan(dp_shard=2, shard="optimizer", offload_parameters="disk", batch_shares=THIRDS),
+            "offloaded are gathered within every micro-batch",
+        ),
+        (
+            Plan(pp=2, dp_shard=2, shard="optimizer", schedule="zbv", virtual_stages=2, batch_shares=THIRDS),
+            "in an order that their number decides",
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_run_as_many_micro_batches_as_their_rows_need_unless_they_meet_within_them(
+    plan: Plan, reason: str | None
+) -> None:
+    told = why_equal_counts(plan)
+    assert told is None if reason is None else told is not None and reason in told
+    assert plan.counts(8) == ([2, 6] if reason is None else [6, 6])
+    assert replace(plan, batch_shares=()).counts(8) == [4, 4]
 
 
 def test_equal_shares_are_an_even_batch() -> None:

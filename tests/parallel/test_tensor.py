@@ -232,7 +232,7 @@ def train_once(worker: Worker, plan: Plan) -> Once:
     """Twice, for the modes that watch see each other."""
     section = ModelSection.model_validate({**DECODER, "vocabulary": VOCABULARY})
     spec = model_spec(section, vocabulary=None, sequence_length=LENGTH, image_shape=None, classes=None)
-    with process_grid(worker, plan, 60) as grid:
+    with process_grid(worker, plan, 60, "gloo") as grid:  # torch tells its collectives
         parallel = parallelize(spec, plan, grid, 1)
         parallel.initialize()
         tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)

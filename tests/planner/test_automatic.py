@@ -15,7 +15,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
-from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
+from wanma.planner.automatic import find_plans, merged, run_worlds, why_not_by_time
 from wanma.planner.capabilities import not_runnable
 from wanma.planner.choose import Planned, automatic, complete, layout, plan_for
 from wanma.planner.cost.machines import machine_of
@@ -166,30 +166,38 @@ def test_a_job_in_fp32_that_allows_both_gets_fp8_between_products_in_bf16() -> N
     assert (plan.precision, plan.fp8, plan.approximate) == ("bf16", True, ("bf16", "fp8"))
 
 
-def test_compressed_gradients_are_forecast_where_the_job_allows_them_and_never_chosen() -> None:
-    slow = parse_cluster("4x8 H100, 1x10G")
-    workload = decoder_workload(SMALL, SEQUENCE)
-    allowed = job({"auto": True, "allow": ["compression"], **FEW})
-    exact = find_plans(job(), slow, workload, SMALL).best
-    found = find_plans(allowed, slow, workload, SMALL)
-    assert found.best is not None
-    assert exact is not None
-    assert found.best.plan == exact.plan
-    first = found.candidates[0]
-    assert (first.plan.compression, first.plan.approximate) == ("int8", ("compression",))
-    assert first.forecast_only == "compressed gradients are planned for and not run yet"
-    assert first.seconds < exact.seconds
-    assert all(
-        one.plan.compression == "nothing" for one in find_plans(job(), slow, workload, SMALL).candidates
-    )
+def test_compressed_gradients_are_chosen_on_slow_links_where_the_job_allows_them() -> None:
+    slow, workload = parse_cluster("8x1 H100, 1x10G"), decoder_workload(SMALL, SEQUENCE)
+    many = {"global_batch": 256}
+    exact = find_plans(job(train=many), slow, workload, SMALL)
+    allows = job({"auto": True, "allow": ["compression"], **FEW}, train=many)
+    allowed = find_plans(allows, slow, workload, SMALL)
+    assert exact.best is not None
+    assert allowed.best is not None
+    assert all(one.plan.compression == "nothing" for one in exact.candidates)
+    assert allowed.best.plan.compression == "int8"
+    assert allowed.best.plan.approximate == ("compression",)
+    assert allowed.best.seconds < exact.best.seconds
+
+
+def test_where_nothing_is_exchanged_a_plan_that_would_compress_it_is_not_chosen() -> None:
+    allows = job({"auto": True, "allow": ["compression"], **FEW}, train={"global_batch": 1})
+    assert planned(allows, parse_cluster("1 H100")).plan.approximate == ()
+
+
+def test_what_a_job_says_of_compression_is_kept() -> None:
+    asked = job({"auto": True, "compression": "powersgd", "compression_rank": 2, **FEW})
+    plan = planned(asked).plan
+    assert (plan.compression, plan.compression_rank, plan.approximate) == ("powersgd", 2, ("compression",))
 
 
 def test_the_plan_that_runs_is_kept_however_many_forecasts_are_faster() -> None:
-    slow = parse_cluster("4x8 H100, 1x10G")
-    allowed = job({"auto": True, "allow": ["compression"], **FEW})
-    found = find_plans(allowed, slow, decoder_workload(SMALL, SEQUENCE), SMALL, keep=1)
-    assert len(found.candidates) == 1
-    assert found.best is not None
+    found = find_plans(job(), H100, decoder_workload(SMALL, SEQUENCE), SMALL, keep=3)
+    slowest = found.candidates[-1]
+    faster = [replace(one, forecast_only="not run") for one in found.candidates[:-1]]
+    both = merged([replace(found, candidates=tuple(faster)), replace(found, candidates=(slowest,))], keep=1)
+    assert both.candidates == (slowest,)
+    assert both.best == slowest
 
 
 def test_only_what_runs_is_chosen_and_the_rest_is_shown_as_a_forecast() -> None:
@@ -290,16 +298,21 @@ def test_every_planned_job_has_a_forecast_of_time_where_rates_are_known() -> Non
 # ------------------------------------------------------------------ unlike devices
 
 
-def test_on_unlike_devices_placed_plans_are_shown_beside_those_that_run() -> None:
+def test_on_unlike_devices_equal_ranks_with_unlike_shares_run_and_placed_plans_are_shown() -> None:
     mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
-    asked = job({"auto": True}, cluster={"nodes": 2, "rendezvous": "a:1"})
+    where = {"nodes": 2, "rendezvous": "a:1"}
+    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
     few = replace(SMALL, layers=2)
     found = find_plans(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
     placed = [one for one in found.candidates if one.plan.placement]
     assert placed
     assert all("planned for and not run yet" in (one.forecast_only or "") for one in placed)
     assert found.best is not None
-    assert found.best.plan.placement == ()
+    best = found.best.plan
+    assert best.placement == ()
+    assert best.world_size == 16
+    first, last = best.batch_shares[: best.data_ranks // 2], best.batch_shares[best.data_ranks // 2 :]
+    assert min(first) > max(last), "the H100s are the first machine"
     kept = find_plans(job({"auto": True, **FEW}), mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
     assert not any(one.plan.placement for one in kept.candidates)
 

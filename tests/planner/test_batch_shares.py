@@ -1,4 +1,4 @@
-"""Uneven shares of the batch, as a job gives them."""
+"""Unlike shares of the batch, as a job gives them, and when they may move."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import pytest
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
 from wanma.job.forecast import Layer, Workload
+from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.job.shares import why_not_timed
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
+from wanma.planner.capabilities import not_runnable
 from wanma.planner.choose import complete, layout
+from wanma.planner.share_rules import wrong_shares
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
 
@@ -36,19 +40,97 @@ def test_the_planned_micro_batch_holds_the_largest_share() -> None:
     assert [len(plan.rows(8, rank)) for rank in (0, 1)] == [6, 2]
 
 
+def planned(asked: Job) -> Plan:
+    dimensions = DecoderDimensions(4, 128, 4, 4, 384, 320)
+    return complete(asked, layout(asked, LAPTOP), LAPTOP, decoder_workload(dimensions, 64), dimensions).plan
+
+
 @pytest.mark.parametrize(
     ("shares", "parallel", "message"),
     [
         ([1, 2, 3], {}, r"batch_shares = \[1, 2, 3\] has 3 numbers for 2 data ranks"),
-        ([1, 2], {"pp": 2}, r"with parallel.pp = 2: a pipeline fills all micro-batches"),
         ([1, 2], {"auto": True}, r"with parallel = 'auto', which chooses"),
+        (
+            [1, 9],
+            {},
+            r"shares \[1, 9\] of train.global_batch = 8 give data rank 0 no sample: its share is 1 of 10",
+        ),
+        (
+            [1, 3],
+            {"pp": 2, "micro_batch": 2},
+            r"gives data rank 0 2 samples, and .* makes them 1 micro-batches",
+        ),
+        ([], {"share_moves": [[2, [1, 2, 5]]]}, r"share_moves = \[\[2, \[1, 2, 5\]\]\] has 3 numbers for 2"),
+        ([], {"share_moves": [[2, [1, 99]]]}, r"shares \[1, 99\] .* give data rank 0 no sample"),
+        ([], {"share_moves": [[0, [1, 3]]]}, r"the steps must rise from 1 on \(given: \[0\]\)"),
+        ([], {"share_moves": [[3, [1, 3]], [3, [1, 1]]]}, r"must rise from 1 on \(given: \[3, 3\]\)"),
+        ([], {"share_moves": [[3, [1, 3]]], "balance": "on"}, r"both say when shares of the batch move"),
+        ([], {"dp_replicate": 1, "balance": "on"}, r"nobody to give samples to"),
     ],
 )
 def test_shares_that_fit_no_layout_are_refused(
     shares: list[int], parallel: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(JobError, match=message):
-        layout(job(shares, **parallel), LAPTOP)
+    with pytest.raises(JobError, match=message) as refusal:
+        planned(job(shares, **parallel))
+    assert refusal.value.hint
+
+
+def test_balance_by_times_is_refused_where_runs_are_to_be_equal_bit_for_bit() -> None:
+    asked = job([], balance="on")
+    fixed = asked.model_copy(update={"train": asked.train.model_copy(update={"deterministic": True})})
+    with pytest.raises(JobError, match="which no two runs have alike") as refusal:
+        layout(fixed, LAPTOP)
+    assert "parallel.share_moves repeats" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (Plan(dp_shard=2, shard="parameters"), None),
+        (Plan(dp_replicate=2, ep=2), None),
+        (Plan(dp_replicate=2, device="cuda"), None),
+        (Plan(dp_replicate=2, tp=2, device="cuda"), None),
+        (Plan(pp=2, dp_shard=2, shard="parameters", device="cuda"), None),
+        (Plan(dp_shard=2, shard="parameters", device="cuda"), "gathered around each block"),
+        (Plan(dp_replicate=2, ep=2, device="cuda"), "experts that data ranks share"),
+    ],
+    ids=str,
+)
+def test_balance_needs_times_without_waiting(plan: Plan, reason: str | None) -> None:
+    told = why_not_timed(plan)
+    assert told is None if reason is None else told is not None and reason in told
+    refused = not_runnable(job([], balance="on"), plan, LAPTOP)
+    assert (refused is None) == (reason is None)
+    assert not_runnable(job([]), plan, LAPTOP) is None
+
+
+def test_a_pipeline_takes_shares_that_leave_each_replica_enough_micro_batches() -> None:
+    plan = planned(job([1, 3], pp=2, micro_batch=1))
+    assert plan.counts(8) == [2, 6]
+    assert planned(job([1, 3], pp=2, micro_batch=3, schedule="gpipe")).counts(8) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares", "group", "reason"),
+    [
+        (Plan(dp_replicate=2, micro_batch=2), (7, 1), 1, None),
+        (Plan(dp_replicate=2, micro_batch=2), (6, 2), 2, None),
+        (
+            Plan(dp_replicate=2, micro_batch=2),
+            (5, 3),
+            2,
+            "does not divide into micro-batches of whole groups",
+        ),
+        (Plan(pp=2, dp_replicate=2, micro_batch=2), (6, 2), 1, "at least as many as stages"),
+        (Plan(pp=2, dp_replicate=2, micro_batch=2), (5, 3), 1, None),
+    ],
+)
+def test_a_run_asks_whether_it_can_go_on_with_other_shares(
+    plan: Plan, shares: tuple[int, ...], group: int, reason: str | None
+) -> None:
+    told = wrong_shares(job([]), plan, shares, group, step=3)
+    assert told is None if reason is None else told is not None and reason in told
 
 
 def test_samples_that_share_a_statistic_stay_together_on_every_rank() -> None:
@@ -62,3 +144,17 @@ def test_samples_that_share_a_statistic_stay_together_on_every_rank() -> None:
     assert plans[3, 1]().accumulation(16) == 1
     with pytest.raises(JobError, match="does not divide into micro-batches of whole groups"):
         plans[5, 3]()
+
+
+def test_shares_that_may_move_are_forecast_to_add_up_gradients() -> None:
+    """One micro-batch each, as it begins; a rank that gets more samples will have two."""
+    needed = {}
+    for balance in ("off", "on"):
+        asked = job([], dp_replicate=1, dp_shard=2, shard="optimizer", micro_batch=4, balance=balance)
+        dimensions = DecoderDimensions(4, 128, 4, 4, 384, 320)
+        workload = decoder_workload(dimensions, 64)
+        found = complete(asked, layout(asked, LAPTOP), LAPTOP, workload, dimensions)
+        assert found.plan.accumulation(8) == 1
+        assert found.forecast is not None
+        needed[balance] = found.forecast.memory_bytes
+    assert needed["on"] > needed["off"]

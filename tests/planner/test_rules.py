@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,67 @@ def job(model: dict[str, Any] | None = None, **sections: Any) -> Job:
 
 def text(length: int) -> dict[str, Any]:
     return {"text": ["stdlib"], "sequence_length": length}
+
+
+# ------------------------------------------------------------------ compressed gradients
+
+
+def test_proofs_are_not_compressed() -> None:
+    plan = Plan(dp_replicate=2, precision="fp64", compression_groups=(("*", "bf16"),))
+    with pytest.raises(
+        JobError, match=r"parallel\.compression = 'bf16' with train\.precision = 'fp64'"
+    ) as error:
+        check_axes(job(), plan, LAPTOP)
+    assert "train.precision = 'fp32'" in error.value.hint
+
+
+def test_ranks_that_multiply_out_a_sum_themselves_must_be_alike() -> None:
+    unlike = Plan(dp_replicate=2, batch_shares=(1, 3), compression="powersgd")
+    with pytest.raises(
+        JobError, match=r"'powersgd' on unlike devices \(parallel\.batch_shares\).*drift"
+    ) as error:
+        check_axes(job(), unlike, LAPTOP)
+    assert "'int8'" in error.value.hint
+    two_kinds = Cluster((*LAPTOP.nodes, replace(LAPTOP.nodes[0], name="other")))
+    with pytest.raises(JobError, match=r"2 kinds of machines"):
+        check_axes(job(), replace(unlike, batch_shares=()), two_kinds)
+    check_axes(job(), replace(unlike, compression="int8"), LAPTOP)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"compression_share": 0.1}, "compression_share = 0.1, and no gradient is 'topk'"),
+        (
+            {"compression": "topk", "compression_rank": 2},
+            "compression_rank = 2, and no gradient is 'powersgd'",
+        ),
+        ({"compression_from_step": 5}, "compression_from_step = 5, and no gradient is compressed"),
+    ],
+)
+def test_what_says_how_to_compress_is_not_dropped_where_nothing_does(
+    given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(JobError, match=rf"parallel\.{says}"):
+        check_axes(job(parallel=given), Plan(), LAPTOP)
+    both = [{"match": "*", "compression": kind} for kind in ("topk", "powersgd")]
+    check_axes(job(parallel={**given, "compression_groups": both}), Plan(), LAPTOP)
+
+
+def test_a_job_that_asks_for_compression_gets_it_in_its_plan_by_name() -> None:
+    asked = job(
+        parallel={
+            "dp_replicate": 2,
+            "compression": "topk",
+            "compression_share": 0.02,
+            "compression_groups": [{"match": "*norm*", "compression": "nothing"}],
+        }
+    )
+    plan = layout(asked, LAPTOP)
+    assert (plan.compression, plan.compression_share, plan.approximate) == ("topk", 0.02, ("compression",))
+    assert plan.compression_of("layers.0.norm.weight") == "nothing"
+    assert plan.compression_of("layers.0.up.weight") == "topk"
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 # ------------------------------------------------------------------ context parallel

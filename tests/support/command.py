@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from wanma.checkpoint.reader import load_full, newest
+from wanma.hardware.native import library_folder
 
 WANMA = (sys.executable, "-m", "wanma")
 TEXT_JOB = """\
@@ -79,6 +80,14 @@ class Ran:
         return self.text
 
 
+def share_compiled(cache: Path) -> None:
+    """Let the cache folder `cache` have the compiled code of the user's: it is the same in all."""
+    mine = library_folder()
+    mine.mkdir(parents=True, exist_ok=True)
+    (cache / "wanma").mkdir(parents=True)
+    (cache / "wanma" / mine.name).symlink_to(mine)
+
+
 class Desk:
     """A folder with job files (`text.toml`, `own.toml`) and a corpus, in which commands run."""
 
@@ -91,6 +100,7 @@ class Desk:
             "XDG_STATE_HOME": str(folder / "state"),
             "XDG_CACHE_HOME": str(folder / "home-cache"),
         }
+        share_compiled(folder / "home-cache")
         (folder / "text.toml").write_text(TEXT_JOB)
         (folder / "own.toml").write_text(OWN_JOB)
         (folder / "corpus").mkdir()

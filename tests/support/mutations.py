@@ -18,8 +18,20 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from wanma.collectives import gloo
+from wanma.collectives.shared import fsdp
+from wanma.collectives.stopwatch import Flight
 from wanma.models.routing import Routing
-from wanma.parallel import all_to_all, expert, local, parallelize, pipeline, ring, tensor, ties, whole
+from wanma.parallel import (
+    all_to_all,
+    data_sums,
+    expert,
+    local,
+    parallelize,
+    pipeline,
+    ring,
+    tensor,
+    ties,
+)
 from wanma.training import batch_statistics, cross_entropy, forward_backward, optimizer, trainer, update
 
 
@@ -177,7 +189,9 @@ def gradients_of_keys_do_not_travel() -> None:
     right = ring._Ring.pass_on
 
     def pass_on(self: Any, x: Tensor, tag: int) -> Any:
-        return ring._Arrival(x, x, []) if tag == ring._BACKWARD else right(self, x, tag)
+        if tag == ring._BACKWARD:
+            return ring._Arrival(x, x, [], Flight("context"))
+        return right(self, x, tag)
 
     ring._Ring.pass_on = pass_on  # type: ignore[method-assign]
 
@@ -282,7 +296,13 @@ def tied_tensors_count_twice_in_the_norm() -> None:
 
 
 def replicas_are_not_summed() -> None:
-    whole._sum_together = lambda tensors, _: ([], tensors)
+    class Nothing:
+        def is_done(self) -> bool:
+            return True
+
+        def wait(self) -> None: ...
+
+    data_sums.over_group = lambda _: lambda _bucket: Nothing()
 
 
 def replicas_of_shards_are_not_summed() -> None:
@@ -293,7 +313,8 @@ def shards_keep_their_own_gradient() -> None:
     def keep(_: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, *__: Any, **___: Any) -> None:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
-    gloo.GlooReduceScatter.__call__ = keep  # type: ignore[method-assign]
+    for scatter in (gloo.GlooReduceScatter, fsdp.SharedReduceScatter):
+        scatter.__call__ = keep  # type: ignore[method-assign]
 
 
 def the_divisor_is_forgotten() -> None:

@@ -137,8 +137,8 @@ class Found:
 
 
 def split_loss(worker: Worker, dtype: torch.dtype) -> Found:
-    """The loss of logits of which a rank has its classes."""
-    with process_grid(worker, Plan(tp=worker.world_size), 60) as grid:
+    """The loss of logits of which a rank has its classes; over Gloo, of which torch tells the collectives."""
+    with process_grid(worker, Plan(tp=worker.world_size), 60, "gloo") as grid:
         logits, targets = rows_of(dtype)
         local = logits.chunk(worker.world_size, dim=-1)[worker.rank].clone().requires_grad_()
         split = DTensor.from_local(local, grid.axis("tp"), [Shard(2)], run_check=False)

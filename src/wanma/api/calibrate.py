@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import platform
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,6 @@ from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
 from wanma.engines.local import run as run_local
 from wanma.hardware.discover import discover
-from wanma.hardware.limits import cpu_model
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
@@ -28,6 +25,7 @@ from wanma.planner.cost.machine import Chip
 from wanma.planner.cost.machines import machine_of
 from wanma.planner.measure.calibration import Measured, Point, load_calibration, save_calibration
 from wanma.planner.measure.fitting import fitted_machine
+from wanma.planner.measure.here import device_name, machine_text, plainest_plan, rank_counts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +77,7 @@ def calibrate(
         WanmaError: a rank failed, or the result cannot be kept.
     """
     (node,) = discover().nodes
-    counts = _counts(node, ranks)
+    counts = rank_counts(node, ranks)
     each = seconds / len(counts)
     if each < LEAST_SECONDS:
         raise JobError(
@@ -89,7 +87,7 @@ def calibrate(
     kept = load_calibration(output)  # before the work, so that a damaged file is told of at once
     measured = []
     for count in counts:
-        plan = _plan(node, count)
+        plan = plainest_plan(node, count)
         each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
         progress(f"measuring {count} {'rank' if count == 1 else 'ranks'}{each_has}")
         measured.append(_measure(node, plan, each))
@@ -167,25 +165,6 @@ def calibration_table(measured: Iterable[Measured]) -> RenderableType:
     return table
 
 
-def _counts(node: Node, asked: Sequence[int]) -> list[int]:
-    """Numbers of ranks to measure, rising."""
-    most = len(node.devices) or node.cores
-    if asked:
-        if min(asked) < 1:
-            raise JobError(f"--ranks {min(asked)}: a measurement takes at least one rank")
-        if node.devices and max(asked) > most:
-            raise JobError(f"--ranks {max(asked)}: this machine has {most} GPUs", f"give at most {most}")
-        return sorted(set(asked))
-    return [1 << power for power in range(most.bit_length())]
-
-
-def _plan(node: Node, ranks: int) -> Plan:
-    """The plainest plan that has so many ranks here."""
-    device = "cuda" if node.devices else "cpu"
-    threads = max(node.cores // ranks, 1)
-    return Plan(dp_replicate=ranks, device=device, threads_per_rank=threads)
-
-
 def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
     ranks = plan.world_size
     shared = 1.0 if node.devices else max(ranks * plan.threads_per_rank / node.cores, 1.0)
@@ -213,7 +192,7 @@ def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
         Point(operator, tuple(shape), taken, precision)
         for operator, shape, taken, precision in result["points"]
     )
-    name = node.devices[0].name if node.devices else cpu_model()
+    name = device_name(node, plan)
     machine = fitted_machine(
         name,
         points,
@@ -227,7 +206,7 @@ def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
         ranks=ranks,
         threads=0 if node.devices else plan.threads_per_rank,
         machine=machine,
-        host=_host(node),
+        host=machine_text(node),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         points=points,
         disturbed=result["disturbed"],
@@ -240,11 +219,3 @@ def _known(node: Node) -> Chip | None:
         return None
     machine = machine_of(Cluster((node,)))
     return None if machine.unknown else machine.chip
-
-
-def _host(node: Node) -> str:
-    """What was measured, in words."""
-    return (
-        f"{node}, {cpu_model()}, {node.cores} cores, {platform.system()} {platform.release()}, "
-        f"torch {version('torch')}"
-    )

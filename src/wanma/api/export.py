@@ -159,7 +159,7 @@ def _layout(model: nn.Module, saved: Saved, prefix: str, lora_alpha: float) -> _
         entry = saved.tensors.get(prefix + name)
         if entry is None or entry.shape != tuple(parameter.shape):
             raise WanmaError(
-                f"{saved.path} is of another model than its job.toml describes: {name}",
+                f"{saved.name} is of another model than its job.toml describes: {name}",
                 "put back the job.toml that the run was trained with",
             )
         for piece in alternatives[0]:

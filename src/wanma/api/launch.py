@@ -20,6 +20,8 @@ from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
 from wanma.engines.local import run as run_local
 from wanma.hardware.discover import discover
+from wanma.hardware.interfaces import check_interface
+from wanma.hardware.position import position_of
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from, parse_override
 from wanma.job.plan import Plan
@@ -54,6 +56,7 @@ def launch_script(
         WanmaError: before anything was started.
     """
     section = cluster_section(overrides)
+    check_interface(section.interface)
     run = RunDirectory(run_directory or Path("runs") / script.stem)
     run.create()
     with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run) as console:
@@ -128,6 +131,7 @@ def _launch(
         node_rank=section.node_rank,
         rendezvous=section.rendezvous,
         interface=section.interface,
+        position=position_of(section, os.environ).text,
         environment=worker_environment(section, plan),
         start_seconds=section.start_seconds,
         hang_seconds=section.hang_seconds,
@@ -138,7 +142,8 @@ def _launch(
 
 def _agreed(script: Path, arguments: Sequence[str], ranks: int, section: ClusterSection) -> str:
     """What the machines of one launch must have in common, wherever the script lies on each."""
-    placeless = section.model_copy(update={"node_rank": None, "interface": None, "threads_per_rank": None})
+    own = {"node_rank": None, "interface": None, "place": None, "threads_per_rank": None}
+    placeless = section.model_copy(update=own)
     together = [list(arguments), ranks, placeless.model_dump(mode="json")]
     content = script.read_bytes() + json.dumps(together, sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:16]

@@ -12,7 +12,7 @@ from wanma.hardware.kinds import DeviceKind
 from wanma.hardware.machines import machines, usual_cards
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.plan import AXES
+from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 
 
@@ -38,6 +38,31 @@ def here(job: Job) -> Cluster:
             "correct the file, or leave cluster.file out to plan for what is here",
         )
     return described
+
+
+def check_place(job: Job, plan: Plan, cluster: Cluster) -> None:
+    """Where the plan gives unlike machines unlike work, each must be the one that it is planned as.
+
+    Raises:
+        JobError: this machine is not said to be one of them, or is another.
+    """
+    # A pipeline that the job lays out takes all devices for the least of them.
+    is_unlike = bool(plan.batch_shares) or (plan.pp > 1 and job.parallel.auto)
+    if len(cluster.nodes) < 2 or not is_unlike or job.parallel.batch_shares:
+        return
+    order = [node for node in cluster.nodes for _ in range(node.count)]
+    rank = job.cluster.node_rank
+    if rank is None or rank >= len(order):
+        raise JobError(
+            f"the plan gives the machines of {cluster} unlike work, and nobody said which of them this is",
+            f"give each machine its number in that order, from 0 to {len(order) - 1}: cluster.node_rank",
+        )
+    (this,) = discover().nodes
+    if not _is_like(this, order[rank]):
+        raise JobError(
+            f"cluster.node_rank = {rank} is {order[rank]} in {cluster}, and this machine is {this}",
+            "give it the number of a machine of its kind",
+        )
 
 
 def imagined(job: Job, *, device: str | None = None, cluster: str | None = None) -> tuple[Job, Cluster]:

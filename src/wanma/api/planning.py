@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from wanma.api.machines import here
+from wanma.api.machines import check_place, here
 from wanma.api.read_model import ModelRead, read_model
 from wanma.checkpoint.storage import check_url
 from wanma.data.open import prepare
@@ -25,6 +25,7 @@ from wanma.models.workload import section_dimensions
 from wanma.planner.automatic import why_not_by_time
 from wanma.planner.capabilities import check_runnable
 from wanma.planner.choose import Planned, automatic, complete, layout
+from wanma.planner.crossing import CROSSES, crossing
 from wanma.planner.measure.calibration import load_calibration
 
 
@@ -139,8 +140,13 @@ def notes(job: Job, planned: Planned) -> list[str]:
         told.append("fp8 was not looked at: it needs the package `torchao` (pip install 'wanma[fp8]')")
     if "bf16" in job.parallel.allow and job.train.precision == "fp32" and model_kind(job.model) != "tokens":
         told.append("bf16 was not looked at: only decoders are planned for in another precision")
-    if chosen and planned.forecast is not None:
-        told += planned.forecast.reasons
+    reasons = planned.forecast.reasons if planned.forecast is not None else ()
+    if chosen:
+        told += reasons
+    elif crosses := [reason for reason in reasons if reason.startswith(CROSSES)]:
+        told += crosses
+    elif (text := crossing(planned.plan, job.cluster.nodes)) is not None:
+        told.append(text)
     return told
 
 
@@ -174,6 +180,7 @@ def prepare_job(
     decides = job.parallel.auto or job.parallel.recompute == "auto"
     read = read_model(job, objects) if read_own or decides or not is_own else ModelRead(None, None)
     planned = finish(job, start, read.workload)
+    check_place(job, planned.plan, start.cluster)
     peak = peak_flops_per_second(planned.plan, start.cluster)
     return Prepared(start.cluster, planned, read.workload, peak, read.reason)
 

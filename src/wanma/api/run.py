@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,8 @@ from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
 from wanma.elastic.node import Node
 from wanma.engines.local import run as run_local
+from wanma.hardware.interfaces import check_interface
+from wanma.hardware.position import position_of
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
@@ -70,6 +73,7 @@ def train_job(
     Raises:
         WanmaError: before anything was started.
     """
+    check_interface(job.cluster.interface)
     run = run_directory_of(job, run_directory)
     start = first_layout(job)
     node = Node.start(preload_of(job), worker_environment(job.cluster, start.plan))
@@ -144,6 +148,7 @@ def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, 
         node_rank=job.cluster.node_rank,
         rendezvous=job.cluster.rendezvous,
         interface=job.cluster.interface,
+        position=position_of(job.cluster, os.environ, cluster=prepared.cluster).text,
         environment=worker_environment(job.cluster, plan),
         start_seconds=job.cluster.start_seconds,
         hang_seconds=job.cluster.hang_seconds,
@@ -193,7 +198,8 @@ def _agreed(job: Job, plan: Plan) -> str:
     Each plans for itself. Machines with unequal memory may arrive at other micro-batches, and their ranks
     would wait for each other in collectives that the others never enter.
     """
-    placeless = job.model_copy(update={"cluster": job.cluster.model_copy(update={"node_rank": None})})
+    own = {"node_rank": None, "interface": None, "place": None}
+    placeless = job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
     together = {**plan.to_json(), "threads_per_rank": 0, "compile": False}  # each machine's own affair
     plans = hashlib.sha256(json.dumps(together, sort_keys=True).encode()).hexdigest()[:16]
     return f"{job_hash(placeless)}-{plans}"

@@ -39,7 +39,16 @@ OWN_MODEL = "__main__:own_loop"
 """Stands in `[model]` for a module that the user's program makes."""
 SESSION = "session"
 """Kind of the event by which a launched script tells the command's console what its job wants of it."""
-STARTERS = ("nodes", "node_rank", "rendezvous", "interface", "allocator", "start_seconds", "hang_seconds")
+STARTERS = (
+    "nodes",
+    "node_rank",
+    "rendezvous",
+    "interface",
+    "place",
+    "allocator",
+    "start_seconds",
+    "hang_seconds",
+)
 """Keys of `[cluster]` that matter before a launched script begins: for them the command's word holds."""
 
 launched_cluster: ContextVar[ClusterSection | None] = ContextVar("launched_cluster", default=None)
@@ -113,7 +122,7 @@ def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
             write_down_accepted(run, job, known, sys.argv, worker.control.event)
 
     set_numerics(job, plan)
-    with process_grid(worker, plan, longest_silence(job)) as grid:
+    with process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid:
         peak = prepared.peak_flops_per_second
         made = Session(job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start)
         if worker.rank == 0:

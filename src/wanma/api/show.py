@@ -71,6 +71,8 @@ def _plan_table(job: Job, prepared: Prepared) -> Table:
         rows.append(("gradients", gradients))
     if plan.approximate:
         rows.append(("approximate", ", ".join(plan.approximate)))
+    if plan.synchronization is not None:
+        rows.append(("between sites", str(plan.synchronization)))
     if plan.pp > 1:
         cuts = "by parameters, once the model is built"
         if plan.stage_cuts:

@@ -11,6 +11,7 @@ from wanma.job.cluster import Cluster
 from wanma.job.forecast import MEMORY_KINDS, Forecast, StepTime, Workload
 from wanma.job.plan import AXES, Plan
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.planner.compression import compression_words
 
 
 class TimeKind(NamedTuple):
@@ -113,13 +114,15 @@ def _settings(plan: Plan) -> Iterable[str]:
         yield "bf16"
     if plan.fp8:
         yield "fp8"
-    if plan.compression != "nothing":
-        yield f"gradients in {plan.compression}"
+    if words := compression_words(plan):
+        yield f"gradients {words}"
     for kind in ("parameters", "optimizer", "activations"):
         if (place := getattr(plan, f"offload_{kind}")) != "nothing":
             yield f"{kind} on {place}"
     if plan.batch_shares:
         yield "uneven shares of the batch"
+    if plan.synchronization is not None:
+        yield str(plan.synchronization)
 
 
 def share_lines(plan: Plan, cluster: Cluster) -> list[str]:

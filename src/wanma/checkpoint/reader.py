@@ -107,13 +107,16 @@ def load_full(path: Path, names: Iterable[str] | None = None) -> dict[str, torch
 class Saved:
     """A checkpoint's tensors, to be read one at a time, or in parts; in one process, onto the CPU.
 
+    Args:
+        source: its path, or copies in memory.
+
     Raises:
         WanmaError: the checkpoint is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        source = on_disk(path)
+    def __init__(self, source: Path | Source) -> None:
+        source = source if isinstance(source, Source) else on_disk(source)
+        self.name = source.name
         self.tensors: Mapping[str, TensorEntry] = source.manifest.tensors
         self._files = _Files(source)
 
@@ -126,8 +129,8 @@ class Saved:
         entry = self.tensors.get(name)
         if entry is None:
             raise WanmaError(
-                f"checkpoint {self.path} has no tensor {name}.{did_you_mean(name, self.tensors)}",
-                f"it has {len(self.tensors)} tensors, see {self.path / 'manifest.json'}",
+                f"{self.name} has no tensor {name}.{did_you_mean(name, self.tensors)}",
+                f"its manifest names the {len(self.tensors)} that it has",
             )
         box = box or Box((0,) * len(entry.shape), entry.shape)
         part = torch.empty(box.shape, dtype=DTYPES[entry.dtype])

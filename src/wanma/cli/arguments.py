@@ -108,6 +108,14 @@ def run_at(path: Path) -> RunDirectory:
     return RunDirectory(path)
 
 
+def numbers(text: str) -> list[int]:
+    """'1,2,4', for argparse."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers, such as 1,2,4") from None
+
+
 def complete_with(action: argparse.Action, completer: Completer) -> None:
     """Tell argcomplete how to complete an argument."""
     action.completer = completer  # type: ignore[attr-defined]  # argcomplete looks for it there

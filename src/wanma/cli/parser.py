@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from wanma import __version__
 from wanma.cli.commands import (
+    bench,
     checkpoint,
     cluster,
     completion,
@@ -37,6 +38,7 @@ COMMANDS = (
     checkpoint,
     doctor,
     cluster,
+    bench,
     job,
     completion,
     version,

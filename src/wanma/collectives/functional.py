@@ -6,8 +6,12 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.library import Library
+
+from wanma.collectives.shared.group import SharedGroup
 
 
 @cache
@@ -30,6 +34,22 @@ def mend_all_gather() -> Library:
 def _all_gather(part: Tensor, ranks: int, group: Any) -> Tensor:
     if part.is_complex():  # which Gloo does not know
         return torch.view_as_complex(_all_gather(torch.view_as_real(part), ranks, group))
+    if _is_shared(group):  # which has a coalesced all-gather of its own, and a sound one
+        (whole,) = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([part], ranks, group)
+        return whole  # type: ignore[no-any-return]
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
     gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=whole)
     return gathered
+
+
+def _is_shared(group: Any) -> bool:
+    """Of a group, or the name of one, as operators are given it."""
+    if isinstance(group, str):
+        group = _by_name(group)
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return isinstance(group, SharedGroup)
+
+
+_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+"""Torch has no public way."""

@@ -1,7 +1,8 @@
 """Time of collectives over a process group, measured: the one place where that is done.
 
-Each is run as the runtime runs it: on a CPU the parameters' gathers and gradients' scatters go point to
-point (`gloo`), those of tensor parallelism by the backend's own operators.
+Each is run as the runtime runs it: on a CPU the parameters' gathers and gradients' scatters go over memory
+that the ranks share, or point to point (`gloo`), those of tensor parallelism by the backend's own operators.
+Beside that, each can be run by another algorithm (`algorithms`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.collectives.algorithms import ALGORITHMS, Nodes
 from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter
+from wanma.collectives.shared.backend import shared_group
+from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 from wanma.collectives.stopwatch import Stopwatch
 
 Collective = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "tensor_gather", "tensor_scatter", "all_to_all", "send"
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "tensor_gather",
+    "tensor_scatter",
+    "all_to_all",
+    "send",
 ]
+Timed = Collective | Literal["broadcast"]
+"""What can be timed: what training uses, and what a benchmark shows beside it."""
 
 COLLECTIVES: tuple[Collective, ...] = (
     "all_reduce",
@@ -31,24 +44,32 @@ COLLECTIVES: tuple[Collective, ...] = (
     "all_to_all",
     "send",
 )
-"""all_gather, reduce_scatter: of sharded parameters and gradients. tensor_gather, tensor_scatter: those of
-activations under sequence parallelism. send: every rank to the next one, all at once."""
+"""That training uses, and forecasts know. all_gather, reduce_scatter: of sharded parameters and gradients.
+tensor_gather, tensor_scatter: those of activations under sequence parallelism. send: every rank to the next
+one, all at once."""
 
-ELEMENT_BYTES = 4
+BACKEND = "backend"
+"""The algorithm that is the backend's own choice."""
 
 
 def collective_seconds(
-    collective: Collective,
+    collective: Timed,
     buffer_bytes: int,
     group: dist.ProcessGroup,
     device: torch.device,
     seconds: float = 0.05,
+    *,
+    dtype: torch.dtype = torch.float32,
+    algorithm: str = BACKEND,
+    nodes: Nodes = (),
 ) -> float:
     """Run one collective back to back for about `seconds`; all ranks of `group` call it alike.
 
     Args:
-        buffer_bytes: of all_reduce, all_to_all and send: one rank's buffer; of the others the whole, of which
-            each rank has a part. Rounded up to whole elements of fp32 for every rank.
+        buffer_bytes: of all_reduce, all_to_all, send and broadcast: one rank's buffer; of the others the
+            whole, of which each rank has a part. Rounded up to whole elements of `dtype` for every rank.
+        algorithm: 'backend', or one of `ALGORITHMS[collective]`.
+        nodes: where the ranks are, for algorithms that mind; default: on one.
 
     Returns:
         seconds of one run on the slowest rank; the same on all of them.
@@ -59,8 +80,36 @@ def collective_seconds(
     ranks = group.size()
     if ranks < 2 or buffer_bytes < 1:
         raise ValueError(f"a collective takes two ranks and a byte (given: {ranks} and {buffer_bytes})")
-    run = _runner(collective, math.ceil(buffer_bytes / ELEMENT_BYTES / ranks) * ranks, group, device)
-    run()
+    elements = rounded_bytes(buffer_bytes, ranks, dtype) // dtype.itemsize
+    if algorithm == BACKEND:
+        return _repeated(_runner(collective, elements, group, device, dtype), group, device, seconds)
+    buffer = torch.zeros(elements, device=device, dtype=dtype)
+    run = partial(ALGORITHMS[collective][algorithm], buffer, group, nodes or [range(ranks)])
+    return _repeated(run, group, device, seconds)
+
+
+def rounded_bytes(buffer_bytes: int, ranks: int, dtype: torch.dtype) -> int:
+    """`buffer_bytes`, rounded up to whole elements of `dtype` for every rank."""
+    return math.ceil(buffer_bytes / dtype.itemsize / ranks) * ranks * dtype.itemsize
+
+
+def copy_seconds(
+    buffer_bytes: int, group: dist.ProcessGroup, device: torch.device, seconds: float = 0.05
+) -> float:
+    """As `collective_seconds`, of copying a buffer within the device's memory, all ranks at once.
+
+    What ranks of one host exchange goes through its memory once at least: this is the limit of their links.
+    """
+    ours = torch.zeros(buffer_bytes, dtype=torch.uint8, device=device)
+    theirs = torch.empty_like(ours)
+    return _repeated(lambda: theirs.copy_(ours), group, device, seconds)
+
+
+def _repeated(
+    run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, seconds: float
+) -> float:
+    """Seconds of one of the runs that fill `seconds`, on the slowest rank."""
+    run()  # connections are made at their first use
     once = _slowest(_timed(run, 1, device), group, device)
     return _slowest(_timed(run, max(1, int(seconds / max(once, 1e-9))), device), group, device)
 
@@ -71,7 +120,7 @@ def _slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> 
     return float(longest)
 
 
-def _timed(run: Callable[[], None], repeats: int, device: torch.device) -> float:
+def _timed(run: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Seconds of one of `repeats` runs."""
     _finish(device)
     start = time.perf_counter()
@@ -87,16 +136,23 @@ def _finish(device: torch.device) -> None:
 
 
 def _runner(
-    collective: Collective, elements: int, group: dist.ProcessGroup, device: torch.device
+    collective: Timed,
+    elements: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Callable[[], None]:
+    """What runs it as the runtime does."""
     ranks, me = group.size(), group.rank()
     # Zeros: however often they are added up, they stay what they are.
-    whole = torch.zeros(elements, device=device)
-    part = torch.zeros(elements // ranks, device=device)
+    whole = torch.zeros(elements, device=device, dtype=dtype)
+    part = torch.zeros(elements // ranks, device=device, dtype=dtype)
     if collective in ("all_gather", "reduce_scatter") and device.type == "cpu":
-        return _point_to_point(collective, whole, part, group)
+        return _of_parameters(collective, whole, part, group)
     if collective == "all_reduce":
         return lambda: _wait(dist.all_reduce(whole, group=group, async_op=True))
+    if collective == "broadcast":
+        return lambda: _wait(dist.broadcast(whole, group=group, group_src=0, async_op=True))
     functional = torch.ops._c10d_functional
     if collective in ("all_gather", "tensor_gather"):
         return lambda: functional.wait_tensor(
@@ -123,17 +179,22 @@ def _runner(
     return send
 
 
-def _point_to_point(
-    collective: Collective, whole: Tensor, part: Tensor, group: dist.ProcessGroup
+def _of_parameters(
+    collective: Timed, whole: Tensor, part: Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
+    """As FSDP2 runs them here: into and out of buffers that they give it."""
+    shared = shared_group(group)
     if collective == "all_gather":
-        gather = GlooAllGather(Stopwatch())
+        gather = GlooAllGather(Stopwatch()) if shared is None else SharedAllGather(Stopwatch(), shared)
+        whole = gather.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
+        part = whole.chunk(group.size())[group.rank()]
 
         def gathered() -> None:
             gather(whole, part, group)
 
         return gathered
-    scatter = GlooReduceScatter(Stopwatch())
+    scatter = GlooReduceScatter(Stopwatch()) if shared is None else SharedReduceScatter(Stopwatch(), shared)
+    whole = scatter.allocate(whole.shape, dtype=whole.dtype, device=whole.device).zero_()
     return lambda: scatter(part, whole, group, dist.ReduceOp.SUM)
 
 

@@ -40,6 +40,10 @@ class Stopwatch:
         self._open: dict[str, tuple[int, float]] = {}
         """Of each kind that is under way: how many times it began, and since when it is."""
         self._started: float | None = None
+        self.waited_seconds = 0.0
+        """Of all kinds, since the beginning."""
+        self.waits_now = 0
+        """How many `waiting` it is inside of."""
 
     def begin(self, kind: Kind, now: float) -> None:
         """Something begins to be under way, beside whatever the rank does."""
@@ -58,6 +62,7 @@ class Stopwatch:
     def waited(self, kind: Kind, seconds: float) -> None:
         """The rank did nothing else for so long; what it waited for has had its `begin` and `end`."""
         self._waited[kind] = self._waited.get(kind, 0.0) + seconds
+        self.waited_seconds += seconds
 
     def exposed(self, kind: Kind, seconds: float) -> None:
         """As `waited`, of what nobody saw begin and end."""
@@ -110,6 +115,12 @@ def waiting(kind: Kind) -> Waiting:
     return Waiting(_current.get(), kind)
 
 
+def is_told() -> bool:
+    """Whether what is waited for now is inside of a `waiting` that counts it."""
+    stopwatch = _current.get()
+    return stopwatch is not None and stopwatch.waits_now > 0
+
+
 class Flight:
     """Messages that begin in the middle of a model and are waited for later; not for compiled code."""
 
@@ -145,9 +156,11 @@ class Waiting:
         if self._stopwatch is not None:
             self._began = time.perf_counter()
             self._stopwatch.begin(self._kind, self._began)
+            self._stopwatch.waits_now += 1
 
     def __exit__(self, *_: object) -> None:
         if self._stopwatch is not None:
             ended = time.perf_counter()
+            self._stopwatch.waits_now -= 1
             self._stopwatch.end(self._kind, ended)
             self._stopwatch.waited(self._kind, ended - self._began)

@@ -15,6 +15,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from wanma.collectives.shared.backend import shared_group
 
 
 class Sum(Protocol):
@@ -33,6 +36,22 @@ Begin = Callable[[Tensor], Sum]
 All ranks of the group begin the same buckets in the same order, but each when it is ready: between two of
 them a rank may do anything but communicate by the same group. Until its sum is done a bucket is left alone.
 """
+
+Join = Callable[[list[Tensor]], Tensor]
+"""Put tensors (elements,) of one dtype one after the other into a new bucket."""
+
+
+def join_for(group: dist.ProcessGroup) -> Join:
+    """Where the group's ranks share memory, buckets are made in it: they are summed where they are."""
+    shared = shared_group(group)
+
+    def join(parts: list[Tensor]) -> Tensor:
+        if shared is None or is_fake(parts[0]):
+            return torch.cat(parts)
+        bucket = shared.allocate(sum(part.numel() for part in parts), parts[0].dtype)
+        return torch.cat(parts, out=bucket)
+
+    return join
 
 
 def over_group(group: dist.ProcessGroup) -> Begin:

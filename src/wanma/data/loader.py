@@ -31,7 +31,8 @@ class Step:
     """Samples consumed by the steps before it, over all ranks."""
     global_batch: int
     micro_batches: list[Batch]
-    """As many on every data rank; a rank that has fewer rows gets padding rows at the end."""
+    """As many on every data rank, where they exchange something within each: a rank that has fewer rows then
+    gets padding rows at the end."""
 
 
 class Loader:
@@ -80,6 +81,17 @@ class Loader:
         step = self._ahead.popleft().result()
         self._fill()
         return step
+
+    def follow(self, plan: Plan) -> None:
+        """Give the steps that come next by another plan; those that were loaded ahead by the last one are
+        dropped, and loaded again."""
+        if plan is self._plan:
+            return
+        self._plan = plan
+        self._next -= len(self._ahead)
+        for ahead in self._ahead:
+            ahead.cancel()
+        self._ahead.clear()
 
     def load(self, step: int) -> Step:
         """One step, in the calling thread: a pure function of the step's number."""

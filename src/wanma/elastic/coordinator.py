@@ -43,8 +43,9 @@ from wanma.elastic.messages import (
     Was,
     Works,
 )
-from wanma.elastic.peer import Begun, Peer, Send, objection, seat
+from wanma.elastic.peer import Begun, Peer, Send, objection
 from wanma.elastic.recovery import Retries, newest_common, newest_whole
+from wanma.elastic.seating import seat
 from wanma.elastic.stragglers import Stragglers
 from wanma.elastic.succession import LOST_HINT
 from wanma.elastic.terms import Terms
@@ -365,7 +366,8 @@ class Coordinator:
     def _judge(self, works: tuple[RankWork, ...], now: float) -> None:
         for slow in self._stragglers.hear(works, sum(self._ranks_by_node), now):
             peer = next(peer for peer in self._running() if slow.rank in peer.ranks)
-            self._broadcast(replace(slow, node=peer.node, host=peer.join.host))
+            local_rank = slow.rank - peer.ranks.start
+            self._broadcast(replace(slow, node=peer.node, host=peer.join.host, local_rank=local_rank))
 
     # The end, or a new beginning -----------------------------------------------------------------
 

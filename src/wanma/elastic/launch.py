@@ -28,7 +28,8 @@ class Replanner(Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """One run as one node's supervisor sees it. The same on every node, but for `node_rank`."""
+    """One run as one node's supervisor sees it. The same on every node, but for `node_rank`, `interface` and
+    `position`."""
 
     run_directory: Path
     entry: str
@@ -45,6 +46,8 @@ class Launch:
     """HOST:PORT where the supervisors meet; needed when `nodes` > 1."""
     interface: str | None = None
     """Network interface of the collectives; None: loopback on one node, else by route to the rendezvous."""
+    position: str = ""
+    """Where this machine is in the network, as `hardware.position` says it; empty where nobody knows."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the fork server and the ranks; see `environment.worker_environment`."""
     start_seconds: float = 300.0

@@ -105,6 +105,8 @@ class Join(Message):
     """The coordinator lives in this supervisor."""
     was: Was | None = None
     """What it was when it lost its coordinator."""
+    position: str = ""
+    """Where it is in the network, as `hardware.position` says it; empty where nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -374,6 +376,8 @@ class Slow(Message):
     """For how many this has been so."""
     node: int = 0
     host: str = ""
+    local_rank: int = 0
+    """On that node; of GPUs, the number of the device."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which address of this machine the others reach, and through which interface."""
+"""Where supervisors meet: addresses resolved, and sockets that listen there."""
 
 from __future__ import annotations
 
@@ -82,31 +82,3 @@ def listen_anywhere(address: str) -> socket.socket:
     sock.bind((address, 0))
     sock.listen(4096)
     return sock
-
-
-def address_of(interface: str) -> str:
-    """The first address of a network interface. Raises `WanmaError` when there is none."""
-    import psutil
-
-    addresses = psutil.net_if_addrs()
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in addresses.get(interface, []):
-            if entry.family == family:
-                return entry.address.partition("%")[0]
-    raise WanmaError(
-        f"cluster.interface: this machine has no interface {interface!r} with an address",
-        f"it has: {', '.join(sorted(addresses))}",
-        EXIT_USAGE,
-    )
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has `address`; None when none has."""
-    if ipaddress.ip_address(address).is_loopback:
-        return "lo"
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return None

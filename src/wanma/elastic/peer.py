@@ -80,17 +80,6 @@ class Begun:
             yield identity, peer, start
 
 
-def seat(peers: Collection[Peer], nodes: int) -> None:
-    """Give those without a number the one that they ask for, or the next free one."""
-    for peer in peers:
-        if peer.node < 0 and peer.join.node_rank is not None:
-            peer.node = peer.join.node_rank
-    free = iter(sorted(set(range(nodes)) - {peer.node for peer in peers}))
-    for peer in peers:
-        if peer.node < 0:
-            peer.node = next(free)
-
-
 def objection(
     join: Join, nodes: int, place: str, job_hash: str, taken: Collection[tuple[int | None, str]]
 ) -> Refused | None:

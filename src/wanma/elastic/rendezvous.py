@@ -17,6 +17,7 @@ from wanma.elastic.membership import MakeJoin, OnLost, OnMessage, RemoteLink
 from wanma.elastic.messages import Message, Start
 from wanma.elastic.network import resolve
 from wanma.elastic.secret import meeting_secret
+from wanma.hardware.interfaces import way_to
 from wanma.job.errors import WanmaError
 
 
@@ -43,7 +44,7 @@ def open_link(
     """Join the run; `on_message` gets the coordinator's words, `on_lost` why it has gone for good.
 
     Raises:
-        WanmaError: no place, no secret; later, out of the loop: nobody there, refused, not wanma.
+        WanmaError: no place, secret or interface; later, out of the loop: nobody there, refused, not wanma.
     """
     if launch.nodes == 1:
         return LocalLink(launch, loop, make_join, on_message)
@@ -54,6 +55,7 @@ def open_link(
             exit_code=2,
         )
     place = resolve(launch.rendezvous)
+    way_to(place.address[0], launch.interface)  # a wrong one is told before anybody waits
     secret = meeting_secret(place.loopback, environment)
     return RemoteLink(launch, place, secret, loop, make_join, on_message, on_lost)
 

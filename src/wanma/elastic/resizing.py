@@ -34,6 +34,7 @@ from wanma.elastic.messages import (
 )
 from wanma.elastic.peer import Peer, Send
 from wanma.elastic.recovery import newest_whole
+from wanma.elastic.seating import numbered, preferred
 from wanma.elastic.size import Decision, Situation, choose_nodes, spare_text
 from wanma.elastic.terms import Terms
 from wanma.job.plan import Plan
@@ -215,18 +216,13 @@ class ResizingCoordinator(Coordinator):
             self._consider_growth()
 
     def _seated(self) -> list[tuple[int, Peer]]:
-        """As many machines as the plan takes, numbered without gaps: those that had ranks come first."""
+        """As many machines as the plan takes, numbered without gaps: those that had ranks take part first."""
         assert self._decision is not None
-
-        def order(identity: int) -> tuple[bool, int, int]:
-            peer = self._peers[identity]
-            wish = peer.join.node_rank if peer.join.node_rank is not None else self._nodes
-            return peer.node < 0, peer.node if peer.node >= 0 else wish, identity
-
-        halted = {identity: self._peers[identity].halted for identity in sorted(self._peers, key=order)}
+        order = preferred(self._peers, self._nodes)
+        halted = {identity: self._peers[identity].halted for identity in order}
         held = {identity: word.images if word is not None else () for identity, word in halted.items()}
         world_size = sum(self._ranks_by_node)
-        chosen = choose_nodes(held, self._decision.nodes, world_size)
+        chosen = numbered(choose_nodes(held, self._decision.nodes, world_size), self._peers)
         for peer in self._peers.values():
             peer.node = -1
         for number, identity in enumerate(chosen):

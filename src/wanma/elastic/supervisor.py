@@ -56,15 +56,17 @@ from wanma.elastic.messages import (
     Warm,
     Works,
 )
-from wanma.elastic.network import address_of, listen_anywhere
+from wanma.elastic.network import listen_anywhere
 from wanma.elastic.node import Node
 from wanma.elastic.processes import process_state
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.rendezvous import open_link
+from wanma.elastic.seating import offer
 from wanma.elastic.stragglers import WINDOW_SECONDS
 from wanma.elastic.succession import LOST_HINT
 from wanma.elastic.team import Team, team_environment
 from wanma.elastic.told import ended_text, joined_text, slow_text, started_again_text, stopping_text
+from wanma.hardware.interfaces import Way, way_from, way_text
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory, write_atomically
 from wanma.job.worker import Event
@@ -138,7 +140,7 @@ class Supervisor:
         """From the order to end the ranks until all are gone."""
         self._failed = FailureTime()
         self._store_listener: socket.socket | None = None
-        self._address = ""
+        self._way = Way(None, "", "")
 
     def run(self) -> Outcome:
         self._loop.catch(SIGNALS, self._signalled)
@@ -173,11 +175,8 @@ class Supervisor:
 
     def _join(self, address: str) -> Join:
         """What this node offers; `address` is the one that reaches the coordinator."""
-        launch = self._launch
-        self._address = address_of(launch.interface) if launch.interface is not None else address
-        port = self._listen()
-        offer = (launch.job_hash, launch.ranks_per_node, self._host, self._address, port, launch.node_rank)
-        return Join(*offer, is_warm=self._ready)
+        self._way = way_from(address, self._launch.interface)
+        return offer(self._launch, self._host, self._way.address, self._listen(), self._ready)
 
     def _listen(self) -> int:
         """Bind the port of the next generation's store; 0: it needs none.
@@ -188,7 +187,7 @@ class Supervisor:
             return 0
         if self._store_listener is not None:
             self._store_listener.close()
-        self._store_listener = listen_anywhere(self._address)
+        self._store_listener = listen_anywhere(self._way.address)
         return int(self._store_listener.getsockname()[1])
 
     def _told(self, message: Message) -> None:
@@ -204,7 +203,8 @@ class Supervisor:
                 if message.recovery is not None and message.first_rank > 0:
                     self._message(started_again_text(message.recovery), level="warning")
                 if first and self._launch.nodes > 1:
-                    text = joined_text(self._launch, message, self._link.place)
+                    way = way_text(self._way, os.environ)
+                    text = joined_text(self._launch, message, self._link.place, way)
                     self._on_event({"kind": "joined", "text": text, "shows_the_run": message.first_rank == 0})
                 self._fork_when_ready()
             case Stop(exit_code, seconds, what):
@@ -411,7 +411,7 @@ class Supervisor:
             self._launch,
             self._node,
             self._loop,
-            environment=team_environment(self._launch, self._address),
+            environment=team_environment(self._launch, self._way, os.environ),
             store_listener=self._store_listener,
             images=self._images,
             failed_at=self._failed.monotonic,

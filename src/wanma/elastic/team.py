@@ -21,10 +21,10 @@ from wanma.elastic.messages import (
     Standing,
     Start,
 )
-from wanma.elastic.network import interface_of
 from wanma.elastic.node import Node
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.watch import Watch
+from wanma.hardware.interfaces import VARIABLES, Way
 from wanma.hardware.limits import memory_kills
 from wanma.job.worker import Restart
 
@@ -173,16 +173,19 @@ class Team:
         self.board.close()
 
 
-def team_environment(launch: Launch, address: str) -> dict[str, str]:
+def team_environment(launch: Launch, way: Way, inherited: Mapping[str, str]) -> dict[str, str]:
     """Additions for the workers; torch's sockets stay on the interface that the nodes share.
 
+    What the user has set in the environment counts, unless the job names an interface.
+
     Args:
-        address: of this node, that the others reach.
+        way: by which this node and the others reach each other.
+        inherited: the environment that the workers have besides.
     """
     added = {**launch.environment, "OMP_NUM_THREADS": str(launch.threads_per_rank)}
-    interface = launch.interface or interface_of(address)
-    if interface is not None:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if launch.interface is not None or variable not in os.environ:
-                added.setdefault(variable, interface)
+    if way.interface is not None:
+        # NCCL takes a name for the beginning of one (eth1, and eth10 too) unless told otherwise.
+        for variable, value in zip(VARIABLES, (way.interface, f"={way.interface}"), strict=True):
+            if launch.interface is not None or variable not in inherited:
+                added.setdefault(variable, value)
     return added

@@ -14,8 +14,9 @@ STOPPED = {130: "Ctrl-C", 143: "SIGTERM"}
 """Exit code of a run that was asked to stop → by what, where nothing else tells it."""
 
 
-def joined_text(launch: Launch, start: Start, place: str) -> str:
-    """Where this node met the others, which one it is, which ranks run here and where their logs are."""
+def joined_text(launch: Launch, start: Start, place: str, way: str) -> str:
+    """Where this node met the others, which one it is, which ranks run here, where their logs are, and by
+    which interface they reach the others (`way`)."""
     nodes = len(start.ranks_by_node) or launch.nodes
     first, last = start.first_rank, start.first_rank + launch.ranks_per_node - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
@@ -24,6 +25,8 @@ def joined_text(launch: Launch, start: Start, place: str) -> str:
     return (
         f"joined the run at {place}: this is node {start.node_rank} of {nodes}, "
         f"with {ranks} of {start.world_size} (both counted from 0)\n  logs of this node: {logs}"
+        f"\n  collectives go over {way}"
+        + (f"\n  its place in the network: {launch.position}" if launch.position else "")
     )
 
 
@@ -53,7 +56,7 @@ def stopping_text(exit_code: int, here: bool, what: str = "", seconds: float | N
 
 def slow_text(slow: Slow) -> str:
     """Which rank is slow, in what, by how much, and whether it has ever been better."""
-    who = f"rank {slow.rank} ({slow.host})"
+    who = f"rank {slow.rank} ({slow.host}, local rank {slow.local_rank})"
     if not slow.is_slow:
         return f"{who} is no longer slow: {slow.ratio:.2f} times its peers for the last {slow.steps} steps"
     return (

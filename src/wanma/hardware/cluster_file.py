@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from wanma.hardware.catalogue import CATALOGUE, find_named, spellings
 from wanma.hardware.cluster_sections import NO_NETWORK, ClusterFile, DeviceSection, LevelSection, NodesSection
 from wanma.hardware.cluster_text import is_text, parse_cluster
+from wanma.hardware.hosts import expand_hosts
 from wanma.hardware.kinds import (
     GIGABYTE,
     NETWORK_SECONDS,
@@ -87,6 +88,7 @@ class _Builder:
         self.source = source
         self.mistakes: list[Mistake] = []
         self.own: dict[str, DeviceKind] = {}
+        self.hosts: set[str] = set()
 
     def cluster(self) -> Cluster | None:
         """None when there are mistakes."""
@@ -131,6 +133,9 @@ class _Builder:
 
     def _nodes(self, section: NodesSection, at: KeyPath) -> Node | None:
         before = len(self.mistakes)
+        hosts = self._hosts(section, (*at, "hosts"))
+        if hosts and "count" not in section.model_fields_set:
+            section = section.model_copy(update={"count": len(hosts)})
         kind = self._named(section.device, (*at, "device"))
         cpu = self._named(section.cpu, (*at, "cpu"))
         cards = self._cards(section, kind, (*at, "network"))
@@ -144,7 +149,7 @@ class _Builder:
             self._wrong(at, "give a device, a cpu or cores")
         if len(self.mistakes) > before:
             return None
-        node = _machines(section, kind, cpu, cards)
+        node = replace(_machines(section, kind, cpu, cards), hosts=hosts)
         link = node.inside[0] if node.inside else None
         card = node.network[-1] if cards else None
         within = self._levels(section, True, link, len(node.devices) or None, (*at, "levels"))
@@ -154,6 +159,24 @@ class _Builder:
         except JobError as error:
             self._wrong((*at, "levels"), error.message.partition(": ")[2])
             return None
+
+    def _hosts(self, section: NodesSection, at: KeyPath) -> tuple[str, ...]:
+        """Names of machines, lists such as 'node[01-08]' written out; none twice in the whole file."""
+        hosts: list[str] = []
+        for text in section.hosts:
+            try:
+                hosts += expand_hosts(text)
+            except ValueError as error:
+                self._wrong(at, str(error))
+                return ()
+        for host in hosts:
+            if host in self.hosts:
+                self._wrong(at, f"names '{host}' twice")
+                return ()
+            self.hosts.add(host)
+        if hosts and "count" in section.model_fields_set and len(hosts) != section.count:
+            self._wrong(at, f"names {len(hosts)} machines, and count = {section.count}")
+        return tuple(hosts)
 
     def _levels(
         self, section: NodesSection, inside: bool, usual: Level | None, most: int | None, at: KeyPath

@@ -57,6 +57,10 @@ class NodesSection(Section):
         None, gt=0, le=1e6, description="of one node, on average; default: as often as Llama 3's run failed"
     )
     name: str | None = Field(None, description="in messages; default: the device's")
+    hosts: list[str] = Field(
+        default_factory=list,
+        description="their names, near ones next to each other: ['a[01-08]', 'b1']; numbers go by this order",
+    )
     levels: list[LevelSection] = Field(default_factory=list, description="how they are connected")
 
 

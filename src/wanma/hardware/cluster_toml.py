@@ -107,6 +107,7 @@ def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
         "price_per_hour": node.price_per_hour,
         "disk_gb_per_second": _gigabytes(node.disk_bytes_per_second),
         "days_between_failures": node.days_between_failures,
+        "hosts": list(node.hosts) or None,
     }
     levels = []
     if node.inside != (inside(kind) if kind else ()):

@@ -1,7 +1,8 @@
 """`wanma doctor`: what is here, what is missing, and what to do about it.
 
 Each check looks at one thing and returns what it found. The machine stays as it is, but for a file
-that is written and removed to time the disk, and the measured CPU peak in the user's cache folder.
+that is written and removed to time the disk, and what is kept in the user's cache folder: the measured CPU
+peak, and the compiled code of collectives.
 torch is imported inside the checks, so that other commands stay fast.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
 import shutil
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +24,9 @@ from typing import Literal
 from wanma.hardware.compiler import cpp_compiler
 from wanma.hardware.cpu_peak import measure_cpu_peak, peak_file
 from wanma.hardware.discover import discover, list_gpus
+from wanma.hardware.interfaces import VARIABLES, default_ways, interfaces
 from wanma.hardware.limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.hardware.native import COLLECTIVES, built
 from wanma.hardware.probes import disk_write_seconds, loopback_gloo
 from wanma.job.cluster import Device
 from wanma.job.errors import WanmaError
@@ -69,6 +74,7 @@ def examine(runs: Path = Path("runs")) -> list[Finding]:
         _memory,
         _compiler,
         _backends,
+        _shared_collectives,
         _network,
         _loopback,
         lambda: _disk(runs),
@@ -180,9 +186,28 @@ def _memory() -> Finding:
 def _compiler() -> Finding:
     found = cpp_compiler()
     if found is None:
-        advice = "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU"
+        advice = (
+            "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU, and "
+            "collectives go through Gloo"
+        )
         return Finding("C++ compiler", "missing", "none found", advice)
     return Finding("C++ compiler", "ok", found)
+
+
+def _shared_collectives() -> Finding:
+    """Whether ranks of this machine can share memory; compiles what that takes, where it is not there yet."""
+    name = "collectives on one machine"
+    compiler = cpp_compiler()
+    if compiler is None:
+        return Finding(name, "warn", "Gloo, over TCP: there is no C++ compiler", "apt-get install g++")
+    try:
+        built(COLLECTIVES, compiler)
+    except WanmaError as error:
+        return Finding(name, "warn", f"Gloo, over TCP: {error.message}", error.hint)
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        advice = "it takes Linux 5.3 or later"
+        return Finding(name, "warn", "Gloo, over TCP: this system has no files in memory", advice)
+    return Finding(name, "ok", "shared memory (parallel.collectives)")
 
 
 def _backends() -> Finding:
@@ -196,19 +221,48 @@ def _backends() -> Finding:
     return Finding("collectives", "ok", f"Gloo yes, NCCL {'yes' if dist.is_nccl_available() else 'no'}")
 
 
-def _network() -> Finding:
-    import psutil
+def _network() -> list[Finding]:
+    """What there is, what several machines would meet over, and what the environment says of that."""
+    known = interfaces()
+    usable = [one for one in known if one.is_up and one.addresses]
+    if not usable:
+        advice = "bring up the loopback: ip link set lo up"
+        return [Finding("network", "missing", "no interface is up", advice)]
+    found = [Finding("network", "ok", ", ".join(f"{one.name} {' '.join(one.addresses)}" for one in usable))]
+    if ways := default_ways(known):
+        text = f"{ways[0]}; a run takes the route to cluster.rendezvous"
+        found.append(Finding("several machines", "ok", text, "cluster.interface names another one"))
+    return [*found, *_network_variables({one.name for one in known}, os.environ), *_own_name()]
 
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    addresses = {
-        name: [entry.address for entry in entries if entry.family.name == "AF_INET"]
-        for name, entries in psutil.net_if_addrs().items()
-        if name in up
-    }
-    shown = ", ".join(f"{name} {' '.join(found)}" for name, found in sorted(addresses.items()) if found)
-    if not shown:
-        return Finding("network", "missing", "no interface is up", "bring up the loopback: ip link set lo up")
-    return Finding("network", "ok", shown)
+
+def _network_variables(known: Collection[str], environment: Mapping[str, str]) -> list[Finding]:
+    """Names of interfaces in the environment count before what wanma would choose."""
+    found = []
+    for name in VARIABLES:
+        given = environment.get(name, "")
+        # NCCL's are beginnings of names, or exact after '=', or excluded after '^'.
+        names = (
+            [] if given.startswith("^") else [word.strip() for word in given.lstrip("=").split(",") if word]
+        )
+        missing = [one for one in names if not any(other.startswith(one) for other in known)]
+        if missing:
+            advice = f"unset {name}, or name one of: {', '.join(sorted(known))}"
+            text = f"{name}={given}, and there is no {' or '.join(missing)} here"
+            found.append(Finding("several machines", "warn", text, advice))
+    return found
+
+
+def _own_name() -> list[Finding]:
+    """Debian gives a machine's own name an address that others cannot reach."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return []  # a name without an address misleads nobody
+    if not ipaddress.ip_address(address).is_loopback:
+        return []
+    advice = "give cluster.rendezvous as an address rather than by this machine's name"
+    text = f"{socket.gethostname()} is {address} here, where other machines do not reach it"
+    return [Finding("host name", "ok", text, advice)]
 
 
 def _loopback() -> Finding:

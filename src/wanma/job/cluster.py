@@ -76,6 +76,8 @@ class Node:
     """At which one machine's own disks are written, and read no slower; None when unknown."""
     days_between_failures: float | None = None
     """Of one machine with its share of the network, on average; None when unknown."""
+    hosts: tuple[str, ...] = ()
+    """Their names, those near each other in the network next to each other; empty when unknown."""
 
     def __post_init__(self) -> None:
         for what in ("count", "cores", "memory_bytes"):
@@ -183,6 +185,7 @@ def _node(value: Mapping[str, Any]) -> Node:
     given = _known(Node, value)
     given["devices"] = tuple(_optional(Device, device) for device in given["devices"])
     given["cpu"] = _optional(Device, given.get("cpu"))
+    given["hosts"] = tuple(given.get("hosts", ()))
     for levels in ("inside", "network"):
         given[levels] = tuple(_optional(Level, level) for level in given.get(levels, ()))
     return Node(**given)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate, pairwise
+from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 from wanma.job.placement import Replicas
 from wanma.job.sections import Compression, ContextKind, Offload, Precision, Recompute, Schedule, Shard
+from wanma.job.shares import starts, why_equal_counts
+from wanma.job.synchronization import Synchronization
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: the chattiest axis stays on the fastest links."""
@@ -60,8 +63,15 @@ class Plan:
     precision: Precision = "fp32"
     fp8: bool = False
     compression: Compression = "nothing"
-    """What gradients are rounded to before ranks exchange them. In 8 bits, blocks of 256 share a scale, and
-    what rounding lost is added to the next step's (Seide et al. 2014)."""
+    """What ranks exchange of gradients (`collectives.compression`)."""
+    compression_share: float = 0.01
+    """topk: of each tensor's elements."""
+    compression_rank: int = 4
+    """powersgd: of the matrices."""
+    compression_from_step: int = 0
+    """Optimizer steps before it begins."""
+    compression_groups: tuple[tuple[str, Compression], ...] = ()
+    """(pattern of parameter names, compression); the first that matches counts instead of `compression`."""
     overlap: bool = True
     """Replicas sum their gradients, and shards gather parameters ahead of use, while backward goes on."""
     bucket_bytes: int = REDUCED_TOGETHER_BYTES
@@ -78,6 +88,9 @@ class Plan:
     """On mixed hardware: replicas by kind, in the order of their data ranks. Such a plan is no grid: `pp` and
     `tp` are those of its deepest and widest replica, `dp_replicate` counts all of them, and each has its own
     micro-batch and recompute. Its `shard` is over equal replicas, and `batch_shares` says what each does."""
+    synchronization: Synchronization | None = None
+    """What groups of replicas do instead of agreeing at every step. They are then outermost in the order of
+    the ranks, before `pp`: what is within one stays on its links."""
 
     def __post_init__(self) -> None:
         if self.batch_shares and (len(self.batch_shares) != self.data_ranks or min(self.batch_shares) < 1):
@@ -95,6 +108,10 @@ class Plan:
                 )
             if not self.batch_shares:
                 raise ValueError("placed replicas need batch_shares")
+        if self.synchronization is not None and self.dp_replicate % self.synchronization.sites:
+            raise ValueError(
+                f"{self.synchronization.sites} sites cannot share dp_replicate = {self.dp_replicate} evenly"
+            )
 
     def but(self, **changes: Any) -> Plan:
         """As `dataclasses.replace`, in a fraction of its time: searches make plans by the ten thousand.
@@ -119,6 +136,21 @@ class Plan:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
+    def sites(self) -> int:
+        """Groups of replicas that do not agree at every step."""
+        return 1 if self.synchronization is None else self.synchronization.sites
+
+    @property
+    def site_ranks(self) -> int:
+        """Ranks of one site: all, where there is one."""
+        return self.world_size // self.sites
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one site that hold one pipeline rank's stages: so far are they from the next one's."""
+        return self.world_size // self.sites // self.pp
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that read different samples: the two data-parallel axes."""
         return self.dp_replicate * self.dp_shard
@@ -130,8 +162,8 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Copies of each stage's state."""
-        return self.dp_replicate * self.dp_shard * self.cp // self.shard_ranks
+        """Copies of each stage's state, within a site."""
+        return self.dp_replicate // self.sites * self.dp_shard * self.cp // self.shard_ranks
 
     @property
     def computes_with_state(self) -> bool:
@@ -143,6 +175,17 @@ class Plan:
             and self.precision in ("fp32", "fp64")
             and self.offload_parameters == "nothing"
         )
+
+    @property
+    def compressions(self) -> frozenset[Compression]:
+        """The ways in which gradients are made smaller; empty where they are exchanged as they are."""
+        methods = {self.compression, *(method for _, method in self.compression_groups)}
+        return frozenset(methods - {"nothing"})
+
+    def compression_of(self, parameter: str) -> Compression:
+        """What ranks exchange of the gradient of the parameter of this full name."""
+        groups = (method for pattern, method in self.compression_groups if fnmatchcase(parameter, pattern))
+        return next(groups, self.compression)
 
     @property
     def expert_ranks(self) -> tuple[int, int]:
@@ -208,10 +251,26 @@ class Plan:
             raise ValueError("a plan that is placed on mixed hardware is no grid of ranks")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} outside a world of {self.world_size}")
+        replicas = self.dp_replicate // self.sites
+        site, rank = divmod(rank, self.site_ranks)
         position: dict[str, int] = {}
         for axis in reversed(AXES):
-            rank, position[axis] = divmod(rank, getattr(self, axis))
+            size = replicas if axis == "dp_replicate" else getattr(self, axis)
+            rank, position[axis] = divmod(rank, size)
+        position["dp_replicate"] += site * replicas
         return {axis: position[axis] for axis in AXES}
+
+    def site_of(self, rank: int) -> int:
+        return rank // self.site_ranks
+
+    def stage_group(self, rank: int) -> list[int]:
+        """Ranks of all sites that hold the same pipeline stages as `rank`."""
+        first = rank % self.site_ranks // self.stage_ranks * self.stage_ranks
+        return [
+            start + place
+            for start in range(first, self.world_size, self.site_ranks)
+            for place in range(self.stage_ranks)
+        ]
 
     def data_rank(self, rank: int) -> int:
         at = self.coordinates(rank)
@@ -221,8 +280,8 @@ class Plan:
         """Rows of the global batch that `data_rank` computes: contiguous, and as many as its share of them
         to within one."""
         if self.batch_shares:
-            starts = self._starts(global_batch)
-            return range(starts[data_rank], starts[data_rank + 1])
+            first = starts(self.batch_shares, global_batch)
+            return range(first[data_rank], first[data_rank + 1])
         base, extra = divmod(global_batch, self.data_ranks)
         start = data_rank * base + min(data_rank, extra)
         return range(start, start + base + (data_rank < extra))
@@ -230,7 +289,7 @@ class Plan:
     def sizes(self, global_batch: int) -> list[int]:
         """Rows of every data rank."""
         if self.batch_shares:
-            return [stop - start for start, stop in pairwise(self._starts(global_batch))]
+            return [stop - start for start, stop in pairwise(starts(self.batch_shares, global_batch))]
         base, extra = divmod(global_batch, self.data_ranks)
         return [base + (rank < extra) for rank in range(self.data_ranks)]
 
@@ -238,24 +297,32 @@ class Plan:
         """Of one data rank."""
         return max(self.sizes(global_batch)) if self.batch_shares else -(-global_batch // self.data_ranks)
 
-    def accumulation(self, global_batch: int) -> int:
-        """Micro-batches per step: the same on every rank, because collectives run inside them.
+    @property
+    def counts_apart(self) -> bool:
+        """Whether each data rank has as many micro-batches as its own rows need: its share is unlike others',
+        and nothing that data ranks do together happens within a micro-batch."""
+        return bool(self.batch_shares) and why_equal_counts(self) is None
 
-        Only placed replicas each have their own number; then it is the largest.
-        """
+    def accumulation(self, global_batch: int) -> int:
+        """Micro-batches per step: of the data rank that has most of them, where they differ (`counts`)."""
         if not self.placement:
             return max(math.ceil(self.most_rows(global_batch) / self.micro_batch), 1)
-        sizes, first, most = self.sizes(global_batch), 0, 1
-        for replicas in self.placement:
-            most = max(most, math.ceil(max(sizes[first : first + replicas.count]) / replicas.micro_batch))
-            first += replicas.count
-        return most
+        return max(self.counts(global_batch))
+
+    def counts(self, global_batch: int) -> list[int]:
+        """Micro-batches of every data rank in a step."""
+        if not (self.placement or self.counts_apart):
+            return [self.accumulation(global_batch)] * self.data_ranks
+        return [
+            max(math.ceil(rows / self._micro_batch_of(rank)), 1)
+            for rank, rows in enumerate(self.sizes(global_batch))
+        ]
 
     def micro_batches(self, global_batch: int, data_rank: int) -> list[range]:
-        """This data rank's rows in `accumulation(global_batch)` runs; the last ones may be empty."""
+        """This data rank's rows in as many runs as `counts` says; the last ones may be empty."""
         mine = self.rows(global_batch, data_rank)
-        if self.placement:
-            count = max(math.ceil(len(mine) / self.replicas_of(data_rank).micro_batch), 1)
+        if self.placement or self.counts_apart:
+            count = max(math.ceil(len(mine) / self._micro_batch_of(data_rank)), 1)
         else:
             count = self.accumulation(global_batch)
         base, extra = divmod(len(mine), count)
@@ -266,6 +333,9 @@ class Plan:
             start = stop
         return runs
 
+    def _micro_batch_of(self, data_rank: int) -> int:
+        return self.replicas_of(data_rank).micro_batch if self.placement else self.micro_batch
+
     def replicas_of(self, data_rank: int) -> Replicas:
         """Those of `placement` that `data_rank` is one of."""
         for replicas in self.placement:
@@ -273,11 +343,6 @@ class Plan:
                 return replicas
             data_rank -= replicas.count
         raise ValueError("the plan has no such placed replica")
-
-    def _starts(self, global_batch: int) -> list[int]:
-        """First row of every data rank, and the end, by `batch_shares`."""
-        whole = sum(self.batch_shares)
-        return [global_batch * before // whole for before in accumulate(self.batch_shares, initial=0)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -290,8 +355,12 @@ class Plan:
         tuples: dict[str, Any] = {
             key: tuple(value[key]) for key in ("stage_cuts", "approximate", "batch_shares") if key in value
         }
+        if "compression_groups" in value:
+            tuples["compression_groups"] = tuple(map(tuple, value["compression_groups"]))
         if "placement" in value:
             tuples["placement"] = tuple(Replicas.from_json(replicas) for replicas in value["placement"])
+        if value.get("synchronization") is not None:
+            tuples["synchronization"] = Synchronization(**value["synchronization"])
         return cls(**{**value, **tuples})
 
     def __str__(self) -> str:
@@ -306,6 +375,8 @@ class Plan:
             axes += ", uneven shares"
         ranks = "rank" if self.world_size == 1 else "ranks"
         sharded = "" if self.shard == "nothing" else f", {self.shard} sharded"
+        seldom = "" if self.synchronization is None else f", {self.synchronization}"
         return (
             f"{self.world_size} {ranks} ({axes or 'one process'}){sharded}, {self.precision}, {self.device}"
+            f"{seldom}"
         )

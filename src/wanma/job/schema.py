@@ -163,6 +163,8 @@ def _with_bounds(hint: Any) -> tuple[Any, FieldInfo]:
 def _noun(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"[{', '.join(_noun(inner) for inner in get_args(hint))}]"
+    if get_origin(hint) is list:
+        return f"[{_noun(get_args(hint)[0])}, ...]"
     if get_origin(hint) is dict:
         return "table"
     if get_origin(hint) is Literal:

@@ -20,7 +20,11 @@ ContextKind = Literal["ring", "all_to_all"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["nothing", "host", "disk"]
-Compression = Literal["nothing", "bf16", "int8"]
+Collectives = Literal["auto", "shared", "gloo"]
+Compression = Literal["nothing", "bf16", "fp16", "int8", "topk", "powersgd"]
+OuterCompression = Literal["nothing", "bf16", "int8"]
+SiteKind = Literal["local_sgd", "diloco", "stale"]
+OuterPlace = Literal["nothing", "host"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -227,6 +231,18 @@ class TrainSection(Section):
         return self
 
 
+class CompressionGroupSection(Section):
+    """Parameters whose name matches have their gradients summed in another way."""
+
+    match: str = Field(description="shell pattern on the full parameter name, e.g. '*embedding*'")
+    compression: Compression = Field(description="what ranks exchange of these gradients")
+
+
+def _pair(value: Any) -> Any:
+    """A list is good for a tuple here too, where `parallel` may be a word and so is looked at beforehand."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class ParallelSection(Section):
     """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
@@ -249,6 +265,15 @@ class ParallelSection(Section):
     batch_shares: list[PositiveInt] = Field(
         default_factory=list,
         description="samples of each data rank in every sum of them (unlike devices); default: equal",
+    )
+    balance: Literal["auto", "off", "on"] = Field(
+        "auto",
+        description="move shares of the batch while the run goes on, by how fast ranks are; auto: where the "
+        "planner gave unlike devices unlike shares, and not under train.deterministic",
+    )
+    share_moves: list[Annotated[tuple[int, list[PositiveInt]], BeforeValidator(_pair)]] = Field(
+        default_factory=list,
+        description="[[step, batch_shares], ...]: other shares from that step on, as a run with balance told",
     )
     sequence: bool = Field(
         True, description="tp: ranks also share the sequence between the split matrices (sequence parallel)"
@@ -282,6 +307,62 @@ class ParallelSection(Section):
     offload_optimizer: Offload = Field("nothing", description="where optimizer state waits between steps")
     offload_activations: Offload = Field("nothing", description="where activations wait for backward")
     compile: bool = Field(False, description="torch.compile each block; needs a C++ compiler on CPU")
+    collectives: Collectives = Field(
+        "auto",
+        description="on CPUs: over memory that the ranks of one machine share (shared), or TCP (gloo); "
+        "auto: shared where they are on one machine that has a C++ compiler",
+    )
+    compression: Compression = Field(
+        "nothing",
+        description="of gradients that ranks sum: rounded (bf16, fp16, int8), their largest elements (topk), "
+        "or thin matrices (powersgd); changes the numbers",
+    )
+    compression_share: float = Field(
+        0.01, gt=0, le=1, description="topk: share of each tensor's elements that a rank sends"
+    )
+    compression_rank: int = Field(4, ge=1, description="powersgd: rank of the matrices")
+    compression_from_step: int = Field(
+        0, ge=0, description="optimizer steps before it begins, whose gradients are summed whole"
+    )
+    compression_groups: list[CompressionGroupSection] = Field(
+        default_factory=list, description="first match wins; all others: compression"
+    )
+    synchronize: Literal["every_step", "local_sgd", "diloco", "stale"] = Field(
+        "every_step",
+        description="between sites, groups of replicas with slow links between them: local_sgd and diloco "
+        "exchange weights every so many steps, stale has gradients come late; these change the numbers",
+    )
+    sites: int | None = Field(None, ge=1, description="groups of replicas; default: dp_replicate")
+    synchronize_every: int | None = Field(
+        None, ge=1, description="local_sgd, diloco: steps from one exchange to the next; default: 100"
+    )
+    synchronous_steps: int = Field(
+        0, ge=0, description="local_sgd, diloco: first steps, which all sites take together"
+    )
+    outer_rate: float | None = Field(
+        None, gt=0, description="diloco: learning rate of the outer update; default: 0.7"
+    )
+    outer_momentum: float | None = Field(
+        None, ge=0, lt=1, description="diloco: Nesterov momentum of the outer update; default: 0.9"
+    )
+    fragments: int = Field(
+        1, ge=1, description="local_sgd, diloco: parts of the model that are exchanged in turn"
+    )
+    overlap_steps: int = Field(
+        0, ge=0, description="local_sgd, diloco: steps beside which an exchange runs; 0: it is waited for"
+    )
+    overlap_mix: float | None = Field(
+        None, ge=0, lt=1, description="overlap_steps: what a site keeps of its own weights then; default: 0.5"
+    )
+    outer_compression: OuterCompression = Field(
+        "nothing", description="local_sgd, diloco: what is exchanged is rounded to"
+    )
+    outer_offload: OuterPlace = Field(
+        "nothing", description="local_sgd, diloco: where outer weights and momentum wait: device, host"
+    )
+    staleness: int | None = Field(
+        None, ge=0, description="stale: steps by which gradients are late; default: 1"
+    )
 
 
 class ClusterSection(Section):
@@ -300,9 +381,16 @@ class ClusterSection(Section):
         ge=1,
         description="fewest machines that the run goes on with, as in nodes = '2..8'; default: all",
     )
-    node_rank: int | None = Field(None, ge=0, description="this machine's number; default: by arrival")
+    node_rank: int | None = Field(
+        None, ge=0, description="this machine's number; default: by place, then arrival"
+    )
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
     interface: str | None = Field(None, description="network interface for collectives; default: by route")
+    place: str | None = Field(
+        None,
+        description="where this machine is in the network, outermost first: 'rack-3/switch-1'; near machines "
+        "get neighbouring numbers; default: the cluster file's hosts, or Slurm's topology",
+    )
     threads_per_rank: int | None = Field(None, gt=0, description="CPU threads; default: cores / ranks")
     scratch: str | None = Field(
         None, description="folder on each machine for what is offloaded to disk; default: the run directory's"

@@ -111,7 +111,7 @@ class PlainConsole(Console):
                 self.line(start_text(self.progress))
         elif kind in ("recovery", "growth"):
             self.show(recovery_message(event))
-        elif kind in ("message", "joined"):
+        elif kind in ("message", "joined", "shares"):
             self.show(event)
         elif kind == "validation":
             self.line(validation_text(event))

@@ -44,7 +44,7 @@ class LiveConsole(Console):
     def write(self, event: Event) -> None:
         with self._lock:
             self.progress.see(event)
-        if event["kind"] in ("message", "joined"):
+        if event["kind"] in ("message", "joined", "shares"):
             self.show(event)
         elif event["kind"] in ("recovery", "growth"):
             self.show(recovery_message(event))

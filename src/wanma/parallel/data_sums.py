@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from wanma.collectives.hierarchical import nodes_of, sum_over_nodes
-from wanma.collectives.sums import Begin, InTurn, over_group
+from wanma.collectives.sums import Begin, InTurn, Join, join_for, over_group
 from wanma.parallel.mesh import Grid
 
 
-def data_sums(grid: Grid, *, beside_backward: bool) -> list[Begin]:
+@dataclass(frozen=True)
+class DataSums:
+    """Over one axis."""
+
+    group: dist.ProcessGroup
+    begin: Begin
+    join: Join
+    """Makes the buckets that `begin` is given."""
+
+
+def data_sums(grid: Grid, *, beside_backward: bool) -> list[DataSums]:
     """One for each axis over which gradients are summed, in their order; every rank calls it.
 
     Args:
@@ -21,7 +32,7 @@ def data_sums(grid: Grid, *, beside_backward: bool) -> list[Begin]:
     # Torch may have one group for the replicas and for the ranks of `cp`, which communicate within a backward
     # too: the order of both would depend on which gradients a rank has.
     is_shared = beside_backward and grid.plan.cp > 1
-    sums: list[Begin] = []
+    sums: list[DataSums] = []
     for name in ("replicate", "shard"):
         axis = grid.state[name]
         if axis.size() == 1:
@@ -29,9 +40,10 @@ def data_sums(grid: Grid, *, beside_backward: bool) -> list[Begin]:
         group = _own_group(grid) if name == "replicate" and is_shared else axis.get_group()
         if name == "replicate" and grid.plan.hierarchical:
             nodes = nodes_of(dist.get_process_group_ranks(group), grid.ranks_by_node)
-            sums.append(InTurn(partial(sum_over_nodes, group=group, nodes=nodes)))
+            begin: Begin = InTurn(partial(sum_over_nodes, group=group, nodes=nodes))
         else:
-            sums.append(over_group(group))
+            begin = over_group(group)
+        sums.append(DataSums(group, begin, join_for(group)))
     return sums
 
 
@@ -39,8 +51,8 @@ def _own_group(grid: Grid) -> dist.ProcessGroup:
     """The replicas of this rank's part of the model; torch wants every rank to make every group."""
     plan = grid.plan
     mine: dist.ProcessGroup | None = None
-    ranks = torch.arange(plan.world_size).view(plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
-    for members in ranks.movedim(1, -1).flatten(0, -2).tolist():
+    ranks = torch.arange(plan.world_size).view(plan.sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
+    for members in ranks.movedim(2, -1).flatten(0, -2).tolist():
         group = dist.new_group(members)
         if grid.rank in members:
             mine = group

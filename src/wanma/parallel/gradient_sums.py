@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from wanma.collectives.stopwatch import Stopwatch
-from wanma.collectives.sums import Begin, Sum
+from wanma.collectives.sums import Begin, Join, Sum
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class GradientSums:
         device: of the gradients.
         take: hands over the gradient of a parameter that has arrived, if it has one, plain and contiguous.
         begin: how a bucket is summed.
+        join: puts gradients, each (elements,), one after the other into a new bucket.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class GradientSums:
         take: Callable[[int], Tensor | None],
         begin: Begin,
         stopwatch: Stopwatch,
+        join: Join = torch.cat,
     ) -> None:
         self._layout, self._device, self._take, self._begin = layout, device, take, begin
+        self._join = join
         self._stopwatch = stopwatch
         self._place = {size.parameter: at for at, bucket in enumerate(layout) for size in bucket.sizes}
         self._missing = [{size.parameter for size in bucket.sizes} for bucket in layout]
@@ -196,7 +199,7 @@ class GradientSums:
             self._sums[sizes[0].parameter] = gradients[0]
             self._start(gradients[0])
             return
-        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        flat = self._join([gradient.view(-1) for gradient in gradients])
         parts = flat.split([size.shape.numel() for size in sizes])
         for size, part in zip(sizes, parts, strict=True):
             self._sums[size.parameter] = part.view(size.shape)

@@ -17,7 +17,9 @@ from wanma.collectives.functional import mend_all_gather
 from wanma.collectives.stopwatch import Stopwatch, watching
 from wanma.job.errors import WanmaError
 from wanma.job.plan import AXES, Plan
+from wanma.job.sections import Collectives
 from wanma.job.worker import Worker
+from wanma.parallel.transport import backend_name, tell_transport
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Grid:
 
     The world is seen in up to three ways, all of them meshes of one root, as FSDP2 wants it: by the
     plan's axes; by who holds which part of the state, (stage, replicate, shard, state_tp); and the
-    same for experts, (expert_stage, expert_replicate, expert_shard, ep, expert_tp).
+    same for experts, (expert_stage, expert_replicate, expert_shard, ep, expert_tp). Where the plan has
+    sites, these come first in each view (site, state_site, expert_site), and all other axes are within one.
     """
 
     plan: Plan
@@ -66,6 +69,11 @@ class Grid:
         return self.plan.coordinates(self.rank)[name]
 
     @property
+    def site(self) -> int:
+        """Number of this rank's site."""
+        return self.plan.site_of(self.rank)
+
+    @property
     def data_rank(self) -> int:
         return self.plan.data_rank(self.rank)
 
@@ -79,7 +87,9 @@ class Grid:
 
 
 @contextmanager
-def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterator[Grid]:
+def process_grid(
+    worker: Worker, plan: Plan, deadline_seconds: float, collectives: Collectives = "auto"
+) -> Iterator[Grid]:
     """Join the run's process group and build its mesh; leave both in order, whatever happens inside.
 
     A group is made for a single process too: the same code then runs at every size.
@@ -87,9 +97,11 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
     Args:
         deadline_seconds: after which the supervisor calls a silent run hung. Collectives wait longer
             than that, so that its report, which names the cause, comes before their bare time-out.
+        collectives: of a CPU's ranks; `parallel.collectives` of the job.
 
     Raises:
-        WanmaError: the plan wants another number of ranks than were started, or has no such device.
+        WanmaError: the plan wants another number of ranks than were started, or has no such device; or
+            `collectives` is 'shared', and that cannot be.
     """
     if plan.world_size != worker.world_size:
         raise WanmaError(
@@ -108,11 +120,12 @@ def process_grid(worker: Worker, plan: Plan, deadline_seconds: float) -> Iterato
             )
         )
     mend_all_gather()
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = backend_name(worker, device, collectives)
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
     )
     try:
+        tell_transport(worker, collectives)
         grid = build_grid(plan, worker.rank, device, worker.ranks_by_node)
         # The host's clock tells the time of what a CPU waits for, not of what a GPU does.
         with watching(grid.communication) if device.type == "cpu" else nullcontext():
@@ -132,19 +145,30 @@ def build_grid(plan: Plan, rank: int, device: torch.device, ranks_by_node: tuple
 
     def seen_as(sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         # Each group of Gloo's wakes a thread a hundred times a second, and there would be a dozen: an axis of
-        # one rank gets a group that only pretends, as in torchtitan.
-        alone = [name for name, size in zip(names, sizes, strict=True) if size == 1]
-        return root._unflatten(0, sizes, names, dict.fromkeys(alone, "fake") if saves_groups else None)
+        # one rank gets a group that only pretends, as in torchtitan. So does the sites' in all views but the
+        # first: nothing is sent by it. Without sites the first name is not needed.
+        names = names[-len(sizes) :]
+        silent = ("state_site", "expert_site")
+        alone = [name for name, size in zip(names, sizes, strict=True) if size == 1 or name in silent]
+        backends: dict[str, Any] = dict.fromkeys(alone, "fake") if saves_groups else {}
+        if plan.sites > 1 and "site" in names and dist.get_backend() != "fake":  # of a dry run
+            # A group of its own even where it is the world: what is under way for steps must not hold up what
+            # the world tells each other at each of them.
+            backends["site"] = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        return root._unflatten(0, sizes, names, backends or None)
 
-    axes = seen_as(tuple(getattr(plan, axis) for axis in AXES), AXES)
+    sites = () if plan.synchronization is None else (plan.sites,)
+    within = {axis: getattr(plan, axis) for axis in AXES} | {"dp_replicate": plan.dp_replicate // plan.sites}
+    axes = seen_as((*sites, *within.values()), ("site", *AXES))
     state = seen_as(
-        (plan.pp, plan.replicas, plan.shard_ranks, plan.tp), ("stage", "replicate", "shard", "state_tp")
+        (*sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp),
+        ("state_site", "stage", "replicate", "shard", "state_tp"),
     )
     experts = None
     if plan.ep > 1:
         experts = seen_as(
-            (plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
-            ("expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
+            (*sites, plan.pp, *plan.expert_ranks, plan.ep, plan.tp),
+            ("expert_site", "expert_stage", "expert_replicate", "expert_shard", "ep", "expert_tp"),
         )
     return Grid(plan, rank, device, axes, state, experts, ranks_by_node)
 

@@ -13,7 +13,7 @@ from wanma.job.plan import Plan
 
 
 def squared_norm_share(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
-    """Sum of squares such that adding it up over all ranks of the world counts each element once.
+    """Sum of squares such that adding it up over all ranks of a site counts each element once.
 
     A gradient that several ranks hold alike counts on each of them with weight one over their number.
 
@@ -28,7 +28,7 @@ def squared_norm_share(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
                 if not placement.is_replicate():
                     shards *= size
             gradient = gradient.to_local()
-        copies = plan.world_size // plan.pp // shards
+        copies = plan.stage_ranks // shards
         by_copies[copies].append(gradient)
     total = torch.zeros((), dtype=torch.float64)
     for copies, tensors in by_copies.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wanma.collectives.stopwatch import Stopwatch
+from wanma.collectives.waits import Waits, waits
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.blocks import repeated_blocks
@@ -18,6 +19,7 @@ from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
 from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
 from wanma.parallel.autocast import autocast_forward
+from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
 from wanma.parallel.low_precision import compute_in_fp8
@@ -32,6 +34,7 @@ from wanma.parallel.stages import keep_stage, stage_layout
 from wanma.parallel.tensor import split_tensors
 from wanma.parallel.ties import Ties, tie_stages
 from wanma.parallel.whole import Whole
+from wanma.parallel.work_clock import WorkClock
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,14 @@ class Parallel:
     """Those that the model itself does not freeze."""
     noting: Mapping[str, NotesStatistics]
     """Modules of the whole model that note statistics of a step; those of other stages without memory."""
+    clock: WorkClock
+    """Of what this rank computes, without what it waits for others."""
     seed: int | None
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
     scratch: Scratch | None = None
     """Where what the plan offloads to disk goes."""
+    compression: GradientCompression | None = None
+    """What makes gradients smaller on their way between ranks, if the plan does."""
 
     def initialize(self, but: Container[str] = ()) -> None:
         """Give the parameters their initial values, where no checkpoint does.
@@ -141,11 +148,31 @@ def parallelize(
     if plan.pp > 1:
         layout = stage_layout(whole, spec.layout, plan)
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
-    data_parallel = tuple(_apply(part, spec, plan, grid, grid.communication, scratch) for part in parts)
+    compression = open_compression(plan, seed, grid.device)
+    data_parallel = tuple(
+        _apply(part, spec, plan, grid, grid.communication, scratch, compression) for part in parts
+    )
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
-    pipeline = Pipeline(parts, numbers, plan, grid, data_parallel) if plan.pp > 1 else None
+    # Of the process: all that tensor, context and expert ranks wait for each other.
+    within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Waits()
+    clock = WorkClock(
+        grid.device.type, lambda: grid.communication.waited_seconds + within.seconds, by_piece=plan.pp > 1
+    )
+    pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock) if plan.pp > 1 else None
     to_draw = None if spec.own_initialization else seed
-    return Parallel(tuple(parts), pipeline, data_parallel, ties, names, trainable, noting, to_draw, scratch)
+    return Parallel(
+        tuple(parts),
+        pipeline,
+        data_parallel,
+        ties,
+        names,
+        trainable,
+        noting,
+        clock,
+        to_draw,
+        scratch,
+        compression,
+    )
 
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
@@ -163,7 +190,13 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
 
 
 def _apply(
-    part: nn.Module, spec: ModelSpec, plan: Plan, grid: Grid, stopwatch: Stopwatch, scratch: Scratch | None
+    part: nn.Module,
+    spec: ModelSpec,
+    plan: Plan,
+    grid: Grid,
+    stopwatch: Stopwatch,
+    scratch: Scratch | None,
+    compression: GradientCompression | None,
 ) -> Sharded | Whole:
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.fp8:
@@ -189,6 +222,7 @@ def _apply(
         grid,
         stopwatch,
         full_precision_output=spec.kind == "custom",
+        compression=compression,
     )
     if not spec.own_initialization:
         allocate(part, parameters_device(plan, grid.device), grid.device)

@@ -30,6 +30,7 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline_stage import OwnWork, Stage
 from wanma.parallel.shard import Sharded
 from wanma.parallel.whole import Whole
+from wanma.parallel.work_clock import WorkClock
 from wanma.planner.stages import SPLIT_BACKWARD
 
 SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
@@ -52,6 +53,7 @@ class Pipeline:
         parts: the stages' modules, and
         numbers: which stages they are.
         data_parallel: how each of them is held by the data ranks.
+        clock: of what they compute.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Pipeline:
         plan: Plan,
         grid: Grid,
         data_parallel: tuple[Sharded | Whole, ...],
+        clock: WorkClock,
     ) -> None:
+        self._clock = clock
         self._parts = dict(zip(numbers, parts, strict=True))
         self._data_parallel = dict(zip(numbers, data_parallel, strict=True))
         self._plan = plan
@@ -113,8 +117,12 @@ class Pipeline:
     def evaluate(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """`run` without backward, and of any number of micro-batches."""
         self._tell(positions, seed, loss)
-        with torch.no_grad():
-            return self._drive(self._schedule(batch, count, trains=False).eval, batch)
+        self._clock.is_on = False
+        try:
+            with torch.no_grad():
+                return self._drive(self._schedule(batch, count, trains=False).eval, batch)
+        finally:
+            self._clock.is_on = True
 
     def _tell(self, positions: Tensor | None, seed: int, loss: Loss) -> None:
         self._loss = loss
@@ -156,6 +164,7 @@ class Pipeline:
     def _stage(self, number: int, boundaries: list[_Boundary]) -> Stage:
         return Stage(
             self._work,
+            self._clock,
             self._parts[number],
             number,
             self._plan.stages,
@@ -237,7 +246,10 @@ class Pipeline:
     def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
         assert self._loss is not None
         with self._work:
-            return self._loss(output, target)
+            self._clock.start()
+            loss = self._loss(output, target)
+            self._clock.stop(forward=True)
+            return loss
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from wanma.collectives.stopwatch import Stopwatch
+from wanma.parallel.work_clock import WorkClock
 
 
 class OwnWork:
@@ -47,23 +48,33 @@ class Stage(PipelineStage):
 
     Args:
         work: what computing is told to.
+        clock: likewise.
     """
 
-    def __init__(self, work: OwnWork, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, work: OwnWork, clock: WorkClock, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._work = work
+        self._work, self._clock = work, clock
 
     def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
         with self._work:
-            return super().forward_one_chunk(*arguments, **keywords)
+            self._clock.start()
+            output = super().forward_one_chunk(*arguments, **keywords)
+            self._clock.stop(forward=True)
+            return output
 
     def backward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
         with self._work:
-            return super().backward_one_chunk(*arguments, **keywords)
+            self._clock.start()
+            output = super().backward_one_chunk(*arguments, **keywords)
+            self._clock.stop(forward=False)
+            return output
 
     def backward_weight_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
         with self._work:
-            return super().backward_weight_one_chunk(*arguments, **keywords)
+            self._clock.start()
+            output = super().backward_weight_one_chunk(*arguments, **keywords)
+            self._clock.stop(forward=False)
+            return output
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]

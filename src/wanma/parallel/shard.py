@@ -32,13 +32,19 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter, UnshardedReduce
+from wanma.collectives.shared.backend import shared_group
+from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
+from wanma.parallel.compressed import GradientCompression
+from wanma.parallel.compressed_shard import compress_unit, names_of
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
@@ -57,6 +63,7 @@ def shard_data(
     stopwatch: Stopwatch,
     *,
     full_precision_output: bool,
+    compression: GradientCompression | None = None,
 ) -> Sharded | Whole:
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
 
@@ -64,9 +71,11 @@ def shard_data(
         experts: modules whose parameters have experts as dim 0. Where `ep` splits them, they are units of
             their own, on their own mesh.
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
+        compression: sums gradients in fewer bytes; None: they are summed as they are.
     """
     if plan.computes_with_state:
-        return Whole(model, grid, stopwatch, torch.float64 if plan.precision == "fp64" else None)
+        input_dtype = torch.float64 if plan.precision == "fp64" else None
+        return Whole(model, grid, stopwatch, input_dtype, compression=compression)
     strays, scalars = Strays(model), None
     divides = _divides(plan)
     divisor = plan.replicas if divides else 1
@@ -134,12 +143,15 @@ def shard_data(
         shard_placement_fn=placement,
     )
 
+    names = names_of(model)
     spread = {id(module) for module in experts} if plan.ep > 1 else set()
     for unit in _units(model):
         mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
-            _communicate_over_gloo(unit, stopwatch, one_shard=mesh.size(1) == 1, ahead=plan.overlap)
+            _communicate_by_ourselves(unit, stopwatch, mesh, ahead=plan.overlap)
+        if compression is not None:
+            compress_unit(unit, compression, names)
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
@@ -220,9 +232,18 @@ def _placement(parameter: nn.Parameter, experts: set[int], shards: int) -> Shard
     return Shard(next((dim for dim in (0, *whole) if held.shape[dim] % shards == 0), 0))
 
 
-def _communicate_over_gloo(unit: FSDPModule, stopwatch: Stopwatch, *, one_shard: bool, ahead: bool) -> None:
-    unit.set_custom_all_gather(GlooAllGather(stopwatch, ahead=ahead))
-    unit.set_custom_reduce_scatter(UnshardedReduce(stopwatch) if one_shard else GlooReduceScatter(stopwatch))
+def _communicate_by_ourselves(
+    unit: FSDPModule, stopwatch: Stopwatch, mesh: DeviceMesh, *, ahead: bool
+) -> None:
+    """Over `mesh` (replicate, shard), on CPUs."""
+    gather: AllGather = GlooAllGather(stopwatch, ahead=ahead)
+    scatter: ReduceScatter = GlooReduceScatter(stopwatch)
+    if mesh.size(1) == 1:
+        scatter = UnshardedReduce(stopwatch)
+    elif (shared := shared_group(mesh.get_group(1))) is not None:
+        gather, scatter = SharedAllGather(stopwatch, shared), SharedReduceScatter(stopwatch, shared)
+    unit.set_custom_all_gather(gather)
+    unit.set_custom_reduce_scatter(scatter)
     # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the
     # output, which starts the stopwatch, and ends at this hook.
     unit.set_all_reduce_hook(lambda _: stopwatch.stop(time.perf_counter()))

@@ -93,9 +93,9 @@ def _ends_group(plan: Plan, grid: Grid) -> dist.ProcessGroup | None:
     torch wants every rank to make every group.
     """
     mine = None
-    per_stage = plan.world_size // plan.pp
-    for offset in range(per_stage):
-        ranks = [offset, (plan.pp - 1) * per_stage + offset]
+    firsts = [rank for rank in range(plan.world_size) if plan.coordinates(rank)["pp"] == 0]
+    for first in firsts:
+        ranks = [first, first + (plan.pp - 1) * plan.stage_ranks]
         group = dist.new_group(ranks)
         if grid.rank in ranks:
             mine = group

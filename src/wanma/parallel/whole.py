@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.shards import local_part
 from wanma.collectives.stopwatch import Stopwatch
+from wanma.parallel.compressed import GradientCompression, whole_slot
+from wanma.parallel.compressed_whole import sum_compressed
 from wanma.parallel.data_sums import data_sums
 from wanma.parallel.gradient_sums import Bucket, GradientSums, Size, buckets
 from wanma.parallel.mesh import Grid
@@ -33,6 +36,8 @@ from wanma.parallel.strays import Strays
 class _Held:
     """One parameter, and the modules that name it: several where modules share it."""
 
+    full_name: str
+    """In the model, as the first of those modules has it."""
     state: nn.Parameter
     tensor_ranks: tuple[DeviceMesh, tuple[Placement, ...]] | None
     """How `tp` splits it."""
@@ -83,6 +88,7 @@ class Whole:
         input_dtype: given to all floating-point tensors that come into the module; None leaves them.
         divisor: of gradients, beside their sum.
         scalars_only: leave all other parameters alone.
+        compression: sums gradients over the replicas in fewer bytes, after backward; None: as they are.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Whole:
         *,
         divisor: int = 1,
         scalars_only: bool = False,
+        compression: GradientCompression | None = None,
     ) -> None:
         self.divisor = divisor
         self.communication = stopwatch
@@ -111,6 +118,12 @@ class Whole:
         self._held = _hold(model, grid, scalars_only=scalars_only)
         self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
         self._layout: tuple[list[Size], list[Bucket]] = [], []
+        self._compression = compression if grid.state["replicate"].size() > 1 else None
+        if self._compression is not None:
+            self._replicas = grid.state["replicate"].get_group()
+            for held, size in zip(self._held, self._sizes, strict=True):
+                slot = whole_slot(held.full_name, partial(getattr, held, "state"), tuple(size.shape))
+                self._compression.register(slot)
         self._computes = False
         # Outside what is compiled, as FSDP2's are.
         before = torch.compiler.disable(self._before_forward)
@@ -118,7 +131,8 @@ class Whole:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say whether the next backward is the step's last, in which gradients become complete."""
-        self._sums = self._sums_of(self._take_complete, axis=0) if last and self._overlaps else None
+        overlaps = last and self._overlaps and not self._compresses
+        self._sums = self._sums_of(self._take_complete, axis=0) if overlaps else None
 
     def end_backward(self) -> None:
         """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
@@ -161,13 +175,21 @@ class Whole:
 
         return tree_map_only(Tensor, cast, (arguments, keywords))  # type: ignore[no-any-return]
 
+    @property
+    def _compresses(self) -> bool:
+        return self._compression is not None and self._compression.is_on
+
     def _sums_of(self, take: Callable[[int], Tensor | None], axis: int) -> GradientSums:
-        sizes = [size for size in self._sizes if self._held[size.parameter].state.requires_grad]
+        sizes = self._trained()
         if sizes != self._layout[0]:  # who trains may freeze and release parameters between steps
             self._layout = sizes, buckets(sizes, self._bucket_bytes)
         first = sizes[0].parameter if sizes else 0
         device = local_part(self._held[first].state).device if sizes else torch.device("cpu")
-        return GradientSums(self._layout[1], device, take, self._axes[axis], self.communication)
+        sums = self._axes[axis]
+        return GradientSums(self._layout[1], device, take, sums.begin, self.communication, sums.join)
+
+    def _trained(self) -> list[Size]:
+        return [size for size in self._sizes if self._held[size.parameter].state.requires_grad]
 
     def _on_gradient(self, index: int) -> None:
         """Backward has made the gradient of a parameter."""
@@ -203,6 +225,16 @@ class Whole:
         Args:
             gradients: those that are not under way already.
         """
+        if self._compression is not None and self._compression.is_on:
+            names = {size.parameter: self._held[size.parameter].full_name for size in self._trained()}
+            return sum_compressed(
+                gradients,
+                buckets(self._trained(), self._bucket_bytes),
+                names,
+                self._compression,
+                self._replicas,
+                self.communication,
+            )
         for axis in range(len(self._axes)):
             left = gradients
 
@@ -221,7 +253,7 @@ def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
     """Make the parameters of `model` its state: DTensors over all ranks that hold them."""
     everywhere = (Replicate(), Replicate())
     held: dict[nn.Parameter, _Held] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None or (scalars_only and parameter.ndim > 0):
                 continue
@@ -232,7 +264,8 @@ def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
                 else:
                     ranks, mesh, placements = None, grid.state_mesh, everywhere
                 state = _joined(local_part(parameter), mesh, placements, like=parameter)
-                held[parameter] = _Held(nn.Parameter(state, parameter.requires_grad), ranks)
+                full_name = f"{path}.{name}" if path else name
+                held[parameter] = _Held(full_name, nn.Parameter(state, parameter.requires_grad), ranks)
             held[parameter].named.append((module, name))
     for one in held.values():
         _name(one, one.state)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wanma.job.plan import Plan
+from wanma.planner.cost.compression import error_bytes
 from wanma.planner.cost.moving import master_bytes
 from wanma.planner.memory.state import state_elements
 from wanma.planner.problem import Problem
@@ -114,7 +115,9 @@ def _saved_bytes(problem: Problem, plan: Plan) -> float:
     workload, train = problem.workload, problem.job.train
     average = workload.parameters if train.weight_average > 0 else 0
     elements = workload.parameters + state_elements(workload, train) + average
-    return master_bytes(plan) * elements / plan.world_size
+    whole = workload.parameters / plan.tp / plan.pp
+    kept = error_bytes(plan, whole, whole / plan.shard_ranks)
+    return master_bytes(plan) * elements / plan.world_size + kept
 
 
 def _save_seconds(problem: Problem, plan: Plan, size: float) -> tuple[float, float]:

@@ -16,12 +16,14 @@ from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import allowed_approximations, not_runnable
-from wanma.planner.cost.data_parallel import COMPRESSED_BYTES
+from wanma.planner.compression import plan_fields
+from wanma.planner.cost.compression import LOOKED_AT
 from wanma.planner.cost.machines import is_measured
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.measure.calibration import Calibration
 from wanma.planner.mixed.best import search_mixed
 from wanma.planner.mixed.fleet import fleet_of
+from wanma.planner.mixed.grid import gridded, search_grids
 from wanma.planner.problem import (
     MEMORY_SHARE,
     Problem,
@@ -49,8 +51,8 @@ def find_plans(
     """The best plans of a job on a cluster, those that are a forecast only marked as such.
 
     On processors each number of ranks of a machine is a problem of its own, for the ranks share it. On unlike
-    devices there are plans that treat all alike, and, where the job leaves all open, such as place unlike
-    replicas on them.
+    devices there are plans that treat all alike, and, where the job leaves all open, such as give equal ranks
+    unlike shares of the batch, or place unlike replicas on them.
 
     Args:
         dimensions: of a decoder, where the model is one.
@@ -64,12 +66,16 @@ def find_plans(
     searches = _searches(job, cluster, workload, dimensions, calibration, worlds)
     found = [_marked(problem, search(problem, space, keep=keep)) for problem, space in searches]
     on_gpus = is_mixed(cluster) and device_of(job, cluster) == "cuda"
+    # A run that goes on with fewer machines does not know which of unlike ones are left.
+    is_elastic = job.cluster.min_nodes not in (None, job.cluster.nodes)
     if on_gpus and dimensions is not None and not said_keys(job):
         problem = problem_of(job, cluster, workload, dimensions, calibration)
         fleet = fleet_of(cluster, MEMORY_SHARE, calibration)
         start = replace(_exact(job, problem.cluster), compile=True)
-        placed = search_mixed(problem, fleet, start, keep=keep)
-        found.append(_marked(problem, placed))
+        placed = [search_mixed(problem, fleet, start, keep=keep)]
+        if not is_elastic:
+            placed = [gridded(placed[0], fleet), search_grids(problem, fleet, start, keep=keep)]
+        found += [_marked(problem, one) for one in placed]
     return merged(found, keep)
 
 
@@ -181,7 +187,7 @@ def _exact(job: Job, machines: Cluster) -> Plan:
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device_of(job, machines),
-        approximate=("fp8",) if job.train.fp8 else (),
+        **plan_fields(job),
         overlap=job.parallel.overlap,
         bucket_bytes=job.parallel.bucket_bytes or REDUCED_TOGETHER_BYTES,
         # Where a plan has no use for it, it is as if it were not so, and `choose` takes it away.
@@ -204,11 +210,11 @@ def _starts(problem: Problem, machines: Cluster) -> list[Plan]:
         low = replace(start, fp8=True, approximate=(*start.approximate, "fp8"))
         if "fp8" in allowed and not start.fp8 and not_runnable(job, low, machines) is None:
             found.append(low)
-    if "compression" in allowed:
+    if "compression" in job.parallel.allow and not exact.compressions and exact.precision != "fp64":
         found += [
             replace(start, compression=kind, approximate=(*start.approximate, "compression"))
             for start in wide
-            for kind in COMPRESSED_BYTES
+            for kind in LOOKED_AT
         ]
     return found
 

@@ -17,7 +17,9 @@ from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, Schedule
+from wanma.job.shares import why_not_timed
 from wanma.models.described import model_kind
+from wanma.planner.compression import compresses, not_compressible
 from wanma.planner.stages import SPLIT_BACKWARD
 
 SCHEDULES: tuple[Schedule, ...] = (
@@ -36,10 +38,17 @@ FP8_LEAST_CAPABILITY = (8, 9)
 APPROXIMATIONS = {
     "bf16": "computes in 16 bits what the job has in fp32",
     "fp8": "rounds what the blocks' products take to 8 bits",
-    "compression": "rounds gradients before ranks exchange them",
+    "compression": "leaves out or rounds parts of gradients where ranks exchange them",
 }
 """What a plan may do to the mathematics (`Plan.approximate`), and how. All but what a job names in
 `parallel.allow`, or asks for itself, is left to those who ask."""
+
+BETWEEN_SITES = {
+    "local_sgd": "lets sites go on by themselves and averages their weights now and then",
+    "diloco": "lets sites go on by themselves and makes an outer update of what they have moved now and then",
+    "stale": "applies gradients some steps late",
+}
+"""Likewise, but never chosen: only for a job that asks for it (`parallel.synchronize`)."""
 
 Version = tuple[int, int]
 """Of torch: (2, 13)."""
@@ -92,6 +101,10 @@ def split_factors(optimizer: str, plan: Plan) -> JobError | None:
 def allowed_approximations(job: Job) -> frozenset[str]:
     """Those that a plan of the job may use: what `parallel.allow` names, and what the job itself asks for."""
     asked = {"fp8"} if job.train.fp8 else set()
+    if compresses(job):
+        asked.add("compression")
+    if job.parallel.synchronize != "every_step":
+        asked.add(job.parallel.synchronize)
     return frozenset(asked | set(job.parallel.allow))
 
 
@@ -140,9 +153,26 @@ def _placed(asked: _Asked) -> _Reason | None:
     )
 
 
+def _untimed(asked: _Asked) -> _Reason | None:
+    """Shares that follow the ranks' times need times."""
+    reason = why_not_timed(asked.plan) if asked.job.parallel.balance == "on" else None
+    if reason is None or asked.plan.data_ranks == 1:
+        return None
+    return _Reason(
+        f"parallel.balance = 'on': {reason}",
+        "set parallel.balance = 'off' and parallel.batch_shares by hand, or parallel.shard to 'nothing' or "
+        "'optimizer'",
+    )
+
+
 def _approximate(asked: _Asked) -> _Reason | None:
     allowed = allowed_approximations(asked.job)
     for name in asked.plan.approximate:
+        if name in BETWEEN_SITES and name not in allowed:
+            return _Reason(
+                f"{name} {BETWEEN_SITES[name]}, and the job does not ask for it",
+                f"set parallel.synchronize = '{name}'",
+            )
         if name not in allowed:
             changed = APPROXIMATIONS.get(name, "changes the numbers")
             return _Reason(
@@ -152,11 +182,8 @@ def _approximate(asked: _Asked) -> _Reason | None:
 
 
 def _compressed(asked: _Asked) -> _Reason | None:
-    if asked.plan.compression == "nothing":
-        return None
-    return _Reason(
-        "compressed gradients are planned for and not run yet", "leave 'compression' out of parallel.allow"
-    )
+    error = not_compressible(asked.plan, asked.cluster)
+    return None if error is None else _Reason(error.message, error.hint)
 
 
 def _fp8(asked: _Asked) -> _Reason | None:
@@ -227,6 +254,7 @@ def _split_backward(asked: _Asked) -> _Reason | None:
 _LIMITS = (
     _foreign_device,
     _placed,
+    _untimed,
     _unsplit_model,
     _approximate,
     _compressed,

@@ -12,6 +12,8 @@ from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job, ParallelSection
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
+from wanma.planner.between_sites import check_sites, synchronization_of
+from wanma.planner.compression import plan_fields
 from wanma.planner.exchange import check_buckets, exchange_reasons, with_exchange
 from wanma.planner.forecast import forecast, memory, with_pipeline_ranks
 from wanma.planner.groups import Group, group_of
@@ -22,7 +24,6 @@ from wanma.planner.recompute import least_recompute
 from wanma.planner.rules import (
     admitted_micro_batches,
     check_axes,
-    check_batch_shares,
     check_dimensions,
     check_micro_batches,
     check_schedule,
@@ -32,6 +33,7 @@ from wanma.planner.rules import (
 from wanma.planner.search.best import search
 from wanma.planner.search.candidates import Found
 from wanma.planner.search.space import Space
+from wanma.planner.share_rules import check_batch_shares, check_shares
 from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts
 
 CPU_TOKENS = 4096
@@ -92,6 +94,7 @@ def automatic(
     Raises:
         JobError: what the job fixes leaves no plan, or none that fits; says what would.
     """
+    synchronization_of(job.parallel)  # sites are never chosen
     worlds = run_worlds(job, cluster) if worlds is None else worlds
     found = find_plans(job, cluster, workload, dimensions, calibration, worlds=worlds)
     best = found.shown if or_forecast_only else found.best
@@ -119,7 +122,8 @@ def layout(job: Job, cluster: Cluster) -> Plan:
     if parallel.auto:
         parallel = _automatic(job, cluster, device)
     shard = parallel.shard or ("parameters" if parallel.dp_shard > 1 else "nothing")
-    check_batch_shares(parallel)
+    check_batch_shares(job)
+    synchronization = synchronization_of(parallel)
     plan = Plan(
         pp=parallel.pp,
         dp_replicate=parallel.dp_replicate,
@@ -144,9 +148,11 @@ def layout(job: Job, cluster: Cluster) -> Plan:
         precision=job.train.precision,
         fp8=job.train.fp8,
         device=device,
-        approximate=("fp8",) if job.train.fp8 else (),
+        **plan_fields(job),
         batch_shares=tuple(parallel.batch_shares),
+        synchronization=synchronization,
     )
+    check_sites(job, plan)
     check_axes(job, plan, cluster)
     check_buckets(job, plan)
     plan = with_exchange(job, plan, None)
@@ -190,6 +196,7 @@ def complete(
         sizes = admitted_micro_batches(job, plan, max(rows // plan.pp, 1)) or [1]
         plan = replace(plan, micro_batch=job.parallel.micro_batch or sizes[0])
         check_micro_batches(job, plan)
+        check_shares(job, plan, group_of(job, dimensions))
         return Planned(plan, None)
 
     ranks = plan.world_size // job.cluster.nodes
@@ -203,6 +210,7 @@ def complete(
     else:
         plan, told = chosen
     plan = with_exchange(job, plan, problem.machine)
+    check_shares(job, plan, group_of(job, dimensions, workload))
     needed = with_pipeline_ranks(problem, plan, forecast(problem, plan))
     if (overflow := host_overflow(problem, plan, needed)) is not None:
         raise JobError(
@@ -223,7 +231,7 @@ def _fastest(problem: Problem, plan: Plan) -> tuple[Plan, list[str]] | None:
     """
     parallel = problem.job.parallel
     is_open = {"micro_batch": parallel.micro_batch is None, "recompute": parallel.recompute == "auto"}
-    if not any(is_open.values()) or plan.batch_shares or plan.placement:
+    if not any(is_open.values()) or plan.batch_shares or plan.placement or plan.synchronization:
         return None
     space = Space.of_job(
         problem.job,

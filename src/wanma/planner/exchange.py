@@ -80,8 +80,12 @@ def why_not_hierarchical(plan: Plan, nodes: int) -> str | None:
     """
     if not plan.computes_with_state:
         return _OTHERWISE[plan.device]
+    if plan.synchronization is not None:
+        return "between sites (parallel.synchronize) gradients are not summed"
     if plan.replicas == 1:
         return "no replicas sum gradients (parallel.dp_replicate = 1)"
+    if plan.compressions:
+        return "compressed gradients are summed among all replicas at once (parallel.compression)"
     if nodes == 1:
         return "all ranks are on one machine (cluster.nodes = 1)"
     if plan.placement or plan.world_size % nodes:

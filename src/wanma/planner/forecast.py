@@ -14,8 +14,9 @@ from typing import TypeVar
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
-from wanma.observe.units import duration_text
+from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.around import around
+from wanma.planner.compression import compression_reason
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
 from wanma.planner.cost.energy import LEAST_SHARE, run_cost
@@ -29,7 +30,9 @@ from wanma.planner.cost.moving import is_moving, updates_on_host, with_kept
 from wanma.planner.cost.operators import Software, product_precision
 from wanma.planner.cost.pieces import Blocks, Pieces, stages_of
 from wanma.planner.cost.pipeline import Play, pipeline_seconds
+from wanma.planner.cost.sites import sent_bytes
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
+from wanma.planner.crossing import crossing, crossing_reasons, on_one_machine
 from wanma.planner.memory.ranks import Setting, forecast_memory, memory_of_ranks
 from wanma.planner.memory.state import rule_of
 from wanma.planner.memory.table import tabulate
@@ -90,9 +93,12 @@ def _calculated(calculate: Callable[..., Memory], problem: Problem, plan: Plan) 
 def memory_setting(problem: Problem, plan: Plan) -> Setting:
     """What a forecast of memory needs beside model and plan."""
     train = problem.job.train
+    count = plan.accumulation(max(global_batches(problem.job)))
+    if problem.job.parallel.balance == "on" and plan.data_ranks > 1:
+        count = max(count, 2)  # who gets more samples than one micro-batch takes adds up gradients
     return Setting(
         rule_of(train),
-        plan.accumulation(max(global_batches(problem.job))),
+        count,
         train.weight_average > 0,
         software(problem, plan),
         None,
@@ -191,7 +197,9 @@ def trained_share(problem: Problem) -> float:
 def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | None) -> Forecast:
     """`needed`, a forecast of memory, with that of time and what follows from it."""
     if step is None:
-        return replace(needed, reasons=(*needed.reasons, unknown_rates(problem, plan) or ""))
+        crosses = crossing_reasons(problem, plan, None, None)
+        told = (*crosses, *told_of_sites(problem, plan, None), unknown_rates(problem, plan) or "")
+        return replace(needed, reasons=(*needed.reasons, *told))
     flops = problem.workload.flops_per_sample * problem.global_batch
     peak = problem.machine.chip.peak_flops_per_second["fp8" if plan.fp8 else plan.precision]
     run = run_cost(problem, plan, step)
@@ -204,11 +212,21 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         reasons=(
             *needed.reasons,
             where_time_goes(step),
+            *_crossing(problem, plan, step),
+            *compression_reason(plan, problem.workload.parameters * trained_share(problem)),
+            *told_of_sites(problem, plan, step),
             *told_of_tables(problem.workload, step),
             *(() if run is not None else (never_ends(problem, plan, step),)),
             *problem.machine.assumed,
         ),
     )
+
+
+def _crossing(problem: Problem, plan: Plan, step: StepTime) -> list[str]:
+    """That tensor parallel crosses machines, and what that costs."""
+    if crossing(plan, problem.job.cluster.nodes) is None:
+        return []
+    return crossing_reasons(problem, plan, step, time(on_one_machine(problem), plan))
 
 
 def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
@@ -218,6 +236,31 @@ def never_ends(problem: Problem, plan: Plan, step: StepTime) -> str:
         f"the whole run: with a failure every {duration_text(found.seconds_between_failures)} less than "
         f"{LEAST_SHARE:.0%} of its time would be useful; save more often (checkpoint.every_steps), and keep "
         "copies in memory (checkpoint.snapshots)"
+    )
+
+
+def told_of_sites(problem: Problem, plan: Plan, step: StepTime | None) -> tuple[str, ...]:
+    """What sites exchange, how often, and what a step waits for it; nothing for a plan without them.
+
+    Args:
+        step: None where the machine's rates are unknown.
+    """
+    seldom = plan.synchronization
+    if seldom is None:
+        return ()
+    often = "at every step"
+    if seldom.is_local:
+        apart = f"{seldom.every / seldom.fragments:.3g} steps"
+        often = f"every {apart} instead of its gradients at every step"
+    between = anatomy(problem, plan).between if step is not None else None
+    if step is None or between is None:
+        parameters = problem.workload.parameters / plan.pp
+        sent = sent_bytes(plan, software(problem, plan), parameters, trained_share(problem))
+        return (f"between {seldom.sites} sites each rank sends about {bytes_text(int(sent))} {often}",)
+    return (
+        f"between {seldom.sites} sites each rank sends {bytes_text(int(between.sent_bytes))} {often}: "
+        f"{duration_text(between.exchange_seconds)} each; of all that is between them "
+        f"{duration_text(between.seconds(step.seconds))} a step are waited for",
     )
 
 

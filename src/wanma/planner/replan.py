@@ -36,7 +36,7 @@ STATE_BYTES_PER_SECOND = 0.9e9
 """At which a machine gets its part of the state back from disk, hashes checked: that of writing it, 0.40 GB
 in 0.455 s on two cores (docs/performance.md)."""
 
-DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares"})
+DATA_KEYS = frozenset({"dp_replicate", "dp_shard", "micro_batch", "batch_shares", "share_moves"})
 """Of [parallel], what more or fewer devices change even where the job says it."""
 
 
@@ -106,14 +106,18 @@ def replan(
     if steps_left < 1:
         raise ValueError(f"steps_left = {steps_left}: there is nothing to plan for")
     machines = cluster_now.node_count
-    job = _opened(problem.job, running, machines)
+    seldom = running.synchronization is not None  # no search knows of sites: as many as there is room for
+    job = _on(problem.job, machines) if seldom else _opened(problem.job, running, machines)
     # What is there for a run that goes on: as many ranks on each machine as now.
     each = max(math.ceil(running.world_size / problem.cluster.node_count), 1)
     now = problem_of(job, cluster_now, problem.workload, problem.dimensions, calibration, ranks=each)
     obstacle = _obstacle(now, running, each)
     worlds = None if problem.job.parallel.auto else [each * machines]
     try:
-        if worlds and why_not_by_time(job, cluster_now, problem.workload, problem.dimensions, calibration):
+        is_untimed = worlds and why_not_by_time(
+            job, cluster_now, problem.workload, problem.dimensions, calibration
+        )
+        if seldom or is_untimed:
             job = _filled(problem.job, running, machines, each)
         planned = plan_for(job, cluster_now, problem.workload, problem.dimensions, calibration, worlds=worlds)
     except JobError:
@@ -168,7 +172,7 @@ def change_cost(
     """Of going on under `plan`: every replica gets a copy of the state, all machines their parts at once."""
     master = 8 if plan.precision == "fp64" else 4
     elements = problem.workload.parameters + state_elements(problem.workload, problem.job.train)
-    state_bytes = master * elements * plan.replicas
+    state_bytes = master * elements * plan.replicas * plan.sites
     return ChangeCost(
         state_bytes, state_bytes / machines / state_bytes_per_second, restart_seconds, lost_seconds
     )
@@ -185,10 +189,15 @@ def _opened(job: Job, running: Plan, machines: int) -> Job:
     # What made sense on the machines before need not on these.
     kept |= {"hierarchical": _reconsidered(parallel), "bucket_bytes": None}
     section = ParallelSection.model_validate({**kept, "auto": True})
+    return _on(job, machines).model_copy(update={"parallel": section})
+
+
+def _on(job: Job, machines: int) -> Job:
+    """The job on so many machines."""
     where = job.cluster.model_copy(
         update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
     )
-    return job.model_copy(update={"parallel": section, "cluster": where})
+    return job.model_copy(update={"cluster": where})
 
 
 def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
@@ -206,15 +215,32 @@ def _filled(job: Job, running: Plan, machines: int, each: int) -> Job:
         )
     data = ranks // together
     replicas = data if running.dp_shard == 1 else math.gcd(running.dp_replicate, data)
-    sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas, "batch_shares": []}
+    if running.synchronization is not None:
+        replicas = _replicas_of_sites(running, data)
+    sizes: dict[str, Any] = {"dp_replicate": replicas, "dp_shard": data // replicas}
+    sizes |= {"batch_shares": [], "share_moves": []}
+    if running.synchronization is not None and job.parallel.sites is not None:
+        sizes["sites"] = data * running.sites // running.data_ranks
     if data // replicas * running.cp == 1:
         sizes["shard"] = "nothing"
-    where = job.cluster.model_copy(
-        update={"nodes": machines, "rendezvous": job.cluster.rendezvous or "replanned:1", "node_rank": None}
-    )
     open_again = {"micro_batch": None, "bucket_bytes": None, "hierarchical": _reconsidered(job.parallel)}
     section = job.parallel.model_copy(update={**sizes, **open_again})
-    return job.model_copy(update={"parallel": section, "cluster": where})
+    return _on(job, machines).model_copy(update={"parallel": section})
+
+
+def _replicas_of_sites(running: Plan, data: int) -> int:
+    """For so many data ranks, where sites come and go whole.
+
+    Raises:
+        JobError: they are no whole sites.
+    """
+    of_site = running.data_ranks // running.sites
+    if data % of_site:
+        raise JobError(
+            f"{data} data ranks are no whole sites of {of_site} each (parallel.synchronize)",
+            "bring back the machines that are missing, or choose smaller sizes in [parallel]",
+        )
+    return data // running.dp_shard
 
 
 def _reconsidered(parallel: ParallelSection) -> Literal["auto", False]:

@@ -6,16 +6,16 @@ Nothing has started when these rules are asked; each names the keys, why, and th
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 from wanma.data.ramp import global_batch
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
-from wanma.job.sections import Job, ParallelSection
+from wanma.job.sections import Job
 from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.compression import not_compressible, unused_key
 from wanma.planner.search.admits import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
 from wanma.planner.stages import (
     INTERLEAVED,
@@ -71,6 +71,8 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
     _check_sequence(job, plan)
     _check_memory(job, plan)
     _check_fp8(plan, cluster)
+    if (error := unused_key(job) or not_compressible(plan, cluster)) is not None:
+        raise error
     if min(global_batches(job)) < plan.data_ranks:
         raise JobError(
             f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
@@ -89,34 +91,6 @@ def check_shards(plan: Plan) -> None:
         raise JobError(
             f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
             f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
-        )
-
-
-def check_batch_shares(parallel: ParallelSection) -> None:
-    """Uneven shares of the batch.
-
-    Raises:
-        JobError: names the keys.
-    """
-    key = f"parallel.batch_shares = {parallel.batch_shares}"
-    ranks = parallel.dp_replicate * parallel.dp_shard
-    if not parallel.batch_shares:
-        return
-    if parallel.auto:
-        raise JobError(
-            f"{key} with parallel = 'auto', which chooses how many ranks there are",
-            "leave parallel.batch_shares out, or give the sizes of the axes",
-        )
-    if len(parallel.batch_shares) != ranks:
-        raise JobError(
-            f"{key} has {len(parallel.batch_shares)} numbers for {ranks} data ranks",
-            "give one number for each data rank (dp_replicate × dp_shard), in the order of the ranks",
-        )
-    if parallel.pp > 1:
-        raise JobError(
-            f"{key} with parallel.pp = {parallel.pp}: a pipeline fills all micro-batches up to the "
-            "largest, so that ranks with fewer samples would gain nothing",
-            "leave parallel.batch_shares out, or set parallel.pp = 1",
         )
 
 
@@ -176,7 +150,7 @@ def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
 
 
 def check_micro_batches(job: Job, plan: Plan) -> None:
-    """A pipeline's schedule must be able to run the micro-batches of every step.
+    """A pipeline's schedule must be able to run the micro-batches of every step, on every data rank.
 
     Raises:
         JobError: names the keys, and the nearest size of micro-batch that works.
@@ -184,31 +158,37 @@ def check_micro_batches(job: Job, plan: Plan) -> None:
     if plan.pp == 1:
         return
     for batch in global_batches(job):
-        count = plan.accumulation(batch)
-        reason = wrong_micro_batches(plan.schedule, plan.pp, count)
-        if reason is None:
+        wrong = _wrong_count(plan, batch)
+        if wrong is None:
             continue
-        rows = plan.most_rows(batch)
-        sizes = admitted_micro_batches(job, plan, max(rows, plan.micro_batch))
+        rank, count, reason = wrong
+        sizes = admitted_micro_batches(job, plan, max(plan.most_rows(batch), plan.micro_batch))
         if sizes:
             nearest = min(sizes, key=lambda size: (abs(size - plan.micro_batch), size))
             way_out = f"use parallel.micro_batch = {nearest}"
         else:
-            enough = next(
-                more
-                for more in itertools.count(batch)
-                if not wrong_micro_batches(plan.schedule, plan.pp, math.ceil(more / plan.data_ranks))
-            )
+            single = replace(plan, micro_batch=1)
+            enough = next(more for more in itertools.count(batch) if _wrong_count(single, more) is None)
             way_out = (
                 f"raise train.global_batch to at least {enough} (in every step of train.batch_ramp), "
                 "lower parallel.pp"
             )
+        rows = plan.sizes(batch)[rank]
+        whose = f"data rank {rank}" if plan.batch_shares else f"each of {plan.data_ranks} data ranks"
         raise JobError(
-            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives each of {plan.data_ranks} data "
-            f"ranks {rows} samples, and parallel.micro_batch = {plan.micro_batch} makes them {count} "
-            f"micro-batches: {reason}",
+            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives {whose} {rows} samples, and "
+            f"parallel.micro_batch = {plan.micro_batch} makes them {count} micro-batches: {reason}",
             f"{way_out}, or parallel.schedule = 'gpipe', which runs any number",
         )
+
+
+def _wrong_count(plan: Plan, batch: int) -> tuple[int, int, str] | None:
+    """The first data rank whose micro-batches the schedule cannot run, how many they are, and why."""
+    counts = plan.counts(batch)
+    for count in dict.fromkeys(counts):
+        if reason := wrong_micro_batches(plan.schedule, plan.pp, count):
+            return counts.index(count), count, reason
+    return None
 
 
 def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
@@ -221,9 +201,7 @@ def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
 
     def is_admitted(size: int) -> bool:
         sized = replace(plan, micro_batch=size)
-        return plan.pp == 1 or not any(
-            wrong_micro_batches(plan.schedule, plan.pp, sized.accumulation(batch)) for batch in batches
-        )
+        return plan.pp == 1 or all(_wrong_count(sized, batch) is None for batch in batches)
 
     rows = plan.most_rows(max(batches))
     smaller = [size for size in range(largest, 0, -1) if is_admitted(size)]

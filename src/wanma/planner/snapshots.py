@@ -7,6 +7,7 @@ import math
 from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.planner.cost.compression import error_bytes
 from wanma.planner.memory.state import state_elements
 
 COST_SHARE = 0.01
@@ -35,9 +36,16 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     elements = workload.parameters + state_elements(workload, job.train)
     if job.train.weight_average > 0:
         elements += workload.parameters
+    seldom = plan.synchronization
+    if seldom is not None and seldom.is_local:  # each site's own, and what all share
+        elements = seldom.sites * elements + workload.parameters * (1 + (seldom.momentum > 0))
+    elif seldom is not None:
+        elements += seldom.staleness * workload.parameters
     element_bytes = 8 if plan.precision == "fp64" else 4
     parts = max(plan.world_size // plan.replicas, plan.world_size // job.cluster.nodes, 1)
-    return element_bytes * elements / parts
+    whole = workload.parameters / plan.tp / plan.pp
+    kept = error_bytes(plan, whole, whole / plan.shard_ranks)  # which no two ranks hold alike
+    return element_bytes * elements / parts + kept
 
 
 def has_partner(job: Job) -> bool:

@@ -116,6 +116,6 @@ def event_text(event: Event) -> str:
     if kind == "start":
         done = event.get("step", 0)
         return f"carrying on after step {done:,}" if done else f"start, {event.get('plan', '')}".rstrip(", ")
-    if kind in ("message", "slow_rank", "health", START_FAILED):
+    if kind in ("message", "slow_rank", "shares", "health", START_FAILED):
         return str(event.get("text", ""))
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))

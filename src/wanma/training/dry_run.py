@@ -158,7 +158,7 @@ def _batch(rows: int, length: int) -> Batch:
 def _messages(hidden: Tensor, stage: int, other: int, plan: Plan, rank: int) -> list[Collective]:
     """Hidden states one way and their gradient the other; none between stages of one rank."""
     owners = {number: at for at in range(plan.pp) for number in plan.stages_of(at)}
-    there = rank + (owners[other] - owners[stage]) * (plan.world_size // plan.pp)
+    there = rank + (owners[other] - owners[stage]) * plan.stage_ranks
     if there == rank:
         return []
     ranks = (min(rank, there), max(rank, there))

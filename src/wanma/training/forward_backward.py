@@ -50,10 +50,15 @@ class ForwardBackward:
 
             return self._pipelined(batches, factor, scaled, backward=True)
         loss_sum, targets = self._zero(), self._zero()
+        clock = self._parallel.clock
         for index, batch in enumerate(batches):
             self._parallel.begin_micro_batch(last=index == len(batches) - 1)
+            clock.start()
             batch_loss, batch_targets = self._losses(batch)
+            clock.stop(forward=True)
+            clock.start()
             (batch_loss * factor).backward()
+            clock.stop(forward=False)
             loss_sum += batch_loss.detach()
             targets += batch_targets
         self._parallel.end_backward()

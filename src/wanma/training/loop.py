@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -49,11 +49,12 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
             with phases.phase("data"):
                 step = next(batches)
             progress(state.step, "forward and backward")
-            with phases.phase("forward_backward"):
+            with phases.phase("forward_backward"), state.parallel.clock.whole():
                 loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
             is_saved = end_step(trainer, agreement, measure)
+            loader.follow(trainer.plan)
             if agreement.stop and state.step < job.train.steps:
                 outcome = "interrupted"
                 break
@@ -88,7 +89,8 @@ def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float
 
 
 def validate(trainer: Trainer, data: Data, evaluate: Evaluate) -> float | None:
-    """Mean loss over the job's fixed validation samples, with the averaged weights where there are any.
+    """Mean loss over the job's fixed validation samples, with the averaged weights where there are any, or
+    with those that all sites share.
 
     Returns:
         the loss, or None when the data has no validation part.
@@ -97,11 +99,10 @@ def validate(trainer: Trainer, data: Data, evaluate: Evaluate) -> float | None:
     if count == 0:
         return None
     rows = trainer.plan.micro_batches(count, trainer.grid.data_rank)
-    average = trainer.state.average
     with (
         trainer.phases.phase("validation"),
         _evaluating(trainer.state.parallel.parts),
-        average.in_place() if average else nullcontext(),
+        trainer.state.evaluating(),
     ):
         numbers = torch.stack(evaluate(_batches(trainer, data, rows)))
     if trainer.plan.world_size > 1:

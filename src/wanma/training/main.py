@@ -50,7 +50,10 @@ def train(worker: Worker, request: Request) -> str:
     seed_generators(job.train.seed, worker.rank)
     worker.control.progress(0, "joining")
     device = before_joining(job.cluster, plan, worker)
-    with process_grid(worker, plan, longest_silence(job)) as grid, open_scratch(job, worker) as scratch:
+    with (
+        process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid,
+        open_scratch(job, worker) as scratch,
+    ):
         health = together(device, job.cluster, worker) if device is not None else None
         worker.control.progress(0, "opening data")
         data = open_data(job.data, job.train, dataset=request.objects.get("data"))

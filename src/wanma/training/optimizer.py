@@ -163,7 +163,7 @@ class Updater:
     def _run(self) -> None:
         for name, local in self._local.items():
             local.data = local_part(self.parameters[name])
-            local.grad = _local_gradient(self.parameters[name])
+            local.grad = local_gradient(self.parameters[name])
         self._hand_out()
         for optimizer in self._optimizers:
             with self._home.visit(optimizer) if self._home is not None else nullcontext():
@@ -209,7 +209,7 @@ class Updater:
                 name = self._names[id(parameter)]
                 for key, value in state.items():
                     if name in self._local and isinstance(value, Tensor) and value.shape == parameter.shape:
-                        yield name, key, _placed(value, self.parameters[name])
+                        yield name, key, placed_as(value, self.parameters[name])
                     else:
                         yield name, key, value
 
@@ -279,7 +279,7 @@ def group_rules(dimensions: dict[str, int], train: TrainSection) -> dict[str, Gr
     return rules
 
 
-def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """This rank's part, placed as the parameter's."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -289,7 +289,7 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-def _placed(local: Tensor, like: nn.Parameter) -> Tensor:
+def placed_as(local: Tensor, like: nn.Parameter) -> Tensor:
     """The DTensor of which `local` is this rank's part, in whatever memory that is."""
     assert isinstance(like, DTensor)
     return DTensor(local, like._spec, requires_grad=False)

@@ -10,9 +10,9 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.observe.forward import ForwardSink
 from wanma.observe.jsonl import JsonLinesSink
-from wanma.observe.memory import peak_memory_bytes
 from wanma.observe.recorder import Recorder, Sink
 from wanma.observe.tensorboard import TensorBoardSink
+from wanma.training.memory import held_bytes
 
 
 def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
@@ -42,7 +42,7 @@ class StepLog:
         if step % self._every and step != self._steps:
             return
         numbers = f"loss {loss:.6f}  gradient norm {gradient_norm:.4g}  {seconds:.3f} s"
-        numbers += f"  peak memory {peak_memory_bytes(device)} bytes"
+        numbers += f"  peak memory {held_bytes(device)} bytes"
         with contextlib.suppress(OSError):  # a full disk costs this line and not the run
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as log:

@@ -23,7 +23,9 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
+from wanma.training.between_sites import left_out
 from wanma.training.published import published_names, start_from_published
+from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
 from wanma.training.snapshots import EVERY, layout_of
 from wanma.training.state import TrainingState, restore_random_state
 from wanma.training.uploads import fetch_newest, refuse_taken
@@ -110,7 +112,7 @@ def _snapshot(
 
         def tensors_for(saved: Iterable[str]) -> dict[str, Tensor]:
             _allocate(state, saved)
-            return state.tensors()
+            return with_all_rows(state.tensors())
 
         source, problems, _ = gather(worker.images, step, worker, tensors_for)
         if source is None:
@@ -189,20 +191,28 @@ def _carry_on(
     tensors = state.tensors()
     elsewhere = _names_elsewhere(tensors, plan)
     averages = [name for name in saved if name.startswith("average.")]
-    notes = []
+    seldom = plan.synchronization
+    sites = plan.sites if seldom is not None and seldom.is_local else None
+    of_sites, note = left_out(saved, tensors, sites)
+    elsewhere += of_sites
+    notes = [f"{label}: {note}"] if note else []
     if averages and state.average is None:
         elsewhere += averages
         notes.append(f"the averaged weights of {label} are left out: train.weight_average is 0")
     if state.average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
         notes.append(f"{label} was saved without averaged weights: the average begins at its weights")
+    alike, of_others, told = split_remainders(tensors, source, elsewhere)
+    elsewhere += of_others
+    notes += told
     _, rank_state = load(
         source,
-        tensors,
+        alike,
         elsewhere=elsewhere,
         rank=worker.rank,
         world_size=worker.world_size,
     )
+    take_over_remainders({name: tensors[name] for name in of_others if name in tensors}, source)
     state.complete_ties()
     state.restore(values)
     if state.average is not None and not averages:
@@ -213,7 +223,12 @@ def _carry_on(
 
 
 def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
-    """Have the optimizer state that a state with tensors of these names has."""
+    """Have the optimizer state that a state with tensors of these names has, and what is between sites."""
+    saved = set(saved)
+    if state.sites is not None:
+        state.sites.expect(saved)
+        state.updater.allocate_state(state.sites.optimizer_names(saved))
+        return
     state.updater.allocate_state(
         name.removeprefix("optimizer.") for name in saved if name.startswith("optimizer.")
     )
@@ -236,8 +251,8 @@ def _check_position(values: dict[str, Any], name: str, train: TrainSection, data
 
 
 def _names_elsewhere(mine: dict[str, Tensor], plan: Plan) -> list[str]:
-    """Names that only other pipeline stages hold."""
-    if plan.pp == 1:
+    """Names that only other pipeline stages, or other sites, hold."""
+    if plan.pp == 1 and plan.sites == 1:
         return []
     everyones: list[list[str]] = [[]] * plan.world_size
     dist.all_gather_object(everyones, list(mine))
@@ -268,8 +283,7 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
     else:
         notes = _load_weights(state, path, plan)
     state.complete_ties()
-    if state.average is not None:
-        state.average.restart()
+    state.restart_copies()
     return notes
 
 

@@ -84,6 +84,7 @@ class Session:
         self._saved_at = 0
         self._ended = False
         self._scratch = open_scratch(job, worker)
+        self._loader: Loader | None = None
 
     @property
     def device(self) -> torch.device:
@@ -186,8 +187,12 @@ class Session:
                 "and do not detach them",
             )
         factor = trainer.factor(current.step.global_batch)
+        clock = trainer.state.parallel.clock
+        clock.stop(forward=True)
         with trainer.phases.phase("forward_backward"):
+            clock.start()
             (loss_sum * factor).backward()
+            clock.stop(forward=False)
             if current.is_last:
                 trainer.state.parallel.end_backward()
         current.loss_sum += loss_sum.detach().double()
@@ -246,9 +251,9 @@ class Session:
 
     def _batches(self, trainer: Trainer, data: Data) -> Generator[Batch, None, None]:
         progress = self.worker.control.progress
-        loader = Loader(
+        self._loader = loader = Loader(
             data,
-            self.plan,
+            trainer.plan,
             self.job.train,
             self.grid.data_rank,
             start_step=trainer.state.step,
@@ -275,6 +280,7 @@ class Session:
             trainer.state.parallel.begin_micro_batch(is_last)
             batch = batch.to(self.device)
             self._current = _Current(step, batch, is_last, loss_sum, targets)
+            trainer.state.parallel.clock.start()
             with keyed_samples(module, self.job.train.seed, batch.samples):
                 yield batch
             if not self._current.done:
@@ -288,6 +294,8 @@ class Session:
         agreement = trainer.finish_step(current.loss_sum, current.targets, current.step.global_batch)
         if end_step(trainer, agreement, self._measure):
             self._saved_at = trainer.state.step
+        if self._loader is not None:
+            self._loader.follow(trainer.plan)
         self._stopped = agreement.stop
 
     def _measuring(self, trainer: Trainer, data: Data, losses_of: LossesOf) -> Callable[[], float | None]:

@@ -279,7 +279,8 @@ class StepSnapshots:
                 tensors,
                 {**self._state.values(), "data_fingerprint": self._fingerprint, EVERY: self._interval.steps},
                 {"random": random_state()},
-                changing=self._buffers,
+                # What is left out of gradients changes in the next backward, before this is settled.
+                changing=self._buffers | self._state.kept_of_gradients().keys(),
             )
         except WanmaError as error:
             self._fail(error)

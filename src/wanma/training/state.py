@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,12 @@ from wanma.models.initialize import stable_hash
 from wanma.parallel.parallelize import Parallel
 from wanma.training.anomaly import Anomalies
 from wanma.training.average import WeightAverage
+from wanma.training.between_sites import BetweenSites
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
+
+COMPRESSION = "compression."
+"""Before the names of what compressed exchanges keep."""
 
 
 @dataclass
@@ -33,6 +38,11 @@ class TrainingState:
     best_loss: float | None = None
     """Lowest validation loss so far."""
     anomalies: Anomalies = field(default_factory=Anomalies)
+    sites: BetweenSites | None = None
+    """Where groups of replicas do not agree at every step."""
+    share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Shares of the batch that the run has moved to by the ranks' times, and the optimizer steps before
+    each."""
 
     def begin(self, but: Container[str] = ()) -> None:
         """Initial weights: of a run that takes up no checkpoint.
@@ -41,8 +51,24 @@ class TrainingState:
             but: parameters that the job's own start fills.
         """
         self.parallel.initialize(but)
+        if self.parallel.compression is not None:
+            self.parallel.compression.rescale(self._gradient_unit())
+        self.restart_copies()
+
+    def restart_copies(self) -> None:
+        """Begin what follows the weights from them, after they were filled without it."""
         if self.average is not None:
             self.average.restart()
+        if self.sites is not None:
+            self.sites.restart()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, the model computes with what is evaluated: averaged weights, or those that sites share."""
+        if self.average is not None:
+            return self.average.in_place()
+        if self.sites is not None and self.sites.outer is not None:
+            return self.sites.outer.in_place()
+        return nullcontext()
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers as 'model.NAME'."""
@@ -56,12 +82,31 @@ class TrainingState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it; names are the same for every layout."""
-        tensors = self.weights()
+        weights = self.weights()
+        optimizer: dict[str, Tensor] = {}
+        average: dict[str, Tensor] = {}
         for key, of_parameters in self.updater.state_by_kind().items():
-            tensors |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
+            optimizer |= {f"optimizer.{n}.{key}": t for n, t in self._own(of_parameters).items()}
         if self.average is not None:
-            tensors |= {f"average.{n}": t for n, t in self._own(self.average.tensors).items()}
-        return tensors
+            average = {f"average.{n}": t for n, t in self._own(self.average.tensors).items()}
+        if self.sites is not None:
+            return self.sites.named(weights, optimizer, average)
+        return weights | optimizer | average | self.kept_of_gradients()
+
+    def kept_of_gradients(self) -> dict[str, Tensor]:
+        """What compressed exchanges have left out of gradients so far (`parallel.compressed`)."""
+        compression = self.parallel.compression
+        kept = compression.tensors() if compression is not None else {}
+        return {f"{COMPRESSION}{name}": tensor for name, tensor in kept.items()}
+
+    def end_step(self, applied: bool) -> None:
+        """After a step's update, which was left out if not `applied`; the loss scale may be another now."""
+        if self.parallel.compression is not None:
+            self.parallel.compression.end_step(applied=applied, unit=self._gradient_unit())
+
+    def _gradient_unit(self) -> float:
+        """How many times the mean loss's gradients those are that ranks exchange."""
+        return self.parallel.divisor * self.scale.value
 
     def complete_ties(self) -> None:
         """After tensors were loaded: give copies that another stage saves what that stage has.
@@ -90,6 +135,9 @@ class TrainingState:
             "loss_scale_good_steps": self.scale.good_steps,
             "best_loss": self.best_loss,
             "anomalies": self.anomalies.values(),
+            **({"gradient_unit": self._gradient_unit()} if self.parallel.compression is not None else {}),
+            **({"sites": self.sites.values()} if self.sites is not None else {}),
+            "share_moves": [[step, list(shares)] for step, shares in self.share_moves],
         }
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -101,6 +149,13 @@ class TrainingState:
         self.best_loss = values["best_loss"]
         if "anomalies" in values:  # older checkpoints have none
             self.anomalies.restore(values["anomalies"])
+        if self.parallel.compression is not None:
+            self.parallel.compression.step = self.step
+            self.parallel.compression.unit = values.get("gradient_unit", self._gradient_unit())
+            self.parallel.compression.rescale(self._gradient_unit())
+        if self.sites is not None:
+            self.sites.restore(values.get("sites", {}))
+        self.share_moves = [(step, tuple(shares)) for step, shares in values.get("share_moves", ())]
 
 
 def seed_generators(seed: int, rank: int) -> None:

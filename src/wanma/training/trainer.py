@@ -21,7 +21,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.observe.gpu import GpuSampler
-from wanma.observe.memory import peak_memory_bytes, reset_peak
+from wanma.observe.memory import reset_peak
 from wanma.observe.mfu import model_flops_utilization
 from wanma.observe.phases import PhaseTimer
 from wanma.observe.recorder import Recorder
@@ -31,17 +31,22 @@ from wanma.parallel.scratch import Scratch
 from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
+from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
+from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
+from wanma.training.outer import OuterStep
 from wanma.training.precision import SMALLEST, LossScale
 from wanma.training.records import StepLog, open_recorder
+from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
 from wanma.training.schedule import learning_rate
+from wanma.training.share_moves import Moved, ShareMoves
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
-from wanma.training.update import Agreement, agree, apply_update, what_is_not_finite
+from wanma.training.update import Agreement, agree, agree_again, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
 from wanma.training.work import OwnWork
 
@@ -74,7 +79,8 @@ class Trainer:
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
     ) -> None:
-        self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
+        self.job, self.worker, self.grid = job, worker, grid
+        self._devices = plan.world_size
         self.phases = PhaseTimer()
         self._targets_per_sample = targets_per_sample
         self._fingerprint = data_fingerprint
@@ -85,6 +91,7 @@ class Trainer:
         """The newest that failed, of those that have been told."""
         train = job.train
         check_patterns(parallel.parameter_names, train)
+        check_compressed(parallel.parameter_names, plan)
         self.state = TrainingState(
             parallel,
             build_updater(
@@ -102,6 +109,8 @@ class Trainer:
         )
         if plan.device == "cpu" and plan.offload_optimizer == "nothing":
             self.state.updater.reserve_state()
+        if plan.synchronization is not None:
+            self.state.sites = BetweenSites(plan, grid, parallel, self.state.updater)
         run = worker.run_directory
         self._uploads = Uploads(job.checkpoint, worker)
         self._checkpointer = Checkpointer(
@@ -118,6 +127,7 @@ class Trainer:
             still_mine=worker.still_mine,
         )
         resumed = resume(self.state, job, plan, worker, data_fingerprint)
+        self._shares = ShareMoves(job, plan, grid, parallel, self.state)
         self._replicas = ReplicaCheck(
             self.state,
             worker,
@@ -148,8 +158,9 @@ class Trainer:
                 plan=str(plan),
                 **({"again": True} if worker.restart is not None else {}),
             )
-            for text in [*resumed.messages, *self._snapshots.notes]:
+            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
                 self._recorder.message(text)
+        self._shares.notes.clear()
         self._uploads.wake(self.state.step)
         self._restart = worker.restart
         """Until the first step after it is finished."""
@@ -158,8 +169,17 @@ class Trainer:
         self._gpu = self._watch_gpu()
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
+        self._work_seconds, self._worked_under = 0.0, self.plan
+        self._moved: Moved | None = None
         self._noted: dict[str, Tensor] = {}
+        self._outer: OuterStep | None = None
+        """What came from other sites after the last step."""
         self._step_started = time.perf_counter()
+
+    @property
+    def plan(self) -> Plan:
+        """Of the step that comes next: shares of the batch may move between steps."""
+        return self._shares.plan
 
     def __enter__(self) -> Trainer:
         return self
@@ -198,9 +218,14 @@ class Trainer:
             # The next phase reads numbers, and would be charged with all the work queued before them.
             with self.phases.phase("forward_backward"):
                 torch.cuda.current_stream().synchronize()
+        self._work_seconds, self._worked_under = state.parallel.clock.take(), self.plan
+        self._shares.worked(self._work_seconds)
         with self.phases.phase("checkpoint"):
             self._snapshots.settle()  # first: that all agree then says that all have settled
+        sites, is_last = state.sites, step + 1 == train.steps
         with self.phases.phase("communication"):
+            factor = self.factor(global_batch) / state.parallel.divisor
+            of_snapshots = self._snapshots.shared()
             agreement = agree(
                 loss_sum,
                 targets,
@@ -208,21 +233,31 @@ class Trainer:
                 state.updater,
                 self.grid,
                 step=step + 1,
-                factor=self.factor(global_batch) / state.parallel.divisor,
+                factor=factor,
                 pause=self.worker.control.pause_requested(),
-                shared=self._snapshots.shared(),
+                shared=(*of_snapshots, *self._shares.shared()),
+                summed=sites.gradients(step + 1, factor, is_last) if sites is not None else None,
             )
-            for text in self._snapshots.agreed(agreement.shared):
+            if sites is not None:
+                sites.know(step + 1, agreement.targets)
+            for text in self._snapshots.agreed(agreement.shared[: len(of_snapshots)]):
                 self.message(text)
+            decision = self._shares.agreed(agreement.shared[len(of_snapshots) :])
             wrong = self._what_is_left_out(agreement, loss_sum)
             self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite and not wrong)
         with self.phases.phase("optimizer"):
             applied = apply_update(agreement, state.updater, train, rate, state.scale, left_out=bool(wrong))
             if applied and state.average is not None:
                 state.average.update()
+            if sites is not None:
+                self._apply_late(sites, agreement, rate, is_last)
+        state.end_step(applied)
         state.step += 1
         state.samples += global_batch
-        if applied and train.spike != "ignore":
+        if sites is not None:
+            with self.phases.phase("communication"):
+                self._outer = sites.step_done(state.step, agreement.site_targets, is_last)
+        if applied and agreement.has_gradients and train.spike != "ignore":
             state.anomalies.applied(agreement.loss, agreement.gradient_norm)
         if not applied:
             self.message(
@@ -231,6 +266,7 @@ class Trainer:
                 "warning",
             )
         self._rate, self._global_batch = rate, global_batch
+        self._moved = self._shares.move(decision)
         self.worker.control.step_done(state.step)
         return agreement
 
@@ -245,7 +281,8 @@ class Trainer:
         self._log.step(
             self.state.step, agreement.loss, agreement.gradient_norm, seconds, self.grid.device.type
         )
-        self._own_work.step(phases, self._global_batch)
+        self._own_work.step(phases, self._work_seconds, self._global_batch, self._worked_under)
+        self._shares.step_ended(phases, seconds)
         self._write_record(agreement, seconds, phases, spent)
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
@@ -259,7 +296,6 @@ class Trainer:
         if self._recorder is None:
             return
         self._tell_recovery()
-        devices = self.plan.world_size
         self._recorder.step(
             {
                 "step": self.state.step,
@@ -271,16 +307,30 @@ class Trainer:
                 "learning_rate": self._rate,
                 "phases": phases,
                 **({"waited": spent.waited, "under_way": spent.under_way} if spent.waited else {}),
-                "memory_bytes": peak_memory_bytes(self.grid.device.type),
+                "memory_bytes": held_bytes(self.grid.device.type),
                 **self._expert_numbers(agreement),
+                **self._compression_numbers(),
+                **(self._outer.numbers() if self._outer is not None else {}),
                 **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
                 if self._flops_per_sample is None
                 else model_flops_utilization(
-                    self._flops_per_sample, self._global_batch, seconds, devices, self._peak
+                    self._flops_per_sample, self._global_batch, seconds, self._devices, self._peak
                 ),
             }
         )
+        while self._shares.notes:
+            self.message(self._shares.notes.pop(0), "warning")
+        if self._moved is not None:
+            moved = self._moved
+            self._recorder.event(
+                "shares",
+                step=moved.step,
+                batch_shares=list(moved.shares),
+                before=list(moved.before),
+                level="info",
+                text=moved.text,
+            )
 
     def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
         """Note a validation result; one that is not a number is the best of nothing."""
@@ -365,6 +415,17 @@ class Trainer:
 
     # ---------------------------------------------------------------- inside
 
+    def _apply_late(self, sites: BetweenSites, agreement: Agreement, rate: float, is_last: bool) -> None:
+        """Updates with what else has come from the sites: at the end of a job, all that was on its way."""
+        state = self.state
+        while (summed := sites.late(is_last)) is not None:
+            again = agree_again(agreement, state.updater, self.grid, summed)
+            if apply_update(again, state.updater, self.job.train, rate, state.scale):
+                if state.average is not None:
+                    state.average.update()
+            else:
+                self.message(f"late gradients of norm {again.gradient_norm} are left out", "warning")
+
     def _what_is_left_out(self, agreement: Agreement, loss_sum: Tensor) -> str:
         """Why the step's update is left out by policy; empty where it is made, or fp16's loss scale decides.
 
@@ -427,14 +488,12 @@ class Trainer:
 
     def _room_for_saves(self) -> Scratch | None:
         """State that is on disk because memory has no room for it is not copied into memory either."""
-        on_disk = "disk" in (self.plan.offload_parameters, self.plan.offload_optimizer)
+        on_disk = "disk" in (self.grid.plan.offload_parameters, self.grid.plan.offload_optimizer)
         return self.state.parallel.scratch if on_disk else None
 
     def _stage_ranks(self) -> list[int]:
         """Ranks of this pipeline stage: they hold the same plain tensors."""
-        per_stage = self.plan.world_size // self.plan.pp
-        first = self.grid.at("pp") * per_stage
-        return list(range(first, first + per_stage))
+        return self.grid.plan.stage_group(self.worker.rank)
 
     def _take_phases(self) -> tuple[dict[str, float], Spent]:
         """Seconds by phase, and those of communication by kind.
@@ -456,6 +515,18 @@ class Trainer:
         if "balance_loss" in numbers:
             numbers["balance_loss"] /= agreement.targets
         return numbers
+
+    def _compression_numbers(self) -> dict[str, float]:
+        """What the record says of compressed gradients, of this rank."""
+        compression = self.state.parallel.compression
+        if compression is None:
+            return {}
+        traffic = compression.take_traffic()
+        return {
+            "gradient_bytes_sent": traffic.sent_bytes,
+            "gradient_bytes_saved": traffic.saved_bytes,
+            "compression_error_norm": compression.error_norm(),
+        }
 
     def _report_saves(self, results: list[SaveResult], goes_on: str = "; training goes on") -> None:
         for result in results:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from wanma.job.errors import WanmaError
 from wanma.job.sections import TrainSection
 from wanma.parallel.mesh import Grid
 from wanma.parallel.norm import squared_norm_share
+from wanma.training.late import Summed
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
 
@@ -39,6 +40,13 @@ class Agreement:
     """Some rank was asked to leave, for others go on from where it is."""
     shared: tuple[float, ...] = ()
     """Sums over the ranks of what each gave beside that."""
+    site_norm: float | None = None
+    """Of the gradient that this rank's site takes, where `gradient_norm` is the mean over several that do not
+    take the same."""
+    site_targets: tuple[int, ...] = ()
+    """Of every site."""
+    has_gradients: bool = True
+    """False: those that the update would take are still on their way."""
 
     @property
     def is_finite(self) -> bool:
@@ -56,8 +64,12 @@ def agree(
     factor: float,
     pause: bool = False,
     shared: Sequence[float] = (),
+    summed: Summed | None = None,
 ) -> Agreement:
     """Add up the ranks' sums.
+
+    Each site has its place in them, so that one message tells what all have done together, and what each
+    has done by itself.
 
     Args:
         loss_sum: sum of this rank's losses; zero on ranks that do not count.
@@ -65,37 +77,67 @@ def agree(
         stop, pause: whether this rank was asked to.
         factor: how many times the gradient of the summed losses the gradients are.
         shared: more numbers to add up; as many on every rank.
+        summed: what the gradients are, where they are sums over all sites; None: of this step and site.
 
     Raises:
         WanmaError: nothing in the batch has a target; every rank raises the same message.
     """
     share = squared_norm_share(updater.counted_gradients(), grid.plan).to(grid.device)
-    numbers = torch.stack(
+    sites = grid.plan.sites
+    by_site = torch.zeros(2, sites, dtype=torch.float64, device=grid.device)
+    by_site[:, grid.site] = torch.stack([share, targets.double()])
+    numbers = torch.cat(
         [
-            share,
-            loss_sum.detach().double(),
-            targets.double(),
-            *torch.tensor([float(stop), float(pause), *shared], dtype=torch.float64, device=grid.device),
+            by_site.view(-1),
+            loss_sum.detach().double().view(1),
+            torch.tensor([float(stop), float(pause), *shared], dtype=torch.float64, device=grid.device),
         ]
     )
     if grid.plan.world_size > 1:
         dist.all_reduce(numbers)
-    squared, total_loss, total_targets, stops, pauses, *others = numbers.tolist()
+    given = numbers.tolist()
+    squares, counts = given[:sites], given[sites : 2 * sites]
+    total_loss, stops, pauses, *others = given[2 * sites :]
+    total_targets = sum(counts)
     if total_targets == 0:
         raise WanmaError(
             f"step {step}: no sample of the global batch has a target to learn from",
             "every target is masked: check the data's targets",
         )
-    correction = 1.0 / (total_targets * factor)
+    if summed is None:
+        corrections = [1.0 / (count * factor) if count else 0.0 for count in counts]
+    else:
+        of = total_targets if summed.targets is None else summed.targets
+        corrections = [1.0 / (of * summed.factor) if of else 0.0] * sites
+    norms = [math.sqrt(square) * one for square, one in zip(squares, corrections, strict=True)]
+    mean = sum(norm * count for norm, count in zip(norms, counts, strict=True)) / total_targets
     return Agreement(
         loss=total_loss / total_targets,
         targets=int(total_targets),
-        gradient_norm=math.sqrt(squared) * correction,
-        correction=correction,
+        gradient_norm=mean if sites > 1 else norms[0],
+        correction=corrections[grid.site],
         stop=stops > 0,
         pause=pauses > 0,
         shared=tuple(others),
+        site_norm=norms[grid.site],
+        site_targets=tuple(int(count) for count in counts),
+        has_gradients=summed is None or summed.targets != 0,
     )
+
+
+def agree_again(agreement: Agreement, updater: Updater, grid: Grid, summed: Summed) -> Agreement:
+    """Of more gradients in the same step, which are all sites'.
+
+    Args:
+        agreement: of the step.
+    """
+    square = squared_norm_share(updater.counted_gradients(), grid.plan).to(grid.device)
+    if grid.plan.world_size > 1:
+        dist.all_reduce(square)
+    of = agreement.targets if summed.targets is None else summed.targets
+    correction = 1.0 / (of * summed.factor)
+    norm = math.sqrt(float(square) / grid.plan.sites) * correction
+    return replace(agreement, gradient_norm=norm, site_norm=norm, correction=correction, has_gradients=True)
 
 
 def apply_update(
@@ -112,16 +154,20 @@ def apply_update(
         left_out: the weights are to stay as they are.
 
     Returns:
-        False when they do, or the gradient is not finite: the step was skipped.
+        False when they do, or the gradient is not finite: the step was skipped. True also where there is no
+        gradient yet to take.
     """
     if not agreement.is_finite:
         scale.overflowed()
     if left_out or not agreement.is_finite:
         updater.zero_gradients()
         return False
+    if not agreement.has_gradients:
+        return True
     factor = agreement.correction
     if train.gradient_clip > 0:
-        factor *= min(1.0, train.gradient_clip / (agreement.gradient_norm + 1e-6))
+        norm = agreement.gradient_norm if agreement.site_norm is None else agreement.site_norm
+        factor *= min(1.0, train.gradient_clip / (norm + 1e-6))
     gradients = [local_part(gradient) for gradient in updater.gradients()]
     if gradients and not math.isclose(factor, 1.0, rel_tol=1e-15):
         torch._foreach_mul_(gradients, factor)

@@ -40,6 +40,20 @@ def test_members_of_a_node_carry_a_ring_over_all_their_links() -> None:
     assert whole == pytest.approx(GIGABYTE * 15 / 16 / 80e9)  # eight links of 10 GB/s are less than 100
 
 
+def test_a_group_that_lies_across_an_edge_pays_for_the_link_there() -> None:
+    """Of groups of four on machines of six, every second one has two members on each of two machines."""
+    sixes = Machine(CHIP, (Link(6, 0.0, 100e9), Link(24, 0.0, 10e9)), start_seconds=0.0)
+    assert Group(4).inside(sixes.links[0]) == 2
+    assert Group(3).inside(sixes.links[0]) == 3
+    assert Group(6).inside(sixes.links[0]) == 6
+    assert Group(12).inside(sixes.links[0]) == 6
+    assert Group(2, stride=2).inside(sixes.links[0]) == 1
+    across = all_gather_seconds(sixes, Group(4), GIGABYTE)
+    between, inside = GIGABYTE / 4 / 10e9, GIGABYTE / 2 / 100e9
+    assert across == pytest.approx(between + inside), "a half each over the edge, then the other half inside"
+    assert all_gather_seconds(sixes, Group(3), GIGABYTE) == pytest.approx(GIGABYTE * 2 / 3 / 100e9)
+
+
 def test_a_strided_group_has_one_link_per_node() -> None:
     assert all_gather_seconds(FREE, Group(2, stride=8), GIGABYTE) == pytest.approx(GIGABYTE / 2 / 10e9)
 

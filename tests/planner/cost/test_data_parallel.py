@@ -8,8 +8,6 @@ import pytest
 
 from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.plan import Plan
-from wanma.job.sections import Compression
-from wanma.planner.cost.compute import streaming_seconds
 from wanma.planner.cost.data_parallel import DataParallel
 from wanma.planner.cost.machines import machine_of
 from wanma.planner.cost.operators import Software
@@ -18,28 +16,27 @@ MACHINE = machine_of(parse_cluster("16x8 A100, 1x10G"))
 REPLICAS = Plan(dp_replicate=128, precision="bf16", device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("compression", "exchanged", "rounding"),
-    [("nothing", 4.0, 0.0), ("bf16", 2.0, 12.0), ("int8", 1 + 4 / 256, 18.0)],
-)
-def test_compressed_gradients_move_less_and_are_rounded_before_and_read_after(
-    compression: Compression, exchanged: float, rounding: float
-) -> None:
-    plain, compressed = (
-        DataParallel(replace(REPLICAS, compression=kind), MACHINE, Software())
-        for kind in ("nothing", compression)
+def test_a_hybrid_compresses_what_its_replicas_sum_and_not_what_its_shards_do() -> None:
+    hybrid = Plan(dp_replicate=16, dp_shard=8, shard="optimizer", precision="bf16", device="cuda")
+    replicas, shards = (
+        DataParallel(plan, MACHINE, Software()) for plan in (hybrid, replace(hybrid, compression="int8"))
     )
-    parameters = 1e11  # so that latencies hardly count
-    rounded = streaming_seconds(MACHINE.chip, parameters * rounding, 2) if rounding else 0.0
-    whole, smaller = plain.once_a_step(parameters)[0], compressed.once_a_step(parameters)[0]
-    assert smaller - rounded == pytest.approx(whole * exchanged / 4, rel=0.03)
+    within = replicas.summing.reduce_scatter(replicas.shards, 1e10, compressed=True)
+    assert shards.once_a_step(1e10)[0] == pytest.approx(
+        within + shards.summing.all_reduce(shards.replicas, 1e10 / 8)
+    )
+    assert shards.once_a_step(1e10)[0] < 0.5 * replicas.once_a_step(1e10)[0]
+
+
+def test_blocks_whose_gradients_are_scattered_are_compressed_one_by_one() -> None:
+    sharded = Plan(dp_shard=128, shard="parameters", precision="bf16", device="cuda")
+    plain, thin = (
+        DataParallel(replace(sharded, compression=kind), MACHINE, Software())
+        for kind in ("nothing", "powersgd")
+    )
+    assert thin.per_micro_batch(1e9, 0.0, 0.0)[1] < plain.per_micro_batch(1e9, 0.0, 0.0)[1]
 
 
 def test_nobody_rounds_what_is_not_exchanged() -> None:
     alone = DataParallel(Plan(compression="int8", precision="bf16", device="cuda"), MACHINE, Software())
     assert alone.once_a_step(1e9)[0] == 0.0
-
-
-def test_gradients_that_are_small_already_stay_as_they_are() -> None:
-    plan = replace(REPLICAS, compression="bf16")
-    assert DataParallel(plan, MACHINE, Software(gradient_bytes=2)).gradient_bytes == 2.0

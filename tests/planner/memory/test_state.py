@@ -74,7 +74,7 @@ def test_what_rounding_to_8_bits_lost_is_kept_for_every_gradient() -> None:
     plan = Plan(dp_shard=4, shard="parameters", precision="bf16", device="cuda")
     exact, rounded = state(plan), state(replace(plan, compression="int8"))
     assert rounded.optimizer - exact.optimizer == pytest.approx(4 * PSI)
-    assert state(replace(plan, compression="bf16")) == exact
+    assert state(replace(plan, compression="bf16")).optimizer == exact.optimizer
 
 
 def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wanma.cli.arguments import complete_with, job_files
+from wanma.cli.arguments import complete_with, job_files, numbers
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     calibrating = parser.add_argument_group("calibrating")
     calibrating.add_argument("--seconds", metavar="N", type=float, help="to spend; default: 60")
     calibrating.add_argument(
-        "--ranks", metavar="N,N", type=_numbers, help="ranks that work at once; default: 1, 2, 4 ... to all"
+        "--ranks", metavar="N,N", type=numbers, help="ranks that work at once; default: 1, 2, 4 ... to all"
     )
     calibrating.add_argument(
         "--output", metavar="FILE", type=Path, help="default: in the user's cache folder"
@@ -81,13 +81,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         )
     print(f"Kept in {path}")
     return 0
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of numbers, such as 1,2,4") from None
 
 
 def _catalogue() -> Table:

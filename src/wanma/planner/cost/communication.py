@@ -30,7 +30,14 @@ class Group:
             raise ValueError(f"a group has at least one rank, at a stride of at least one: {self}")
 
     def inside(self, link: Link) -> int:
-        """Members of one unit of `link`'s level."""
+        """Members of one unit of `link`'s level.
+
+        Groups of a layout lie one after the other: where a level holds some of them and a part of another,
+        that one crosses its edge, and all wait for it.
+        """
+        span = self.size * self.stride
+        if span < link.devices and link.devices % span:
+            return max(math.gcd(span, link.devices) // self.stride, 1)
         return min(self.size, max(link.devices // self.stride, 1))
 
 

@@ -6,19 +6,9 @@ without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from wanma.job.plan import Plan
-from wanma.job.sections import Compression
-from wanma.planner.cost.communication import (
-    Algorithm,
-    Group,
-    all_gather_seconds,
-    all_reduce_seconds,
-    crosses,
-    reduce_scatter_seconds,
-)
+from wanma.planner.cost.communication import Algorithm, Group, all_gather_seconds, crosses
+from wanma.planner.cost.compression import Summing
 from wanma.planner.cost.compute import ELEMENT_BYTES, streaming_seconds
 from wanma.planner.cost.machine import Machine
 from wanma.planner.cost.moving import (
@@ -32,12 +22,6 @@ from wanma.planner.cost.moving import (
     weights_seconds,
 )
 from wanma.planner.cost.operators import Software
-
-COMPRESSED_BYTES: Mapping[Compression, tuple[float, float]] = MappingProxyType(
-    {"bf16": (2.0, 12.0), "int8": (1 + 4 / 256, 18.0)}
-)
-"""Of a gradient's element in fp32: what is exchanged, and what rounding it before and reading it after moves;
-in 8 bits with a scale for each block of 256, and a remainder that is read and written."""
 
 INTERFERENCE = 0.15
 """Of the time of communication that runs beside compute, what the compute loses: collectives occupy some of
@@ -56,11 +40,9 @@ class DataParallel:
         self.shards = Group(plan.shard_ranks, plan.tp)
         self.replicas = Group(plan.replicas, plan.tp * plan.shard_ranks)
         self.trained_share = 0.0 if software.frozen else trained_share
-        exchanged, rounded = COMPRESSED_BYTES.get(plan.compression, (float(software.gradient_bytes), 0.0))
-        self.gradient_bytes = min(exchanged, software.gradient_bytes) * self.trained_share
-        """Per parameter, as it is reduced."""
-        self.rounding_bytes = rounded * self.trained_share
-        """Likewise, moved to compress it and back."""
+        self.gradient_bytes = software.gradient_bytes * self.trained_share
+        """Per parameter, as it is reduced whole."""
+        self.summing = Summing(plan, machine, float(software.gradient_bytes))
         self.weight_bytes = ELEMENT_BYTES[plan.precision]
         """Per parameter, as it is gathered to be computed with."""
         self.is_by_block = is_by_block(plan)
@@ -91,8 +73,7 @@ class DataParallel:
             gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
             gather += 0.0 if self.is_beside_compute else self._copied(whole)
         if reduces:
-            reduce = reduce_scatter_seconds(self.machine, self.shards, whole * self.gradient_bytes)
-            reduce += self._rounded(whole)
+            reduce = self._scattered(whole)
             reduce += 0.0 if self.is_beside_compute else self._filed(whole)
         return gather, reduce
 
@@ -146,10 +127,10 @@ class DataParallel:
         moved = parts * (4.0 + self.weight_bytes) + whole * 2 * self.weight_bytes
         return streaming_seconds(self.machine.chip, moved, 2)
 
-    def _rounded(self, whole: float) -> float:
-        """Gradients made smaller, and what came of them made numbers again."""
-        moved = whole * self.rounding_bytes
-        return streaming_seconds(self.machine.chip, moved, 2) if moved else 0.0
+    def _scattered(self, whole: float) -> float:
+        """Gradients summed by shards. Of shards that are repeated only the replicas' sum is compressed."""
+        trained = whole * self.trained_share
+        return self.summing.reduce_scatter(self.shards, trained, compressed=self.replicas.size == 1)
 
     def _filed(self, whole: float) -> float:
         """Likewise gradients into the buffer that is reduced."""
@@ -201,12 +182,8 @@ class DataParallel:
         Of experts a rank holds its part, which fewer ranks share: as many bytes move.
         """
         whole = parameters / self.plan.tp
-        gradients = whole * self.gradient_bytes
-        reduce = all_reduce_seconds(
-            self.machine, self.replicas, gradients / self.shards.size, self._algorithm()
-        )
-        if self.replicas.size > 1:
-            reduce += self._rounded(whole / self.shards.size)
+        mine = whole * self.trained_share / self.shards.size
+        reduce = self.summing.all_reduce(self.replicas, mine, self._algorithm())
         if self.is_by_block and self.gathers_again:
             return reduce, 0.0  # the rest was done block by block
         copies, gather = not self.is_beside_compute and not self.plan.computes_with_state, 0.0
@@ -217,10 +194,8 @@ class DataParallel:
             gather += self._copied(whole) if copies else 0.0
         if self.is_by_block:
             return reduce, gather
-        reduce += reduce_scatter_seconds(self.machine, self.shards, gradients)
+        reduce += self._scattered(whole)
         reduce += gradients_seconds(self.machine, self.plan, whole * self.trained_share / self.shards.size)
-        if self.shards.size > 1:
-            reduce += self._rounded(whole)
         return reduce + self._filed(whole) if copies else reduce, gather
 
 
@@ -228,11 +203,14 @@ def hides_sums(plan: Plan, machine: Machine) -> bool:
     """Whether gradients are summed beside the last backward.
 
     On CPUs where a network between machines moves them: within one, moving takes the cores that compute
-    (docs/performance.md). A pipeline's are complete only when its backwards are done.
+    (docs/performance.md). A pipeline's are complete only when its backwards are done, and compressed ones
+    wait for that.
     """
     if plan.device != "cpu":
         return True
     group = Group(plan.replicas, plan.tp * plan.shard_ranks)
+    if plan.compressions:
+        return False
     return plan.overlap and plan.computes_with_state and plan.pp == 1 and crosses(machine, group)
 
 

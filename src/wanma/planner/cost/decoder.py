@@ -114,6 +114,5 @@ def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, m
         return 0.0
     element = ELEMENT_BYTES[plan.precision]
     whole = plan.micro_batch * sequence / plan.cp * dimensions.hidden * element
-    distance = plan.world_size // plan.pp
-    seconds = send_seconds(machine, distance, whole / plan.tp)
+    seconds = send_seconds(machine, plan.stage_ranks, whole / plan.tp)
     return seconds if plan.sequence else seconds + all_gather_seconds(machine, Group(plan.tp), whole)

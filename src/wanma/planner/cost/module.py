@@ -303,5 +303,5 @@ def module_boundary_seconds(workload: Workload, plan: Plan, machine: Machine) ->
         (layer.input_elements_per_sample or 0.0 for layer in workload.layers if layer.is_block), default=0.0
     )
     whole = plan.micro_batch / plan.cp * widest * ELEMENT_BYTES[plan.precision]
-    seconds = send_seconds(machine, plan.world_size // plan.pp, whole / plan.tp)
+    seconds = send_seconds(machine, plan.stage_ranks, whole / plan.tp)
     return seconds if plan.sequence else seconds + all_gather_seconds(machine, Group(plan.tp), whole)

@@ -28,6 +28,7 @@ from wanma.planner.cost.moving import (
 )
 from wanma.planner.cost.operators import PartTime, Software
 from wanma.planner.cost.pipeline import Play, StageCost, pipeline_seconds
+from wanma.planner.cost.sites import Between, between_sites
 from wanma.planner.stages import SPLIT_BACKWARD
 
 OPTIMIZER_KERNELS = 20
@@ -78,6 +79,8 @@ class Anatomy:
     """Of each cost's forward and backward, in which the rank computes nothing while it sends and receives."""
     shared: float = 1.0
     """As of `Machine.shared`."""
+    between: Between | None = None
+    """What sites exchange now and then."""
 
     def exchange_seconds(self, busiest: int) -> tuple[float, float]:
         """What reducing and gathering add to the step, where `busiest` is the pipeline rank that computes
@@ -174,6 +177,7 @@ def anatomy_of_stages(
             plan.ep,
         ),
         shared=machine.shared,
+        between=between_sites(plan, machine, software, parameters, trained_share),
     )
 
 
@@ -224,6 +228,8 @@ def step_of(anatomy: Anatomy, play: Play = pipeline_seconds) -> StepTime:
         mine_seconds = sum(by_kind.values())
         by_kind = {name: min(1.0, seconds / mine_seconds) * one for name, one in by_kind.items()}
         bubble = seconds - sum(by_kind.values())
+    if anatomy.between is not None:
+        exchanged += anatomy.between.seconds(seconds + exchanged + anatomy.optimizer_seconds)
     return StepTime(
         seconds=seconds + exchanged + anatomy.optimizer_seconds,
         compute=by_kind["compute"],

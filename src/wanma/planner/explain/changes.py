@@ -23,10 +23,10 @@ _NOT_SETTINGS = {
     "threads_per_rank",
     "precision",
     "fp8",
-    "compression",
     "device",
     "approximate",
     "placement",
+    "synchronization",
 }
 """Fields of a plan that are no keys of [parallel], or follow from the others."""
 
@@ -113,12 +113,12 @@ def _micro_batch(plan: Plan) -> Iterator[Plan]:
 def _shard(plan: Plan) -> Iterator[Plan]:
     """More of the state shared, among all data ranks where it was not shared before."""
     if plan.shard == "nothing" and plan.cp == 1:
-        plan = replace(plan, dp_replicate=1, dp_shard=plan.data_ranks)
+        plan = replace(plan, dp_replicate=plan.sites, dp_shard=plan.data_ranks // plan.sites)
     yield from (replace(plan, shard=shard) for shard in SHARDS[SHARDS.index(plan.shard) + 1 :])
 
 
 def _more_shards(plan: Plan) -> Iterator[Plan]:
-    while plan.shard != "nothing" and plan.dp_replicate % 2 == 0:
+    while plan.shard != "nothing" and plan.dp_replicate // plan.sites % 2 == 0:
         plan = replace(plan, dp_replicate=plan.dp_replicate // 2, dp_shard=plan.dp_shard * 2)
         yield plan
 
@@ -143,7 +143,7 @@ def _offload(key: str, plan: Plan) -> Iterator[Plan]:
 def _wider(cut: Callable[[Plan], Plan], axis: str, plan: Plan) -> Iterator[Plan]:
     """More ranks on `axis`, taken from the data ranks."""
     for _ in range(MOST_SIZES):
-        from_replicas = plan.dp_replicate % 2 == 0
+        from_replicas = plan.dp_replicate // plan.sites % 2 == 0
         if not from_replicas and plan.dp_shard % 2:
             return
         fewer = "dp_replicate" if from_replicas else "dp_shard"

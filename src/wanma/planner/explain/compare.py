@@ -16,6 +16,7 @@ from wanma.job.forecast import MEMORY_KINDS, Forecast, StepTime
 from wanma.job.plan import Plan
 from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.capabilities import not_runnable
+from wanma.planner.compression import compression_words
 from wanma.planner.explain.advice import advice, savings
 from wanma.planner.explain.changes import Change
 from wanma.planner.forecast import forecast, with_pipeline_ranks
@@ -179,13 +180,13 @@ def _data(problem: Problem, plan: Plan, other: Plan) -> str:
     if ranks == 1:
         return ""
     shared = "" if plan.shard == "nothing" else f", {plan.shard} sharded over {plan.shard_ranks}"
-    if plan.compression != other.compression:
+    if _rounded(plan) != _rounded(other):
         shared += f", gradients {_rounded(plan)} instead of {_rounded(other)}"
     return f"{_axis(problem, 'DP', ranks, plan.tp)}{shared}"
 
 
 def _rounded(plan: Plan) -> str:
-    return "whole" if plan.compression == "nothing" else f"in {plan.compression}"
+    return compression_words(plan) or "whole"
 
 
 def _moving(_problem: Problem, plan: Plan, other: Plan) -> str:

@@ -74,24 +74,27 @@ def axes(plan: Plan) -> list[Axis]:
 def group_of(plan: Plan, axis: str, rank: int) -> tuple[int, ...]:
     """The ranks that share with `rank` what `axis` splits."""
     if axis == "ep":
-        per_stage = plan.world_size // plan.pp
-        data, tensor = divmod(rank % per_stage, plan.tp)
+        data, tensor = divmod(rank % plan.stage_ranks, plan.tp)
         first = data - data % plan.ep
-        start = rank - rank % per_stage
+        start = rank - rank % plan.stage_ranks
         return tuple(start + (first + place) * plan.tp + tensor for place in range(plan.ep))
+    replicas = plan.dp_replicate // plan.sites
     stride = 1
     for name in reversed(AXES):
         if name == axis:
             break
-        stride *= getattr(plan, name)
+        stride *= replicas if name == "dp_replicate" else getattr(plan, name)
     at = plan.coordinates(rank)[axis]
+    if axis == "dp_replicate":  # of all sites, each of which has its own ranks in a row
+        first = rank % plan.site_ranks - at % replicas * stride
+        starts = range(first, plan.world_size, plan.site_ranks)
+        return tuple(start + place * stride for start in starts for place in range(replicas))
     return tuple(rank + (place - at) * stride for place in range(getattr(plan, axis)))
 
 
 def stages(plan: Plan, layers: int) -> list[Stage]:
     """All pipeline stages in the model's order."""
     cuts = (0, *plan.stage_cuts, layers)
-    per_rank = plan.world_size // plan.pp
     owners = {number: at for at in range(plan.pp) for number in plan.stages_of(at)}
     return [
         Stage(
@@ -99,7 +102,7 @@ def stages(plan: Plan, layers: int) -> list[Stage]:
             range(cuts[number], cuts[number + 1]),
             number == 0,
             number == plan.stages - 1,
-            tuple(range(owners[number] * per_rank, (owners[number] + 1) * per_rank)),
+            tuple(plan.stage_group(owners[number] * plan.stage_ranks)),
         )
         for number in range(plan.stages)
     ]

@@ -191,7 +191,7 @@ def chrome_trace(steps: Timeline) -> dict[str, Any]:
     waits for, one after the other, though they take turns layer by layer. Times are in µs.
     """
     events: list[dict[str, Any]] = []
-    per_stage = steps.plan.world_size // steps.plan.pp
+    per_stage = steps.plan.stage_ranks
     for rank in range(steps.plan.pp):
         numbers = ", ".join(map(str, steps.plan.stages_of(rank)))
         last = (rank + 1) * per_stage - 1

@@ -25,7 +25,7 @@ from wanma.planner.cost.communication import (
 )
 from wanma.planner.cost.compute import attention_seconds, product_seconds
 from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
-from wanma.planner.measure.calibration import Point
+from wanma.planner.measure.calibration import Measured, Operator, Point
 from wanma.planner.measure.host import fitted_host
 
 FILLS = (0.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0, 2560.0)
@@ -88,6 +88,21 @@ def fitted_machine(
         host=fitted_host(points),
     )
     return _with_links(machine, points, ranks) if ranks > 1 else machine
+
+
+def with_collectives(measured: Measured, points: Sequence[Point]) -> Measured:
+    """`measured` with these points in place of its own of the same collectives, and links fitted to all.
+
+    Args:
+        points: all-reduces among them.
+
+    Raises:
+        WanmaError: there are no all-reduces.
+    """
+    new = {point.operator for point in points}
+    merged = (*(point for point in measured.points if point.operator not in new), *points)
+    machine = _with_links(measured.machine, merged, measured.ranks)
+    return replace(measured, machine=machine, points=merged)
 
 
 def _with_bandwidth(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
@@ -177,9 +192,17 @@ def _best_link(machine: Machine, points: Sequence[Point], ranks: int, ramps: Ite
     return _best(tries, _collective_seconds, points).links[0]
 
 
+def forecast_of_collective(machine: Machine, operator: Operator, ranks: int, size_bytes: float) -> float:
+    """Seconds that forecasts take a collective to last.
+
+    Args:
+        operator: one of `collectives.measure.COLLECTIVES`.
+    """
+    return _COLLECTIVES[operator](machine, Group(ranks), size_bytes)
+
+
 def _collective_seconds(machine: Machine, point: Point) -> float:
-    ranks, size = point.shape
-    return _COLLECTIVES[point.operator](machine, Group(ranks), size)
+    return forecast_of_collective(machine, point.operator, *point.shape)
 
 
 _COLLECTIVES: dict[str, Callable[[Machine, Group, float], float]] = {

@@ -18,15 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wanma.collectives.measure import COLLECTIVES, collective_seconds
-from wanma.hardware.load import busy_cpu_seconds
 from wanma.planner.measure.calibration import Operator, Point
 from wanma.planner.measure.host import host_cases
-from wanma.planner.measure.rounds import Judged, Round, chosen_seconds, is_enough, judged
+from wanma.planner.measure.in_turn import added_up, in_turn
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-LEAST_ROUNDS, MOST_ROUNDS = 4, 40
-"""Of each point: as many as it takes until enough were quiet (`rounds`)."""
 EMULATED_FACTOR = 3.0
 """Time of a small product over that of one in 64 bits, beyond which it is emulated, and nobody trains so."""
 
@@ -102,21 +99,12 @@ def measure(
             _Case(operator, shape, "", _timed(device, 1.0, make))
             for operator, shape, make in host_cases(device, folder)
         ]
-    each = seconds / LEAST_ROUNDS / len(cases)
-    found: list[list[Judged]] = [[] for _ in cases]
-    began, is_over = time.monotonic(), False
-    for number in range(MOST_ROUNDS):
-        if number >= LEAST_ROUNDS and (is_over or all(map(is_enough, found))):
-            break
-        taken = judged(_agreed([_round(case, each, group) for case in cases], group))
-        is_over = bool(_total([float(time.monotonic() - began > 2 * seconds)], group)[0])
-        for rounds, one in zip(found, taken, strict=True):
-            rounds.append(one)
+    taken = in_turn(cases, seconds, group)
     points = tuple(
-        Point(case.operator, case.shape, chosen_seconds(rounds), case.precision)
-        for case, rounds in zip(cases, found, strict=True)
+        Point(case.operator, case.shape, one.seconds, case.precision)
+        for case, one in zip(cases, taken, strict=True)
     )
-    return Measurements(points, sum(not is_enough(rounds) for rounds in found))
+    return Measurements(points, sum(one.is_disturbed for one in taken))
 
 
 @dataclass(frozen=True)
@@ -127,7 +115,7 @@ class _Case:
     shape: tuple[int, ...]
     precision: str
     measure: Callable[[float], float]
-    """About how long to run it -> seconds of one run."""
+    """As of `in_turn.Measurable`."""
 
 
 def _cases(
@@ -258,41 +246,13 @@ def _so_often(run: Callable[[], object], seconds: float) -> float:
     return repeat(max(1, int(seconds / max(repeat(1), 1e-9))))
 
 
-def _round(case: _Case, seconds: float, group: dist.ProcessGroup) -> list[float]:
-    """[seconds of one run, CPU seconds of this process, of all programs, wall seconds]."""
-    wall, own, busy = time.monotonic(), time.process_time(), busy_cpu_seconds()
-    _total([0.0], group)  # when it is back, all ranks have come
-    took = case.measure(seconds)
-    after = busy_cpu_seconds()
-    others = after - busy if after is not None and busy is not None else 0.0
-    return [took, time.process_time() - own, others, time.monotonic() - wall]
-
-
-def _agreed(rows: list[list[float]], group: dist.ProcessGroup) -> list[Round]:
-    """One round of every case, over all ranks: their mean time, their own CPU seconds, and the machine's."""
-    ranks = group.size()
-    summed = _total([number for row in rows for number in row], group)
-    return [
-        Round(summed[at] / ranks, summed[at + 1], summed[at + 2] / ranks, summed[at + 3] / ranks)
-        for at in range(0, len(summed), 4)
-    ]
-
-
-def _total(numbers: list[float], group: dist.ProcessGroup) -> list[float]:
-    """Added up over the ranks; on the CPU, whatever the ranks compute on."""
-    summed = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(summed, group=group)
-    result: list[float] = summed.tolist()
-    return result
-
-
 def _native(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> tuple[str, ...]:
     """Those that this device computes in rather than emulates: a product is no slower than in 64 bits."""
     if device.type != "cpu":
         return precisions
     plain = _product_seconds(torch.float64)
     emulated = [float(_product_seconds(DTYPES[name]) > EMULATED_FACTOR * plain) for name in precisions]
-    counts = _total(emulated, group)
+    counts = added_up(emulated, group)
     return tuple(name for name, count in zip(precisions, counts, strict=True) if 2 * count < group.size())
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from wanma.job.forecast import Workload
 from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import TrainSection
+from wanma.planner.cost.compression import error_bytes
 from wanma.planner.cost.operators import Software
 from wanma.planner.memory.activations import BYTES
 
@@ -49,7 +50,7 @@ class State(NamedTuple):
     """Of the largest unit of communication what is copied to be gathered; and, where gradients of earlier
     micro-batches are there already, what its own are reduced in."""
     optimizer: float
-    """With an averaged copy of the weights, and what compressed gradients lost so far."""
+    """With an averaged copy of the weights, what compressed gradients lost so far, and what sites keep."""
     accumulated: float
     """Gradients that are there from one micro-batch to the next."""
     last: float
@@ -69,6 +70,11 @@ class State(NamedTuple):
     host: float
     disk: float
 
+
+COMPRESSED_TOGETHER_BYTES = 1 << 24
+"""Of gradients that are made smaller in one go: `collectives.compression`, which a test compares."""
+_COPIES = 3
+"""Of those, what making them smaller and numbers again takes beside them, about."""
 
 STATE_COPIES = {"adamw": (2, 2), "sgd": (1, 1), "plain sgd": (0, 0), "muon": (1, 2), "adafactor": (0, 0)}
 """Elements of state per parameter of blocks and of the rest: AdamW keeps two moments, SGD a momentum if any;
@@ -213,11 +219,17 @@ def _shards(
             # What other ranks send of a bucket waits to be added up, one bucket at a time.
             final += 2 * together if plan.hierarchical else together
 
+    if plan.compressions and plan.data_ranks * plan.cp > 1:
+        final += _COPIES * min(mine.held * master, COMPRESSED_TOGETHER_BYTES)
+
     average = shards * master * int(weight_average)
-    # What rounding lost, of all gradients that this rank hands over.
-    remainder = mine.held * 4 if plan.compression == "int8" and plan.data_ranks * plan.cp > 1 else 0.0
+    outer, under_way = (copies * shards * master * trained_share for copies in _between_sites(plan))
+    remainder = error_bytes(plan, mine.held, shards)
     state = elements * master
     elsewhere = {"nothing": 0.0, "host": 0.0, "disk": 0.0}
+    if plan.synchronization is not None and plan.synchronization.offload == "host":
+        elsewhere["host"] += outer
+        outer = 0.0
     elsewhere[plan.offload_parameters] += parameters
     if away and plan.device == "cuda":
         # Then the update runs on the host: what belongs to the shards is there.
@@ -235,7 +247,7 @@ def _shards(
         parameters=(0 if away else parameters) + gathered * compute,
         gathered=gathered * compute,
         exchanged=exchanged,
-        optimizer=state + average + remainder * trained_share,
+        optimizer=state + average + remainder * trained_share + outer + under_way,
         accumulated=accumulated * trained_share,
         last=waiting * compute * trained_share,
         reducing=reducing * trained_share,
@@ -247,3 +259,16 @@ def _shards(
         host=elsewhere["host"],
         disk=elsewhere["disk"],
     )
+
+
+def _between_sites(plan: Plan) -> tuple[float, float]:
+    """Of a rank's trained parameters, how many copies its site keeps of what all sites share, and how many
+    are under way between steps."""
+    seldom = plan.synchronization
+    if seldom is None:
+        return 0.0, 0.0
+    if not seldom.is_local:
+        return 0.0, seldom.staleness + 1.0
+    # What is waited for is there when gradients and activations are not.
+    at_once = min(seldom.fragments, -(-seldom.overlap_steps * seldom.fragments // seldom.every))
+    return 1.0 + (seldom.momentum > 0), at_once / seldom.fragments

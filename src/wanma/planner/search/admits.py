@@ -70,7 +70,9 @@ def takes_backward_apart(plan: Plan) -> str | None:
 def micro_batches_fit(plan: Plan, batches: Sequence[int]) -> bool:
     """Whether the schedule can run every one of these global batches."""
     return plan.pp == 1 or not any(
-        wrong_micro_batches(plan.schedule, plan.pp, plan.accumulation(batch)) for batch in batches
+        wrong_micro_batches(plan.schedule, plan.pp, count)
+        for batch in batches
+        for count in (set(plan.counts(batch)) if plan.counts_apart else (plan.accumulation(batch),))
     )
 
 

@@ -77,12 +77,13 @@ def layout_of(plan: Plan) -> tuple[int, ...]:
 
 
 def rank_of(one: Candidate) -> tuple[object, ...]:
-    """The faster plan first; where times are the same, the simpler one, then the smaller."""
+    """The faster plan first; where times are the same, the simpler one, then the smaller, then the exact."""
     return _rank(one.seconds, one.plan, one.memory_bytes)
 
 
 def _rank(seconds: float, plan: Plan, memory_bytes: float) -> tuple[object, ...]:
-    return (float(f"{seconds:.9g}"), *complexity(plan), float(f"{memory_bytes:.6g}"), str(plan.to_json()))
+    size, changed = float(f"{memory_bytes:.6g}"), len(plan.approximate)
+    return (float(f"{seconds:.9g}"), *complexity(plan), size, changed, str(plan.to_json()))
 
 
 def complexity(plan: Plan) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import ContextKind, Job, Recompute, Schedule, Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import can_compile_again, installed_torch
+from wanma.planner.compression import plan_fields
 from wanma.planner.rules import global_batches
 from wanma.planner.search.admits import (
     divisors,
@@ -120,7 +121,7 @@ class Space:
             precision=job.train.precision,
             fp8=job.train.fp8,
             device="cpu" if job.cluster.device == "cpu" else kind,
-            approximate=("fp8",) if job.train.fp8 else (),
+            **plan_fields(job),
         )
 
         def sizes(axis: str, otherwise: Sizes) -> Sizes:

@@ -1,0 +1,94 @@
+"""`wanma bench collectives`: how fast ranks exchange what they exchange in training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from wanma.cli.arguments import numbers
+
+_EXAMPLES = """\
+examples:
+  wanma bench collectives                                    2, 4 ... ranks of this machine
+  wanma bench collectives --ranks 4 --collectives all_reduce --sizes 1K..64M --out bench
+  wanma bench collectives --ranks 2 --save                   forecasts use it from then on
+  wanma bench collectives --nodes 2 --rendezvous 10.0.0.1:29500     the same on each machine
+
+Bandwidths are bus bandwidths by the definitions of nccl-tests; the limit is measured in the same run.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure this machine, or several together")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    found = actions.add_parser(
+        "collectives", help="time and bandwidth by collective, algorithm, size", epilog=_EXAMPLES
+    )
+    found.add_argument(
+        "--ranks", metavar="N,N", type=numbers, help="on one machine; default: 2, 4 ... to its GPUs or cores"
+    )
+    found.add_argument("--sizes", metavar="SIZES", help="such as 1K..64M or 4K,1M; default: 1K..256M")
+    found.add_argument("--collectives", metavar="NAME,NAME", type=_names, default=[], help="default: all")
+    found.add_argument(
+        "--algorithms", metavar="NAME,NAME", type=_names, default=[], help="backend, ring ...; default: all"
+    )
+    found.add_argument("--dtypes", metavar="NAME,NAME", type=_names, default=[], help="default: fp32")
+    found.add_argument("--seconds", metavar="N", type=float, help="for each number of ranks; default: 60")
+    found.add_argument("--out", metavar="DIR", type=Path, help="write JSON, CSV and a page of charts there")
+    found.add_argument("--save", action="store_true", help="add them to what forecasts know of this machine")
+    found.add_argument("--nodes", metavar="N", help="machines, each with this command: cluster.nodes")
+    found.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet: cluster.rendezvous")
+    found.add_argument("--node-rank", metavar="R", help="this machine's number: cluster.node_rank")
+    found.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any key of [cluster]; repeatable"
+    )
+    found.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from wanma.bench.asked import SIZES
+    from wanma.bench.collectives import DEFAULT_SECONDS, bench_collectives, cluster_section
+    from wanma.bench.collectives_text import sweeps_text
+    from wanma.bench.files import check_folder, write_sweeps
+    from wanma.bench.saved import check_saving, save_sweeps
+    from wanma.cli.show import show
+
+    overrides = [*arguments.set, *_options_as_overrides(arguments)]
+    if arguments.save:
+        check_saving(cluster_section(overrides).nodes)
+    if arguments.out is not None:
+        check_folder(arguments.out)
+    sweeps = bench_collectives(
+        ranks=arguments.ranks or (),
+        sizes=SIZES if arguments.sizes is None else arguments.sizes,
+        collectives=arguments.collectives,
+        algorithms=arguments.algorithms,
+        dtypes=arguments.dtypes,
+        seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
+        overrides=overrides,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    if not sweeps:
+        print("measured; the results are shown on the machine of rank 0")
+        return 0
+    show(sweeps_text(sweeps))
+    if arguments.out is not None:
+        print(f"Written: {', '.join(map(str, write_sweeps(sweeps, arguments.out)))}")
+    if arguments.save:
+        print(f"Kept in {save_sweeps(sweeps)}")
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Options that are another way to write a key, so that they are checked in one place."""
+    written = {
+        "cluster.nodes": arguments.nodes,
+        "cluster.rendezvous": arguments.rendezvous,
+        "cluster.node_rank": arguments.node_rank,
+    }
+    return [f"{key}={value}" for key, value in written.items() if value is not None]

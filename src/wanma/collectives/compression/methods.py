@@ -1,0 +1,31 @@
+"""The methods by the names that a job file gives them."""
+
+from __future__ import annotations
+
+from wanma.collectives.compression.blockwise import BlockwiseInt8
+from wanma.collectives.compression.pieces import Method
+from wanma.collectives.compression.power_sgd import PowerSGD
+from wanma.collectives.compression.rounding import BFloat16, Float16
+from wanma.collectives.compression.top_k import TopK
+from wanma.collectives.compression.two_phase import TwoPhase
+from wanma.collectives.compression.whole import Whole
+from wanma.job.sections import Compression
+
+KEEP_ERRORS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
+"""Those that add to the next gradient what they left out of the last."""
+
+
+def method_of(name: Compression, share: float) -> Method:
+    """
+    Args:
+        share: of each tensor's elements, what 'topk' sends.
+    """
+    methods: dict[Compression, Method] = {
+        "nothing": Whole(),
+        "bf16": TwoPhase(BFloat16()),
+        "fp16": TwoPhase(Float16()),
+        "int8": TwoPhase(BlockwiseInt8()),
+        "topk": TopK(share),
+        "powersgd": PowerSGD(),
+    }
+    return methods[name]

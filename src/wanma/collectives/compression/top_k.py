@@ -1,0 +1,83 @@
+"""Gradients by their largest elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.collectives.compression.pieces import Piece, gather
+
+ELEMENT_BYTES = 8
+"""A value in fp32, and its place in 32 bits."""
+
+
+class TopK:
+    """Of each tensor the `share` of elements with the largest absolute values is sent, as it is; the rest
+    waits in the error memory, where it grows until its turn comes (Stich et al. 2018, algorithm 1; Lin et al.
+    2018, section 3, without its momentum correction: the optimizer's momentum is of the sums).
+
+    Each rank chooses by what it holds itself, so that the sum has up to `share` times the ranks of all
+    elements. Values and places are all-gathered, sums made in fp32, in the order of the ranks. To sum shards
+    each rank chooses of every other's shard alike, and keeps nothing back of its own.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def kept(self, length: int) -> int:
+        """Elements that are sent of `length`: at least one."""
+        return min(max(math.ceil(self.share * length), 1), length)
+
+    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+        message, offsets = self._chosen(pieces)
+        totals = pieces[0].values.new_zeros(offsets[-1])
+        for of_rank in gather(message[0], group):
+            _add(totals, of_rank)
+        _put(totals, pieces)
+        return (group.size() - 1) * message.numel() * message.element_size()
+
+    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+        me = group.rank()
+        own = torch.cat([piece.error[me] + piece.values[me] for piece in pieces])
+        message, _ = self._chosen(pieces)
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, group=group)
+        for rank, of_rank in enumerate(received):
+            if rank != me:
+                _add(own, of_rank)
+        for piece in pieces:
+            piece.error[me] = 0.0
+        _put(own, pieces)
+        return (group.size() - 1) * message.shape[1] * message.element_size()
+
+    def _chosen(self, pieces: Sequence[Piece]) -> tuple[Tensor, list[int]]:
+        """(destinations, 2 × kept) int32, values before places among all pieces' elements; and where each
+        piece begins among those, and the end. What is not chosen is in the error memories then.
+        """
+        offsets, values, places = [0], [], []
+        for piece in pieces:
+            gradient = piece.error.add_(piece.values)
+            chosen = gradient.abs().topk(self.kept(piece.length), 1, sorted=False).indices
+            values.append(gradient.gather(1, chosen))
+            gradient.scatter_(1, chosen, 0.0)
+            places.append(chosen + offsets[-1])
+            offsets.append(offsets[-1] + piece.length)
+        if offsets[-1] >= 1 << 31:
+            raise ValueError(f"a bucket of {offsets[-1]:,} elements has places beyond 32 bits")
+        sent = torch.cat([torch.cat(values, 1).view(torch.int32), torch.cat(places, 1).to(torch.int32)], 1)
+        return sent, offsets
+
+
+def _add(totals: Tensor, message: Tensor) -> None:
+    """Add one rank's (2 × kept,) values at their places, no two of which are the same."""
+    values, places = message.chunk(2)
+    totals.index_add_(0, places.long(), values.view(torch.float32))
+
+
+def _put(totals: Tensor, pieces: Sequence[Piece]) -> None:
+    for piece, total in zip(pieces, totals.split([piece.length for piece in pieces]), strict=True):
+        piece.put(total)

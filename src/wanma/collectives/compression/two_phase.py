@@ -1,0 +1,104 @@
+"""Sums over ranks of what a codec makes smaller, in two phases.
+
+Each rank sums one part of the bucket: the others send it theirs, encoded (all-to-all); it decodes them, adds
+them up in fp32, its own as it is, encodes the sum, and all get it (all-gather). What travels is bytes of the
+codec both ways, and no rank ever adds two encoded numbers.
+
+Errors (Seide et al. 2014; for both phases Tang et al. 2019, algorithm 1): a sender keeps what encoding
+lost of what it sent; who sums keeps what encoding the sum lost, in its own memory of that part, which
+holds nothing else, for it sends itself nothing. All ranks decode the same bytes, and so hold the same sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.collectives.compression.pieces import Piece, Slice, aligned, gather, runs, width_of
+
+
+class Codec(Protocol):
+    """Numbers as fewer bytes, row by row; `decode` gives as many back as `encode` was given."""
+
+    keeps_error: bool
+
+    def encode(self, values: Tensor) -> Tensor:
+        """(rows, multiple of `ALIGNMENT`) fp32 → (rows, bytes) uint8."""
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        """The other way."""
+
+
+class TwoPhase:
+    """A method of `compression`, by `codec`."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+        ranks, me, sent = group.size(), group.rank(), 0
+        for run in runs(pieces, 1):
+            width = width_of(run)
+            row = aligned(math.ceil(width / ranks))
+            work = run[0].piece.values.new_zeros(ranks * row)
+            self._fill(work[None, :width], run)
+            rows = work.view(ranks, row)
+            total, size = self._sum_of_mine(rows, group)
+            encoded = self.codec.encode(total[None])
+            if self.codec.keeps_error:
+                torch.sub(total, self.codec.decode(encoded)[0], out=rows[me])
+                self._keep(work[None, :width], run)
+            sums = self.codec.decode(gather(encoded[0], group)).view(-1)
+            for one in run:
+                one.piece.values[0, one.start : one.stop] = sums[one.place]
+            sent += size + (ranks - 1) * encoded.numel()
+        return sent
+
+    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+        ranks, me, sent = group.size(), group.rank(), 0
+        for run in runs(pieces, ranks):
+            rows = run[0].piece.values.new_zeros(ranks, width_of(run))
+            self._fill(rows, run)
+            total, size = self._sum_of_mine(rows, group)
+            if self.codec.keeps_error:
+                rows[me] = 0.0  # what this rank sums itself is not encoded
+                self._keep(rows, run)
+            for one in run:
+                assert one.piece.result is not None
+                one.piece.result[one.start : one.stop] = total[one.place]
+            sent += size
+        return sent
+
+    def _sum_of_mine(self, rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        """The (width,) sum over the ranks of their row for this one, and the bytes sent.
+
+        With a codec that keeps errors the other ranks' rows become what encoding has lost of them.
+        """
+        encoded = self.codec.encode(rows)
+        received = torch.empty_like(encoded)
+        dist.all_to_all_single(received, encoded, group=group)
+        parts = self.codec.decode(received)
+        me = group.rank()
+        parts[me] = rows[me]
+        total = parts.sum(0)
+        if self.codec.keeps_error:
+            rows -= self.codec.decode(encoded)
+        return total, (group.size() - 1) * encoded.shape[1]
+
+    def _fill(self, rows: Tensor, run: Sequence[Slice]) -> None:
+        """Gradients, and what earlier exchanges have left out of them."""
+        for one in run:
+            values, place = one.piece.values[:, one.start : one.stop], rows[:, one.place]
+            if self.codec.keeps_error:
+                torch.add(values, one.piece.error[:, one.start : one.stop], out=place)
+            else:
+                place.copy_(values)
+
+    def _keep(self, lost: Tensor, run: Sequence[Slice]) -> None:
+        for one in run:
+            one.piece.error[:, one.start : one.stop] = lost[:, one.place]

@@ -1,0 +1,124 @@
+"""The C++ library as Python calls it. Every call lets other threads of Python run meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MOST_RANKS = 256
+"""kMostRanks in native/arena.hpp."""
+
+
+class Outcome(IntEnum):
+    """How a collective ended; as in native/arena.hpp."""
+
+    DONE = 0
+    LATE = 1
+    DEAD = 2
+    LEFT = 3
+    ABORTED = 4
+    MISMATCH = 5
+    UNDER_WAY = 6
+
+
+class Kind(IntEnum):
+    """Which collective; as in native/collectives.hpp."""
+
+    BARRIER = 0
+    ALL_REDUCE = 1
+    ALL_GATHER = 2
+    REDUCE_SCATTER = 3
+    BROADCAST = 4
+    ALL_TO_ALL = 5
+
+
+class Operation(IntEnum):
+    """What is made of all ranks' elements; as in native/reduce.hpp."""
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    AVERAGE = 4
+
+
+TYPES = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int8: 6,
+    torch.uint8: 7,
+    torch.bool: 7,
+}
+"""What can be reduced; as in native/reduce.hpp. Booleans are bytes of 0 and 1."""
+BYTES = 8
+"""What is only copied."""
+
+
+class Call(ctypes.Structure):
+    """WanmaCall in native/group.cpp."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("type", ctypes.c_uint32),
+        ("operation", ctypes.c_uint32),
+        ("root", ctypes.c_int32),
+        ("count", ctypes.c_uint64),
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("inputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("outputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("input_bytes", ctypes.POINTER(ctypes.c_uint64)),
+        ("output_bytes", ctypes.POINTER(ctypes.c_uint64)),
+        ("timeout_nanoseconds", ctypes.c_int64),
+    )
+
+
+def pointers(addresses: Sequence[int]) -> Any:
+    """One for each rank."""
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def sizes(counts: Sequence[int]) -> Any:
+    """Bytes, one number for each rank."""
+    return (ctypes.c_uint64 * len(counts))(*counts)
+
+
+@cache
+def load(path: Path) -> ctypes.CDLL:
+    """The library with the types of its functions.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    library = ctypes.CDLL(str(path))
+    handle, size, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "wanma_arena_bytes": (size, [number, size, size]),
+        "wanma_heap_offset": (size, [number, number, size, size]),
+        "wanma_has_float16": (number, []),
+        "wanma_open": (
+            handle,
+            [handle, number, number, size, size, ctypes.c_int64, ctypes.POINTER(number)],
+        ),
+        "wanma_submit": (size, [handle, ctypes.POINTER(Call), number]),
+        "wanma_wait": (number, [handle, size, ctypes.c_int64]),
+        "wanma_done": (size, [handle]),
+        "wanma_cause": (number, [handle, ctypes.POINTER(ctypes.c_uint8)]),
+        "wanma_abort": (None, [handle]),
+        "wanma_close": (None, [handle]),
+        "wanma_free": (None, [handle]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,184 @@
+// What Python calls (library.py): a group's queue of collectives, run in order by whoever waits for one or,
+// while nobody does, by a thread of the group's own.
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "collectives.hpp"
+
+namespace wanma {
+
+class Group {
+ public:
+  Group(uint8_t* base, int rank, int ranks, uint64_t chunk_bytes, uint64_t heap_bytes, int64_t spin_nanoseconds,
+        const int* peers)
+      : arena(base, rank, ranks, chunk_bytes, heap_bytes, spin_nanoseconds, peers) {}
+
+  ~Group() { close(); }
+
+  // Put a collective in the queue; returns its number, from 1.
+  uint64_t submit(Call call, bool in_background) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(call));
+    const uint64_t number = ++submitted_;
+    if (in_background) call_thread();
+    return number;
+  }
+
+  // Until collective `number` has ended. What nobody has begun is done here and now, unless whoever waits
+  // wants to wait for so long only: 0 is as long as the collective takes.
+  Outcome wait(uint64_t number, int64_t timeout_nanoseconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t until = now_nanoseconds() + timeout_nanoseconds;
+    if (timeout_nanoseconds != 0 && done_ < number) call_thread();
+    while (done_ < number) {
+      if (timeout_nanoseconds == 0 && !running_) {
+        run_first(lock);
+      } else if (timeout_nanoseconds == 0) {
+        changed_.wait(lock);
+      } else if (now_nanoseconds() >= until) {
+        return kUnderWay;
+      } else {
+        changed_.wait_for(lock, std::chrono::nanoseconds(until - now_nanoseconds()));
+      }
+    }
+    return number >= failed_from_ ? failure_ : kDone;
+  }
+
+  uint64_t done() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return done_;
+  }
+
+  // Ends what is under way, and the thread; peers hear of it.
+  void close() {
+    arena.close();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      to_do_.notify_all();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+  Arena arena;
+
+ private:
+  // With the lock held.
+  void call_thread() {
+    if (!thread_.joinable() && !arena.closed()) thread_ = std::thread([this] { serve(); });
+    to_do_.notify_one();
+  }
+
+  // With the lock held: run the first of the queue, without it meanwhile.
+  void run_first(std::unique_lock<std::mutex>& lock) {
+    running_ = true;
+    Call call = std::move(queue_.front());
+    queue_.pop_front();
+    const bool fails = failed_from_ != UINT64_MAX;  // after one that failed there is no order among ranks
+    lock.unlock();
+    const Outcome outcome = fails ? failure_ : arena.closed() ? kAborted : Collectives(arena).run(call);
+    lock.lock();
+    running_ = false;
+    ++done_;
+    if (outcome != kDone && !fails) {
+      failed_from_ = done_;
+      failure_ = outcome;
+    }
+    changed_.notify_all();
+    to_do_.notify_one();  // the thread waits while somebody else runs
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      to_do_.wait(lock, [this] { return arena.closed() || (!queue_.empty() && !running_); });
+      if (arena.closed()) return;
+      run_first(lock);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable to_do_, changed_;
+  std::deque<Call> queue_;
+  std::thread thread_;
+  bool running_ = false;
+  uint64_t submitted_ = 0, done_ = 0, failed_from_ = UINT64_MAX;
+  Outcome failure_ = kDone;
+};
+
+}  // namespace wanma
+
+using namespace wanma;
+
+extern "C" {
+
+// As library.py has it.
+struct WanmaCall {
+  uint32_t kind, type, operation;
+  int32_t root;
+  uint64_t count;
+  void *input, *output;
+  void* const* inputs;   // null, or one for each rank
+  void* const* outputs;
+  const uint64_t *input_bytes, *output_bytes;
+  int64_t timeout_nanoseconds;
+};
+
+uint64_t wanma_arena_bytes(int ranks, uint64_t chunk_bytes, uint64_t heap_bytes) {
+  return Arena::control_bytes(ranks) + Arena::staging_bytes(ranks, chunk_bytes) + heap_bytes * ranks;
+}
+
+uint64_t wanma_heap_offset(int rank, int ranks, uint64_t chunk_bytes, uint64_t heap_bytes) {
+  return Arena::control_bytes(ranks) + Arena::staging_bytes(ranks, chunk_bytes) + heap_bytes * rank;
+}
+
+int wanma_has_float16() { return WANMA_HAS_FLOAT16; }
+
+void* wanma_open(void* base, int rank, int ranks, uint64_t chunk_bytes, uint64_t heap_bytes,
+                 int64_t spin_nanoseconds, const int* peers) {
+  auto* bytes = static_cast<uint8_t*>(base);
+  return new Group(bytes, rank, ranks, chunk_bytes, heap_bytes, spin_nanoseconds, peers);
+}
+
+uint64_t wanma_submit(void* group, const WanmaCall* call, int in_background) {
+  auto* own = static_cast<Group*>(group);
+  const int ranks = own->arena.ranks();
+  Call copied = {static_cast<Kind>(call->kind), static_cast<Type>(call->type),
+                 static_cast<Operation>(call->operation), call->root, call->count,
+                 static_cast<uint8_t*>(call->input), static_cast<uint8_t*>(call->output), {}, {}, {}, {},
+                 call->timeout_nanoseconds};
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (call->inputs) copied.inputs.push_back(static_cast<uint8_t*>(call->inputs[rank]));
+    if (call->outputs) copied.outputs.push_back(static_cast<uint8_t*>(call->outputs[rank]));
+    if (call->input_bytes) copied.input_bytes.push_back(call->input_bytes[rank]);
+    if (call->output_bytes) copied.output_bytes.push_back(call->output_bytes[rank]);
+  }
+  return own->submit(std::move(copied), in_background != 0);
+}
+
+int wanma_wait(void* group, uint64_t number, int64_t timeout_nanoseconds) {
+  return static_cast<Group*>(group)->wait(number, timeout_nanoseconds);
+}
+
+uint64_t wanma_done(void* group) { return static_cast<Group*>(group)->done(); }
+
+// Who is the cause of the failure; `missing` gets, for each rank, whether it had not come.
+int wanma_cause(void* group, uint8_t* missing) {
+  Arena& arena = static_cast<Group*>(group)->arena;
+  for (int rank = 0; rank < arena.ranks(); ++rank) missing[rank] = arena.missing(rank);
+  return arena.cause();
+}
+
+void wanma_abort(void* group) {
+  Arena& arena = static_cast<Group*>(group)->arena;
+  arena.fail(kAborted, arena.rank());
+}
+
+void wanma_close(void* group) { static_cast<Group*>(group)->close(); }
+
+void wanma_free(void* group) { delete static_cast<Group*>(group); }
+
+}  // extern "C"

@@ -1,0 +1,58 @@
+"""Compressed sums of the gradients that `whole` holds: bucket by bucket, after the last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from wanma.collectives.stopwatch import Stopwatch
+from wanma.parallel.compressed import GradientCompression
+from wanma.parallel.gradient_sums import Bucket
+
+
+def sum_compressed(
+    gradients: Mapping[int, Tensor],
+    layout: Sequence[Bucket],
+    names: Mapping[int, str],
+    compression: GradientCompression,
+    group: dist.ProcessGroup,
+    stopwatch: Stopwatch,
+) -> dict[int, Tensor]:
+    """Sums over `group`, in the memory of the gradients; every rank calls it.
+
+    Which parameters have a gradient may differ between ranks: who has none where another has one gives zeros.
+    Where nobody has one there is no sum, and what was left out of earlier gradients stays.
+
+    Args:
+        gradients: by number of the parameter, plain and contiguous.
+        layout: of all parameters that are trained, the same on all ranks.
+        names: of these.
+    """
+    sizes = [size for bucket in layout for size in bucket.sizes]
+    if not sizes:
+        return {}
+    device = next((one.device for one in gradients.values()), torch.device("cpu"))
+    sums: dict[int, Tensor] = {}
+    with stopwatch.waiting("data"):
+        has = torch.tensor([float(size.parameter in gradients) for size in sizes], device=device)
+        dist.all_reduce(has, group=group)
+        # In a dry run tensors have no values, and what one rank has all have.
+        ranks = [1.0] * len(sizes) if is_fake(has) else has.tolist()
+        anywhere = {size.parameter for size, number in zip(sizes, ranks, strict=True) if number}
+        for bucket in layout:
+            pieces: list[tuple[str, Tensor, Tensor | None]] = []
+            for size in bucket.sizes:
+                if size.parameter not in anywhere:
+                    continue
+                gradient = gradients.get(size.parameter)
+                if gradient is None:
+                    gradient = torch.zeros(size.shape, dtype=size.dtype, device=device)
+                sums[size.parameter] = gradient
+                pieces.append((names[size.parameter], gradient.view(1, gradient.numel()), None))
+            if pieces:
+                compression.exchange(pieces, group)
+    return sums

@@ -1,0 +1,72 @@
+"""What the collectives of a run go over, on CPUs: memory that ranks share, or Gloo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from wanma.collectives.shared.backend import WAY_OUT, Way, backend, shared_group, why_not
+from wanma.collectives.shared.library import load
+from wanma.hardware.compiler import cpp_compiler
+from wanma.hardware.native import COLLECTIVES, built
+from wanma.job.errors import WanmaError
+from wanma.job.sections import Collectives
+from wanma.job.worker import Worker
+
+
+def backend_name(worker: Worker, device: torch.device, collectives: Collectives) -> str:
+    """What `init_process_group` is to be given.
+
+    Raises:
+        WanmaError: shared memory is wanted of this rank, and cannot be had.
+    """
+    if device.type != "cpu":
+        return "cpu:gloo,cuda:nccl"
+    if collectives == "gloo" or worker.world_size == 1:
+        return "gloo"
+    found = native_library()
+    required = collectives == "shared"
+    if required and found.path is None:
+        raise WanmaError(f"parallel.collectives = 'shared' cannot be done: {found.reason}", WAY_OUT)
+    # Where this rank cannot, the others have to hear of it: it takes part in their meeting all the same.
+    return backend(Way(found.path, found.reason, required, worker.local_world_size))
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """The collectives' C++, compiled; or why it is not."""
+
+    path: Path | None
+    reason: str = ""
+
+
+def native_library() -> NativeLibrary:
+    """Compiled where it is not there yet: about four seconds, once for this user and processor."""
+    compiler = cpp_compiler()
+    if compiler is None:
+        return NativeLibrary(None, "no C++ compiler was found (apt-get install g++)")
+    try:
+        path = built(COLLECTIVES, compiler)
+        library = load(path)
+    except WanmaError as error:
+        return NativeLibrary(None, error.message)
+    except OSError as error:
+        return NativeLibrary(None, f"the compiled code cannot be loaded: {error}")
+    if not library.wanma_has_float16():
+        return NativeLibrary(None, f"{compiler} does not know 16-bit numbers (g++ 12 or later does)")
+    return NativeLibrary(path)
+
+
+def tell_transport(worker: Worker, collectives: Collectives) -> None:
+    """Say it once, in rank 0's log; as a message of the run where it is not what could be."""
+    world = dist.group.WORLD
+    if worker.rank != 0 or world is None or collectives == "gloo":
+        return
+    if shared_group(world) is not None:
+        print(f"collectives of {world.size()} ranks go over shared memory", flush=True)
+    elif reason := why_not(world):
+        text = f"collectives go through Gloo, over TCP: {reason}"
+        worker.control.event({"kind": "message", "level": "info", "text": text})

@@ -1,0 +1,89 @@
+"""How long a rank computes in a step, without what it waits for others: its pace, and who is slow, follow
+from it.
+
+On a CPU all that is waited for is timed where it is waited for, and left out. A GPU waits within what is
+queued on it: there the device's own clock tells the forward alone, in which data ranks exchange nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+FORWARDS = 3.0
+"""Of a forward's time, what forward and backward take: backward computes the gradients of inputs and of
+weights (Kaplan et al. 2020, section 2.1). Ranks are compared with each other, so that it cancels."""
+
+
+class WorkClock:
+    """Adds up the pieces of a step between `start` and `stop`, or a whole step's forward and backward.
+
+    Args:
+        device: "cpu" or "cuda".
+        waited: seconds that this process has waited for other ranks so far; not asked on GPUs.
+        by_piece: between the pieces it waits for others, untimed, as for its neighbours in a pipeline.
+
+    Attributes:
+        is_on: whether pieces count; evaluation's do not.
+    """
+
+    def __init__(self, device: str, waited: Callable[[], float], *, by_piece: bool) -> None:
+        self.is_on = True
+        self._by_piece = by_piece or device == "cuda"
+        self._device, self._waited = device, waited
+        self._seconds = 0.0
+        self._began: tuple[float, float] | None = None
+        self._queued: list[tuple[Any, Any]] = []
+        self._event: Any = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All of a step's forwards and backwards, and what is between them, in one piece if that can be."""
+        if self._by_piece:
+            yield
+            return
+        self.start()
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+            self.stop(forward=False)
+
+    def start(self) -> None:
+        """A forward or a backward of this rank begins."""
+        if not self.is_on:
+            return
+        if self._device == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._began = (time.perf_counter(), self._waited())
+
+    def stop(self, *, forward: bool) -> None:
+        """It has ended, or on a GPU is queued."""
+        if not self.is_on:
+            return
+        if self._device == "cuda":
+            if self._event is not None and forward:
+                end: Any = torch.cuda.Event(enable_timing=True)
+                end.record()
+                self._queued.append((self._event, end))
+            self._event = None
+        elif self._began is not None:
+            began, waited = self._began
+            self._seconds += max(time.perf_counter() - began - (self._waited() - waited), 0.0)
+            self._began = None
+
+    def take(self) -> float:
+        """Seconds since the last call; on a GPU when all that was queued has ended."""
+        if self._device == "cuda":
+            queued, self._queued = self._queued, []
+            forwards: float = sum(begin.elapsed_time(end) for begin, end in queued)
+            return FORWARDS * forwards / 1e3  # from milliseconds
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -1,0 +1,43 @@
+"""What is each machine's own affair: its interface and its place in the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wanma.api.launch import _agreed as agreed_script
+from wanma.api.launch import launch_script
+from wanma.api.run import _agreed, train_job
+from wanma.job.errors import WanmaError
+from wanma.job.load import job_from
+from wanma.job.plan import Plan
+from wanma.job.sections import ClusterSection, Job
+
+
+def job(**cluster: object) -> Job:
+    return job_from({"model": {"preset": "gpt-1m"}, "cluster": {"device": "cpu", **cluster}})
+
+
+def test_machines_agree_though_their_interfaces_and_places_differ(tmp_path: Path) -> None:
+    common = {"nodes": 2, "rendezvous": "10.0.0.1:29500"}
+    one = job(**common, interface="eth0", place="r1", node_rank=0)
+    other = job(**common, interface="ens3", place="r2", node_rank=1)
+    assert _agreed(one, Plan()) == _agreed(other, Plan())
+    assert _agreed(one, Plan()) != _agreed(job(**common, hang_seconds=7.0), Plan())
+    script = tmp_path / "script.py"
+    script.write_text("")
+    sections = (one.cluster, other.cluster)
+    assert len({agreed_script(script, (), 2, section) for section in sections}) == 1
+    assert agreed_script(script, (), 2, ClusterSection()) != agreed_script(script, (), 2, one.cluster)
+
+
+def test_an_interface_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(WanmaError, match="this machine has no interface 'ib7'") as refused:
+        train_job(job(interface="ib7"), run_directory=tmp_path / "run")
+    assert "there are: " in refused.value.hint
+    script = tmp_path / "script.py"
+    script.write_text("")
+    with pytest.raises(WanmaError, match="no interface 'ib7'"):
+        launch_script(script, [], 1, run_directory=tmp_path / "run", overrides=["cluster.interface=ib7"])
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,63 @@
+"""What can be asked of `wanma bench collectives`, and how it is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanma.bench.asked import algorithms_of, dtypes_of, sizes_of
+from wanma.job.errors import JobError
+
+KNOWN = (
+    ("all_reduce", "backend"),
+    ("all_reduce", "ring"),
+    ("all_gather", "backend"),
+    ("broadcast", "tree"),
+)
+
+
+def test_sizes_are_a_list_or_a_range_of_fourfold_steps() -> None:
+    assert sizes_of("1K..16K") == (1024, 4096, 16384)
+    assert sizes_of("1K..10K") == (1024, 4096, 10240), "both ends are measured"
+    assert sizes_of("4M, 1KiB,100") == (100, 1024, 4 << 20)
+    assert sizes_of("2K..2K") == (2048,)
+    assert len(sizes_of("1K..256M")) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is no size"),
+        ("1X", "'1X' is no size"),
+        ("4K..1K", "4K..1K falls"),
+        ("0", "a size is from 1 byte to 16G"),
+        ("17G", "a size is from 1 byte to 16G"),
+    ],
+)
+def test_what_is_no_size_is_refused(text: str, message: str) -> None:
+    with pytest.raises(JobError, match=message.replace(".", r"\.")):
+        sizes_of(text)
+
+
+def test_collectives_and_algorithms_narrow_each_other_down() -> None:
+    assert algorithms_of([], [], KNOWN) == KNOWN
+    assert algorithms_of(["all_reduce"], [], KNOWN) == KNOWN[:2]
+    assert algorithms_of([], ["backend"], KNOWN) == (KNOWN[0], KNOWN[2])
+    assert algorithms_of(["broadcast"], ["tree"], KNOWN) == (KNOWN[3],)
+
+
+def test_names_that_there_are_not_are_refused_with_those_there_are() -> None:
+    with pytest.raises(JobError, match=r"no 'all_reduced'\. Did you mean 'all_reduce'\?"):
+        algorithms_of(["all_reduced"], [], KNOWN)
+    with pytest.raises(JobError, match="--algorithms: there is no 'butterfly'") as refused:
+        algorithms_of([], ["butterfly"], KNOWN)
+    assert refused.value.hint == "there are: backend, ring, tree"
+    with pytest.raises(JobError, match="broadcast: by ring there is none") as refused:
+        algorithms_of(["broadcast"], ["ring"], KNOWN)
+    assert refused.value.hint == "algorithms: tree"
+
+
+def test_a_precision_is_fp32_unless_others_are_named() -> None:
+    assert dtypes_of([]) == ("fp32",)
+    assert dtypes_of(["bf16", "fp32", "bf16"]) == ("bf16", "fp32")
+    with pytest.raises(JobError, match="--dtypes: there is no 'fp8'"):
+        dtypes_of(["fp8"])

@@ -1,0 +1,119 @@
+"""`wanma bench collectives`, really measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wanma.bench.collectives import bench_collectives, cluster_section
+from wanma.cli.main import main
+from wanma.job.errors import JobError
+
+CPU = "cluster.device=cpu"
+
+
+def test_every_collective_is_measured_by_every_algorithm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "collectives", "--ranks", "3", "--sizes", "1K,64K", "--dtypes", "fp32,bf16"]
+    arguments += ["--seconds", "1", "--set", CPU, "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "3 ranks: round 1" in captured.err
+    assert "3 ranks, gloo: " in captured.out
+    assert "copying within memory" in captured.out
+    rows = list(csv.DictReader((tmp_path / "out" / "collectives.csv").open()))
+    measured = {(row["collective"], row["algorithm"]) for row in rows}
+    assert measured >= {
+        ("all_reduce", "backend"),
+        ("all_reduce", "ring"),
+        ("all_reduce", "tree"),
+        ("all_reduce", "halving_doubling"),
+        ("all_gather", "backend"),
+        ("all_gather", "direct"),
+        ("all_gather", "ring"),
+        ("reduce_scatter", "direct"),
+        ("reduce_scatter", "ring"),
+        ("all_to_all", "backend"),
+        ("broadcast", "backend"),
+        ("broadcast", "tree"),
+    }
+    assert len(rows) == len(measured) * 2 * 2
+    for row in rows:
+        assert 0 < float(row["seconds"]) < 5
+        assert float(row["limit_bytes_per_second"]) > 1e6
+        size, item = int(row["size_bytes"]), 4 if row["dtype"] == "fp32" else 2
+        assert size % (3 * item) == 0, "whole elements for every rank"
+        assert 0 <= size - (1024 if size < 60000 else 65536) < 3 * item
+    assert "<figure" in (tmp_path / "out" / "collectives.html").read_text()
+    (sweep,) = json.loads((tmp_path / "out" / "collectives.json").read_text())["sweeps"]
+    assert (sweep["ranks"], sweep["nodes"], sweep["backend"]) == (3, 1, "gloo")
+
+
+def test_two_machines_measure_together_and_the_first_one_shows_it(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    command = [sys.executable, "-m", "wanma", "bench", "collectives", "--nodes", "2", "--rendezvous", place]
+    command += [
+        "--ranks",
+        "1",
+        "--sizes",
+        "4K",
+        "--collectives",
+        "all_reduce",
+        "--seconds",
+        "1",
+        "--set",
+        CPU,
+    ]
+    both = [
+        subprocess.Popen([*command, "--node-rank", number], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        for number in ("0", "1")
+    ]
+    (first, _), (second, _) = (one.communicate(timeout=120) for one in both)
+    assert [one.returncode for one in both] == [0, 0]
+    assert "2 ranks on 2 nodes, gloo: " in first
+    assert "messages between two machines" in first
+    assert "halving_doubling" in first
+    assert second == "measured; the results are shown on the machine of rank 0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "1Q"], "'1Q' is no size"),
+        (["--ranks", "1"], "takes at least 2 ranks"),
+        (["--ranks", "two"], "'two' is no list of numbers"),
+        (["--seconds", "0"], "--seconds 0: measuring takes time"),
+        (["--algorithms", "butterfly"], "there is no 'butterfly'"),
+        (["--dtypes", "int3"], "there is no 'int3'"),
+        (["--set", "train.steps=3"], "train.steps says nothing about machines"),
+        (["--nodes", "2..3"], "it measures with all machines"),
+        (["--nodes", "2", "--save"], "--save with --nodes 2"),
+        (["--ranks", "64", "--sizes", "16G"], "64 ranks with up to 3 buffers of 16.0 GiB need"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_message_before_anything_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "collectives", "--set", CPU, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_several_numbers_of_ranks_are_for_one_machine() -> None:
+    with pytest.raises(JobError, match="they measure in one go"):
+        bench_collectives(ranks=[1, 2], overrides=[CPU, "cluster.nodes=2", "cluster.rendezvous=127.0.0.1:1"])
+
+
+def test_options_say_where_it_runs() -> None:
+    section = cluster_section(["cluster.nodes=2", "cluster.interface=eth1"])
+    assert (section.nodes, section.interface) == (2, "eth1")

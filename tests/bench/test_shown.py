@@ -1,0 +1,206 @@
+"""The results of a sweep: table, page, CSV, JSON, and what of it a calibration keeps."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from support.machines import CHIP
+from wanma.bench.collectives_page import charts, sweeps_page
+from wanma.bench.collectives_text import sweeps_text
+from wanma.bench.files import check_folder, write_sweeps
+from wanma.bench.operators import forecast_seconds
+from wanma.bench.results import COLUMNS, Sweep, to_csv
+from wanma.bench.saved import check_saving, save_sweeps
+from wanma.collectives.bandwidth import Timing
+from wanma.job.errors import JobError, WanmaError
+from wanma.planner.cost.communication import Group, all_gather_seconds, all_reduce_seconds
+from wanma.planner.cost.machine import Link, Machine
+from wanma.planner.measure.calibration import (
+    Calibration,
+    Measured,
+    Point,
+    load_calibration,
+    save_calibration,
+)
+
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+LINK = Machine(CHIP, (Link(4, 1e-4, 2e9),), start_seconds=0.0)
+
+
+def sweep(machine: Machine = LINK) -> Sweep:
+    """As if measured on a machine with such links; its ring is half as fast."""
+    timings = [
+        Timing(
+            "all_reduce", name, "fp32", 4, 1, size, factor * all_reduce_seconds(machine, Group(4), size), 8e9
+        )
+        for name, factor in (("backend", 1.0), ("ring", 2.0))
+        for size in SIZES
+    ]
+    timings += [
+        Timing("all_gather", "direct", "fp32", 4, 1, size, all_gather_seconds(machine, Group(4), size), 8e9)
+        for size in SIZES
+    ]
+    return Sweep(
+        4, 1, "a CPU", 1, "gloo", "copying", "a machine", "2026-11-22T00:00:00+00:00", tuple(timings), 0
+    )
+
+
+def shown(one: Sweep) -> str:
+    text = io.StringIO()
+    Console(file=text, width=140).print(sweeps_text([one]))
+    return text.getvalue()
+
+
+def test_the_table_has_a_line_for_each_size_with_time_bandwidth_and_share_of_the_limit() -> None:
+    lines = shown(sweep()).splitlines()
+    assert lines[0] == "4 ranks, gloo: a machine"
+    start = lines.index("all_reduce, fp32")
+    assert lines[start + 1].split() == [
+        "size",
+        "backend",
+        "µs",
+        "GB/s",
+        "ring",
+        "µs",
+        "GB/s",
+        "limit",
+        "GB/s",
+        "of",
+        "it",
+    ]
+    size, unit, backend, rate, ring, half, limit, share = lines[start + 5].split()
+    assert (size, unit) == ("16.0", "MiB")
+    seconds = all_reduce_seconds(LINK, Group(4), 1 << 24)
+    assert backend == f"{1e6 * seconds:,.0f}"
+    assert float(ring.replace(",", "")) == pytest.approx(2e6 * seconds, rel=1e-3)
+    assert rate == f"{1.5 * (1 << 24) / seconds / 1e9:.3g}"
+    assert float(half) == pytest.approx(float(rate) / 2, rel=0.01)
+    assert (limit, share) == ("8", f"{float(rate) / 8:.0%}")
+    assert "all_gather, fp32" in lines
+    assert "Other programs" not in shown(sweep())
+    assert "busy during 3 of the measurements" in shown(replace(sweep(), disturbed=3))
+
+
+def test_a_forecast_stands_after_the_time_of_what_training_runs() -> None:
+    timings = sweep().timings
+    foreseen = tuple(
+        replace(one, forecast_seconds=1.5e-3) if one.algorithm == "backend" else one for one in timings
+    )
+    lines = shown(replace(sweep(), timings=foreseen)).splitlines()
+    start = lines.index("all_reduce, fp32")
+    assert lines[start + 1].split()[:5] == ["size", "backend", "µs", "forecast", "GB/s"]
+    assert all(line.split()[3] == "1,500" for line in lines[start + 2 : start + 6])
+    assert "forecast" not in lines[lines.index("all_gather, fp32") + 1]
+
+
+def test_forecasts_know_what_training_runs_and_nothing_else() -> None:
+    def foreseen(collective: str, algorithm: str, on_cpu: bool = True) -> float | None:
+        return forecast_seconds(LINK, collective, algorithm, 4, 1 << 20, on_cpu=on_cpu)
+
+    assert foreseen("all_reduce", "backend") == all_reduce_seconds(LINK, Group(4), 1 << 20)
+    assert foreseen("all_gather", "direct") == all_gather_seconds(LINK, Group(4), 1 << 20)
+    assert foreseen("all_gather", "direct", on_cpu=False) is None, "there is no such way on a GPU"
+    assert foreseen("all_reduce", "ring") is None
+    assert foreseen("broadcast", "backend") is None
+    for unknown in (None, replace(LINK, unknown="nobody says"), replace(LINK, links=(Link(2, 0.0, 1.0),))):
+        assert forecast_seconds(unknown, "all_reduce", "backend", 4, 1 << 20, on_cpu=True) is None
+
+
+def test_the_page_draws_bandwidth_and_time_of_each_collective_beside_the_limit() -> None:
+    drawn = charts(sweep())
+    assert [chart.title for chart in drawn] == [
+        "all_reduce, fp32: bus bandwidth",
+        "all_reduce, fp32: time",
+        "all_gather, fp32: bus bandwidth",
+        "all_gather, fp32: time",
+    ]
+    assert [line.name for line in drawn[0].lines] == ["backend", "ring", "limit"]
+    assert list(drawn[0].lines[0].xs) == list(map(float, SIZES))
+    page = sweeps_page([sweep()])
+    assert page.startswith("<!doctype html>")
+    assert page.count("<figure") == 4
+    assert "of &lt;somebody&gt;" in sweeps_page([replace(sweep(), machine="of <somebody>")])
+    assert "nccl-tests" in page
+
+
+def test_a_single_size_makes_a_page_too() -> None:
+    one = replace(sweep(), timings=sweep().timings[:1])
+    assert sweeps_page([one]).count("<figure") == 2
+
+
+def test_csv_and_json_have_all_columns_and_read_back(tmp_path: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv([sweep()]))))
+    assert len(rows) == len(sweep().timings)
+    assert tuple(rows[0]) == COLUMNS
+    first = sweep().timings[0]
+    assert float(rows[0]["bus_bytes_per_second"]) == first.bus_bandwidth
+    files = write_sweeps([sweep()], tmp_path / "new" / "folder")
+    assert [path.name for path in files] == ["collectives.json", "collectives.csv", "collectives.html"]
+    (written,) = json.loads(files[0].read_text())["sweeps"]
+    assert written["timings"][0]["seconds"] == first.seconds
+    assert written["backend"] == "gloo"
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WanmaError, match="cannot write to") as refused:
+        check_folder(tmp_path / "file")
+    assert "--out DIR" in refused.value.hint
+
+
+def calibrated(path: Path) -> Measured:
+    """A machine whose links were measured slower than `LINK`."""
+    slow = replace(LINK, links=(Link(4, 1e-3, 2e8),))
+    points = tuple(
+        Point(operator, (4, size), seconds(slow, Group(4), size))
+        for size in SIZES
+        for operator, seconds in (("all_reduce", all_reduce_seconds), ("send", all_gather_seconds))
+    )
+    points += (Point("product", (64, 64, 64), 1e-6, "fp32"),)
+    measured = Measured("a CPU", 4, 1, slow, points=points)
+    save_calibration(Calibration((measured,)), path)
+    return measured
+
+
+def test_saved_links_are_those_that_forecasts_use_and_all_else_stays(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    before = calibrated(path)
+    save_sweeps([sweep()], path)
+    after = load_calibration(path).find("a CPU", 4, 1)
+    assert after is not None
+    assert after.machine.chip == before.machine.chip
+    for size in SIZES:
+        forecast = all_reduce_seconds(after.machine, Group(4), size)
+        assert forecast == pytest.approx(all_reduce_seconds(LINK, Group(4), size), rel=0.15)
+    kept = {point.operator for point in after.points}
+    assert kept == {"all_reduce", "all_gather", "send", "product"}
+    assert [point.shape[1] for point in after.points if point.operator == "all_reduce"] == list(SIZES)
+
+
+def test_without_a_calibration_of_so_many_ranks_nothing_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    calibrated(path)
+    with pytest.raises(WanmaError, match="a CPU with 2 ranks was not calibrated") as refused:
+        save_sweeps([replace(sweep(), ranks=2)], path)
+    assert "wanma cluster --calibrate --ranks 2" in refused.value.hint
+
+
+def test_without_the_backends_all_reduces_nothing_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    before = calibrated(path)
+    others = tuple(one for one in sweep().timings if one.algorithm != "backend")
+    with pytest.raises(WanmaError, match="all-reduces in fp32, which were not measured"):
+        save_sweeps([replace(sweep(), timings=others)], path)
+    assert load_calibration(path).measured == (before,)
+
+
+def test_links_between_machines_are_not_a_machines_own() -> None:
+    with pytest.raises(JobError, match="--save with --nodes 2"):
+        check_saving(2)

@@ -1,0 +1,341 @@
+"""Compressed sums over real processes, against references that say what was published in a few lines each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.ranks import run_ranks
+from wanma.collectives.compression import pieces as pieces_module
+from wanma.collectives.compression.blockwise import BlockwiseInt8
+from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
+from wanma.collectives.compression.pieces import Memory, Piece
+from wanma.collectives.compression.power_sgd import first_q
+from wanma.collectives.compression.rounding import BFloat16, Float16
+from wanma.job.plan import Plan
+from wanma.job.sections import Compression
+from wanma.job.worker import Worker
+from wanma.parallel.mesh import process_grid
+
+RANKS = 3
+STEPS = 4
+SHAPES = ((24, 40), (7,), (6, 130))
+"""Of gradients; rows that 3 ranks can share, but for the vector."""
+SHARE, RANK = 0.1, 2
+METHODS: tuple[Compression, ...] = ("nothing", "bf16", "fp16", "int8", "topk", "powersgd")
+ROUNDING = {"nothing": 0.0, "bf16": 2**-8, "fp16": 2**-11}
+"""Half of the last place, relative; twice, on the way there and back."""
+
+Reference = Callable[[list[Tensor]], Tensor]
+"""From what each rank has, a (length,) tensor each, to the sum; what it left out is what is left in them."""
+
+
+def gradient(step: int, rank: int, which: int) -> Tensor:
+    """(rows × columns,), of sizes that differ widely, as those of layers do."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + which)
+    shape = SHAPES[which]
+    return (torch.randn(shape, generator=generator) * 10.0 ** (1 - 3 * which)).view(-1)
+
+
+def columns(which: int) -> int:
+    return SHAPES[which][1] if len(SHAPES[which]) > 1 else 1
+
+
+def memory_of(kind: Compression, which: int, destinations: int) -> Memory | None:
+    if kind not in KEEP_ERRORS:
+        return None
+    length = SHAPES[which][0] * columns(which) // destinations
+    q = first_q(f"tensor {which}", columns(which), RANK, seed=1) if kind == "powersgd" else None
+    return Memory(torch.zeros(destinations, length), q)
+
+
+def tensors_of(kind: Compression, scattered: bool) -> list[int]:
+    """Which of `SHAPES`: PowerSGD is given no vectors, and shards are of equal size."""
+    return [0, 2] if kind == "powersgd" or scattered else [0, 1, 2]
+
+
+def exchange(worker: Worker, kind: Compression, scattered: bool, together: int) -> dict[str, Any]:
+    """`STEPS` exchanges of one rank: sums by step and tensor, and the errors at the end."""
+    pieces_module.TOGETHER_ELEMENTS = together
+    with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
+        group = grid.axis("dp_replicate").get_group()
+        method, which = method_of(kind, SHARE), tensors_of(kind, scattered)
+        destinations = RANKS if scattered else 1
+        memories = [memory_of(kind, one, destinations) for one in which]
+        sums, sent = [], 0
+        for step in range(STEPS):
+            pieces = []
+            for one, memory in zip(which, memories, strict=True):
+                values = gradient(step, worker.rank, one).view(destinations, -1)
+                result = torch.full((values.shape[1],), torch.nan) if scattered else None
+                pieces.append(Piece(values, result, columns(one), memory))
+            sent += (method.reduce_scatter if scattered else method.all_reduce)(pieces, group)
+            totals = [piece.values[0] if piece.result is None else piece.result for piece in pieces]
+            sums.append([total.tolist() for total in totals])  # tensors do not outlive their process
+        kept = [one.error for one in memories if one is not None and one.error is not None]
+        errors = [error.view(-1).tolist() for error in kept]
+        return {"sums": sums, "errors": errors, "sent": sent}
+
+
+def ran(kind: Compression, scattered: bool, together: int = 1 << 22) -> list[dict[str, Any]]:
+    outcome = run_ranks(exchange, RANKS, (kind, scattered, together))
+    return [
+        {
+            "sums": [[torch.tensor(one) for one in of_step] for of_step in of_rank["sums"]],
+            "errors": [torch.tensor(error) for error in of_rank["errors"]],
+            "sent": of_rank["sent"],
+        }
+        for of_rank in outcome
+    ]
+
+
+def whole_sums(outcome: list[dict[str, Any]], step: int, index: int, scattered: bool) -> Tensor:
+    """As all ranks have it together."""
+    parts = [of_rank["sums"][step][index] for of_rank in outcome]
+    return torch.cat(parts) if scattered else parts[0]
+
+
+# ------------------------------------------------------------ references
+
+
+def rounded(values: Tensor) -> Tensor:
+    """To 8 bits, in blocks of 256, the last of which may be shorter (Dettmers et al. 2022, even steps)."""
+    if not len(values):
+        return values
+    scale = torch.cat([part.abs().max().expand(len(part)) for part in values.split(256)]) / 127
+    return torch.where(scale > 0, (values / scale).round() * scale, 0.0)
+
+
+def by_int8(corrected: list[Tensor]) -> Tensor:
+    """Tang et al. 2019, algorithm 1: workers and the server of each part keep what they lost."""
+    total = torch.empty_like(corrected[0])
+    row = -(-len(total) // (256 * RANKS)) * 256
+    for server in range(RANKS):
+        part = slice(server * row, (server + 1) * row)
+        given = [c[part] if rank == server else rounded(c[part]) for rank, c in enumerate(corrected)]
+        summed = torch.stack(given).sum(0)
+        for rank, c in enumerate(corrected):
+            if rank != server:
+                c[part] -= given[rank]
+        total[part] = rounded(summed)
+        corrected[server][part] = summed - total[part]
+    return total
+
+
+def by_top_k(corrected: list[Tensor]) -> Tensor:
+    """Stich et al. 2018, algorithm 1."""
+    total = torch.zeros_like(corrected[0])
+    for c in corrected:
+        chosen = c.abs().argsort(descending=True)[: -(-len(c) // 10)]  # the share of a tenth
+        total[chosen] += c[chosen]
+        c[chosen] = 0.0
+    return total
+
+
+def gram_schmidt(matrix: Tensor) -> Tensor:
+    basis: list[Tensor] = []
+    for column in matrix.double().T:
+        for other in basis:
+            column = column - (column @ other) * other
+        basis.append(column / column.norm())
+    return torch.stack(basis, 1).float()
+
+
+class ByPowerSGD:
+    """Vogels et al. 2019, algorithms 1 and 2."""
+
+    def __init__(self, which: int) -> None:
+        self.columns = columns(which)
+        self.q = first_q(f"tensor {which}", self.columns, RANK, seed=1)
+
+    def __call__(self, corrected: list[Tensor]) -> Tensor:
+        matrices = [c.view(-1, self.columns) for c in corrected]
+        basis = gram_schmidt(sum(matrix @ self.q for matrix in matrices))  # type: ignore[arg-type]
+        local = [matrix.T @ basis for matrix in matrices]
+        self.q = sum(local)  # type: ignore[assignment]
+        for matrix, q in zip(matrices, local, strict=True):
+            matrix -= basis @ q.T
+        return (basis @ self.q.T).reshape(-1)
+
+
+def expected(kind: Compression, which: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums of each step, and each rank's error after the last: error feedback as published."""
+    reduce: dict[str, Reference] = {"int8": by_int8, "topk": by_top_k, "powersgd": ByPowerSGD(which)}
+    errors = [torch.zeros_like(gradient(0, rank, which)) for rank in range(RANKS)]
+    sums = []
+    for step in range(STEPS):
+        errors = [error + gradient(step, rank, which) for rank, error in enumerate(errors)]
+        sums.append(reduce[kind](errors))
+    return sums, errors
+
+
+# ------------------------------------------------------------ over processes
+
+
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+def test_sums_and_errors_are_those_that_were_published(kind: Compression) -> None:
+    outcome = ran(kind, scattered=False)
+    for index, which in enumerate(tensors_of(kind, scattered=False)):
+        sums, errors = expected(kind, which)
+        scale = sums[0].abs().max()
+        for step, total in enumerate(sums):
+            got = whole_sums(outcome, step, index, scattered=False)
+            torch.testing.assert_close(got, total, rtol=1e-4, atol=1e-5 * float(scale))
+        for of_rank, error in zip(outcome, errors, strict=True):
+            torch.testing.assert_close(of_rank["errors"][index], error, rtol=1e-4, atol=1e-5 * float(scale))
+
+
+def test_eight_bits_with_both_errors_are_those_that_were_published() -> None:
+    """Of one tensor alone: which parts a rank sums depends on what lies beside it in the bucket."""
+    (first, *_), errors = expected("int8", 0)
+    largest = float(first.abs().max())
+    outcome = run_ranks(one_tensor, RANKS, ())
+    for got, total in zip(outcome[0][0], expected("int8", 0)[0], strict=True):
+        torch.testing.assert_close(torch.tensor(got), total, rtol=1e-5, atol=1e-5 * largest)
+    for (_, kept), error in zip(outcome, errors, strict=True):
+        torch.testing.assert_close(torch.tensor(kept), error, rtol=1e-4, atol=1e-5 * largest)
+
+
+def one_tensor(worker: Worker) -> tuple[list[list[float]], list[float]]:
+    with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
+        group = grid.axis("dp_replicate").get_group()
+        method, memory = method_of("int8", SHARE), memory_of("int8", 0, 1)
+        assert memory is not None
+        assert memory.error is not None
+        sums = []
+        for step in range(STEPS):
+            values = gradient(step, worker.rank, 0).view(1, -1)
+            method.all_reduce([Piece(values, None, columns(0), memory)], group)
+            sums.append(values[0].tolist())
+        return sums, memory.error[0].tolist()
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["whole", "scattered"])
+@pytest.mark.parametrize("kind", METHODS)
+def test_what_is_not_sent_now_is_owed_and_nothing_is_lost(kind: Compression, scattered: bool) -> None:
+    outcome = ran(kind, scattered)
+    for index, which in enumerate(tensors_of(kind, scattered)):
+        given = sum(gradient(step, rank, which) for step in range(STEPS) for rank in range(RANKS))
+        assert isinstance(given, Tensor)
+        got = sum(whole_sums(outcome, step, index, scattered) for step in range(STEPS))
+        largest = float(given.abs().max())
+        if kind in KEEP_ERRORS:
+            owed = sum(of_rank["errors"][index] for of_rank in outcome)
+            assert float(owed.abs().max()) > 1e-4 * largest, "the method left nothing out"
+            torch.testing.assert_close(got + owed, given, rtol=1e-5, atol=1e-5 * largest)
+        else:
+            most = (
+                2.5
+                * ROUNDING[kind]
+                * sum(
+                    float(gradient(step, rank, which).abs().max())
+                    for step in range(STEPS)
+                    for rank in range(RANKS)
+                )
+            )
+            torch.testing.assert_close(got, given, rtol=0.0, atol=most + 1e-5 * largest)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_all_ranks_get_the_same_bits(kind: Compression) -> None:
+    first, *others = ran(kind, scattered=False)
+    for other in others:
+        for step in range(STEPS):
+            for mine, theirs in zip(first["sums"][step], other["sums"][step], strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["whole", "scattered"])
+def test_buckets_that_are_cut_to_be_made_smaller_lose_nothing_either(scattered: bool) -> None:
+    outcome = ran("int8", scattered, together=512)
+    for index, which in enumerate(tensors_of("int8", scattered)):
+        given = sum(gradient(step, rank, which) for step in range(STEPS) for rank in range(RANKS))
+        assert isinstance(given, Tensor)
+        got = sum(whole_sums(outcome, step, index, scattered) for step in range(STEPS))
+        owed = sum(of_rank["errors"][index] for of_rank in outcome)
+        torch.testing.assert_close(got + owed, given, rtol=1e-5, atol=1e-5 * float(given.abs().max()))
+
+
+def test_what_travels_is_as_small_as_it_says() -> None:
+    sent = {kind: ran(kind, scattered=False)[0]["sent"] / STEPS for kind in METHODS}
+    elements = {kind: sum(gradient(0, 0, one).numel() for one in tensors_of(kind, False)) for kind in METHODS}
+    assert sent["nothing"] == 2 * (RANKS - 1) * 4 * elements["nothing"] // RANKS
+    # Each tensor lies on a multiple of 256, and so does each rank's part: 3 × 768 for all.
+    assert sent["bf16"] == 2 * (RANKS - 1) * 768 * 2
+    assert sent["fp16"] == 2 * (RANKS - 1) * (768 * 2 + 3 * 4)
+    assert sent["int8"] == 2 * (RANKS - 1) * (768 + 3 * 4)
+    assert sent["topk"] == (RANKS - 1) * 8 * (96 + 1 + 78)
+    thin = RANK * (24 + 6), RANK * (40 + 130)
+    assert sent["powersgd"] == sum(2 * (RANKS - 1) * 4 * one // RANKS for one in thin)
+
+
+def test_what_8_bits_travel_in_is_8_bits_wide() -> None:
+    for sent in run_ranks(messages, 2, ()):
+        # Two blocks of 256 for each rank, with two scales of 4 bytes; then the sums of this rank's two.
+        assert sent == [(torch.uint8, 2 * 520), (torch.uint8, 520)]
+
+
+def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
+    """(dtype, elements) that a rank hands over, all-to-all and then all-gather, of 1,024 elements."""
+    found = []
+    exchange, all_gather = dist.all_to_all_single, pieces_module._all_gather
+
+    def exchanging(output: Tensor, given: Tensor, **more: Any) -> Any:
+        found.append((given.dtype, given.numel()))
+        return exchange(output, given, **more)
+
+    def gathering(output: Tensor, given: Tensor, **more: Any) -> Any:
+        found.append((given.dtype, given.numel()))
+        return all_gather(output, given, **more)
+
+    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+        dist.all_to_all_single, pieces_module._all_gather = exchanging, gathering
+        piece = Piece(torch.randn(1, 1024), None, 1, Memory(torch.zeros(1, 1024)))
+        method_of("int8", SHARE).all_reduce([piece], grid.axis("dp_replicate").get_group())
+        dist.all_to_all_single, pieces_module._all_gather = exchange, all_gather
+    return found
+
+
+# ------------------------------------------------------------ codecs
+
+
+@pytest.mark.parametrize("exponent", [-44, -20, 0, 20, 38])
+def test_fp16_with_its_scale_neither_overflows_nor_loses_small_gradients(exponent: int) -> None:
+    values = torch.linspace(-1, 1, 512)[None] * 10.0**exponent
+    back = Float16().decode(Float16().encode(values))
+    # Below 2^-126 fp32 itself has fewer places.
+    torch.testing.assert_close(back, values, rtol=2**-11, atol=float(values.abs().max()) * 2**-24 + 1e-44)
+
+
+def test_blocks_of_other_sizes_do_not_cost_fp16_its_precision() -> None:
+    values = torch.cat([torch.full((1, 256), 3e30), torch.full((1, 256), 3e-30)], 1)
+    torch.testing.assert_close(Float16().decode(Float16().encode(values)), values, rtol=2**-11, atol=0.0)
+
+
+def test_an_outlier_costs_its_own_block_its_precision_and_no_other() -> None:
+    values = torch.linspace(-1, 1, 512)[None].clone()
+    values[0, 0] = 1e6
+    back = BlockwiseInt8().decode(BlockwiseInt8().encode(values))
+    assert float((back - values)[0, 1:256].abs().max()) == pytest.approx(1.0, rel=0.01)
+    assert float((back - values)[0, 256:].abs().max()) <= 1 / 127 / 2 * 1.001
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), Float16(), BlockwiseInt8()])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_is_seen_behind_the_codec(codec: Any, bad: float) -> None:
+    values = torch.ones(2, 512)
+    values[1, 300] = bad
+    back = codec.decode(codec.encode(values))
+    assert not back[1, 300].isfinite()
+    assert back[0].isfinite().all()
+    assert back[1, :256].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), Float16(), BlockwiseInt8()])
+def test_zeros_stay_zeros(codec: Any) -> None:
+    assert torch.equal(codec.decode(codec.encode(torch.zeros(1, 256))), torch.zeros(1, 256))

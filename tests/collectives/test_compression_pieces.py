@@ -1,0 +1,62 @@
+"""How buckets are cut, and which tensors become thin matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanma.collectives.compression import pieces as module
+from wanma.collectives.compression.methods import KEEP_ERRORS
+from wanma.collectives.compression.pieces import ALIGNMENT, Piece, runs, width_of
+from wanma.collectives.compression.power_sgd import first_q, thin_rank
+from wanma.collectives.compression.top_k import TopK
+from wanma.planner.cost import compression as cost
+from wanma.planner.memory.state import COMPRESSED_TOGETHER_BYTES
+
+
+@given(st.lists(st.integers(0, 3000), max_size=6), st.integers(1, 4))
+def test_slices_cover_every_element_once_and_lie_beside_each_other(lengths: list[int], ranks: int) -> None:
+    before = module.TOGETHER_ELEMENTS
+    module.TOGETHER_ELEMENTS = 1024
+    try:
+        pieces = [Piece(torch.zeros(ranks, length)) for length in lengths]
+        found = list(runs(pieces, ranks))
+    finally:
+        module.TOGETHER_ELEMENTS = before
+    covered = {id(piece): 0 for piece in pieces}
+    for run in found:
+        assert width_of(run) <= max(1024 // ranks // ALIGNMENT, 1) * ALIGNMENT
+        end = 0
+        for one in run:
+            assert one.offset % ALIGNMENT == 0
+            assert one.offset >= end
+            assert one.start == covered[id(one.piece)]
+            covered[id(one.piece)] = one.stop
+            end = one.offset + one.stop - one.start
+    assert [covered[id(piece)] for piece in pieces] == lengths
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "asked", "rank"),
+    [(100, 100, 4, 4), (100, 100, 30, 0), (100, 1, 4, 0), (3, 1000, 4, 0), (8, 1000, 2, 2), (1000, 8, 2, 2)],
+)
+def test_only_what_becomes_half_as_large_becomes_thin(rows: int, columns: int, asked: int, rank: int) -> None:
+    assert thin_rank(rows, columns, asked) == rank
+
+
+def test_an_iteration_begins_alike_on_every_rank_and_elsewhere_for_every_tensor() -> None:
+    assert torch.equal(first_q("a", 8, 2, seed=1), first_q("a", 8, 2, seed=1))
+    assert not torch.equal(first_q("a", 8, 2, seed=1), first_q("b", 8, 2, seed=1))
+    assert not torch.equal(first_q("a", 8, 2, seed=1), first_q("a", 8, 2, seed=2))
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (50, 1), (100, 1), (101, 2), (1000, 10)])
+def test_at_least_one_element_of_a_tensor_is_sent(length: int, kept: int) -> None:
+    assert TopK(0.01).kept(length) == kept
+
+
+def test_the_planner_knows_which_methods_keep_errors_and_how_much_goes_at_once() -> None:
+    assert cost.KEEP_ERRORS == KEEP_ERRORS
+    assert COMPRESSED_TOGETHER_BYTES == 4 * module.TOGETHER_ELEMENTS

@@ -1,0 +1,346 @@
+"""A peer that is killed, stopped, gone or elsewhere ends a collective over shared memory with an error that
+names it; nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import _context, run_ranks
+from support.shared import shared_world
+from wanma.collectives.shared import backend
+from wanma.collectives.shared.errors import SharedMemoryError, failure_text
+from wanma.collectives.shared.group import SharedGroup
+from wanma.collectives.shared.library import Outcome
+from wanma.elastic.collectives import whereabouts
+from wanma.elastic.failure import is_consequence
+from wanma.job.worker import Worker
+
+RANKS, VICTIM = 3, 1
+COLLECTIVES: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+    "long all_reduce": lambda: dist.all_reduce(torch.ones(100_000)),
+    "all_gather_single": lambda: dist.all_gather_into_tensor(torch.ones(3 * RANKS), torch.ones(3)),
+    "reduce_scatter_single": lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(3 * RANKS)),
+    "broadcast": lambda: dist.broadcast(torch.ones(3), 0),
+    "all_to_all": lambda: dist.all_to_all_single(torch.ones(RANKS), torch.ones(RANKS)),
+    "barrier": lambda: dist.barrier(),
+}
+TIMEOUT_SECONDS = 1.0
+
+
+def outcomes(
+    function: Any, ranks: int, arguments: tuple[Any, ...] = (), seconds: float = 60
+) -> dict[int, Any]:
+    """What `function(worker, *arguments)` returned, of the ranks that have lived to say it.
+
+    Once all that are not stopped or dead have, the others are killed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = _context.Queue()
+    processes = [
+        _context.Process(
+            target=_rank, args=(function, rank, ranks, store.port, arguments, results), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + seconds
+    while len(found) < ranks - 1 and time.monotonic() < deadline:
+        try:
+            rank, value = results.get(timeout=0.5)
+            found[rank] = value
+        except Empty:
+            continue
+    for process in processes:
+        process.kill()
+        process.join()
+    return found
+
+
+def _rank(function: Any, rank: int, ranks: int, port: int, arguments: tuple[Any, ...], results: Any) -> None:
+    torch.set_num_threads(1)
+    worker = Worker(rank, rank, ranks, ranks, 0, 1, Path("/nowhere"), store_port=port)
+    results.put((rank, function(worker, *arguments)))
+
+
+def caught(run: Callable[[], Any]) -> tuple[str, float]:
+    """The error's text, and how long it took to come."""
+    began = time.monotonic()
+    with pytest.raises(SharedMemoryError) as error:
+        run()
+    assert is_consequence(error.value), "a supervisor looks for another cause"
+    return str(error.value), time.monotonic() - began
+
+
+# ---------------------------------------------------------------- killed, stopped, left
+
+
+def strike_in_each(worker: Worker, strike: signal.Signals, name: str) -> tuple[str, float, str]:
+    with shared_world(worker) as (group, _):
+        group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
+        COLLECTIVES[name]()
+        if worker.rank == VICTIM:
+            # Others are waiting by then, and some of them asleep.
+            time.sleep(0.2)
+            os.kill(os.getpid(), strike)
+        text, seconds = caught(COLLECTIVES[name])
+        again, _ = caught(COLLECTIVES["barrier"])
+        return text, seconds, again
+
+
+@pytest.mark.parametrize("name", list(COLLECTIVES))
+def test_a_killed_peer_is_named_at_once_in_each_collective(name: str) -> None:
+    found = outcomes(strike_in_each, RANKS, (signal.SIGKILL, name))
+    assert sorted(found) == [0, 2]
+    for text, seconds, again in found.values():
+        assert f"the process of rank {VICTIM} has ended" in text
+        assert f"{name.rpartition(' ')[2]} #2 of group " in text
+        assert seconds < TIMEOUT_SECONDS, "before the deadline"
+        assert f"rank {VICTIM} has ended" in again, "the group is of no use any more, and says why"
+
+
+def test_a_stopped_peer_is_named_when_time_is_over() -> None:
+    found = outcomes(strike_in_each, RANKS, (signal.SIGSTOP, "all_reduce"))
+    assert sorted(found) == [0, 2]
+    for text, seconds, _ in found.values():
+        assert f"all_reduce #2 of group default_pg: timed out waiting for rank {VICTIM} (1 s)" in text
+        assert seconds >= TIMEOUT_SECONDS - 0.3
+
+
+def leave_early(worker: Worker) -> str:
+    with shared_world(worker):
+        dist.barrier()
+        if worker.rank == VICTIM:
+            return "left"
+        return caught(COLLECTIVES["all_reduce"])[0]
+
+
+def test_a_peer_that_closed_its_group_is_named() -> None:
+    zero, one, two = run_ranks(leave_early, RANKS, ())
+    assert one == "left"
+    for text in (zero, two):
+        assert f"rank {VICTIM} has closed its process group" in text
+
+
+def abort(worker: Worker) -> str:
+    with shared_world(worker) as (group, _):
+        dist.barrier()
+        if worker.rank == VICTIM:
+            time.sleep(0.2)
+            group.abort()
+            return caught(COLLECTIVES["barrier"])[0]
+        return caught(COLLECTIVES["all_reduce"])[0]
+
+
+def test_an_abort_wakes_all_who_wait() -> None:
+    zero, one, two = run_ranks(abort, RANKS, ())
+    assert "this rank has closed its process group meanwhile" in one
+    assert "rank 1 has given up" in zero
+    assert "rank 1 has given up" in two
+
+
+def in_the_background(worker: Worker) -> tuple[str, str]:
+    with shared_world(worker):
+        dist.barrier()
+        if worker.rank == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        assert work is not None
+        text, _ = caught(work.wait)
+        assert work.is_completed()
+        assert not work.is_success()
+        with pytest.raises(Exception, match="rank 1 has ended") as error:
+            work.get_future().wait()
+        return text, str(error.value)
+
+
+def test_who_waits_later_hears_of_it_too() -> None:
+    found = outcomes(in_the_background, RANKS)
+    assert sorted(found) == [0, 2]
+    for text, of_future in found.values():
+        assert "rank 1 has ended" in text
+        assert "rank 1 has ended" in of_future
+
+
+# ---------------------------------------------------------------- different collectives
+
+
+def differ(worker: Worker, kind: str) -> str:
+    with shared_world(worker):
+        odd = worker.rank == VICTIM
+        return caught(
+            {
+                "collective": COLLECTIVES["barrier" if odd else "all_reduce"],
+                "size": lambda: dist.all_reduce(torch.ones(40_001 if odd else 40_000)),
+                "type": lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32 if odd else torch.float32)),
+                "root": lambda: dist.broadcast(torch.ones(3), int(odd)),
+                "parts": lambda: dist.all_to_all_single(
+                    torch.ones(3), torch.ones(3), None, [2, 1, 0] if odd else None
+                ),
+            }[kind]
+        )[0]
+
+
+@pytest.mark.parametrize("kind", ["collective", "size", "type", "root", "parts"])
+def test_ranks_in_different_collectives_are_an_error_and_not_a_wrong_sum(kind: str) -> None:
+    zero, _, two = run_ranks(differ, RANKS, (kind,))
+    for text in (zero, two):
+        assert re.search(
+            r"rank \d and others are in different collectives, or in one with different sizes", text
+        ), text
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+def wait_a_little(worker: Worker) -> tuple[str, float]:
+    with shared_world(worker):
+        total = torch.ones(3)
+        dist.barrier()
+        if worker.rank == 1:
+            time.sleep(1.0)
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        text = ""
+        if worker.rank == 0:
+            text, _ = caught(lambda: work.wait(timedelta(seconds=0.2)))
+        work.wait()
+        return text, float(total[0])
+
+
+def test_whoever_waits_for_a_while_only_can_wait_again() -> None:
+    (text, total), (_, other) = run_ranks(wait_a_little, 2, ())
+    assert "timed out waiting for it after 0.2 s; it is still under way" in text
+    assert total == other == 2.0
+
+
+def stand(worker: Worker) -> tuple[str, tuple[str, ...]]:
+    with shared_world(worker):
+        dist.all_reduce(torch.ones(3))
+        if worker.rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            assert work is not None
+            found = whereabouts()
+            dist.send(torch.ones(1), 1)  # only now the other one comes
+            work.wait()
+        else:
+            found = whereabouts()
+            dist.recv(torch.ones(1), 0)
+            dist.all_reduce(torch.ones(3))
+        return found.collective, found.recent
+
+
+def test_a_hang_report_names_the_collective_that_a_rank_is_in() -> None:
+    (one, recent), (other, _) = run_ranks(stand, 2, ())
+    assert one == "all_reduce #2 of group default_pg"
+    assert recent[-1] == "all_reduce #1 of group default_pg"
+    assert other == ""
+
+
+def test_errors_name_who_did_not_come() -> None:
+    text = failure_text(Outcome.LATE, "barrier #3 of group data", 1, [1, 4, 6], 0, 60)
+    assert "barrier #3 of group data: timed out waiting for ranks 1, 4 and 6 (60 s)" in text
+
+
+# ---------------------------------------------------------------- what is left
+
+
+def mapped(worker: Worker) -> tuple[set[str], int, int]:
+    with shared_world(worker) as (group, grid):
+        kept = group.allocate(100_000, torch.float32)
+        dist.all_reduce(kept.zero_())
+        maps = Path("/proc/self/maps").read_text()
+        inside = maps.count("memfd:wanma-collectives")
+        del grid
+        shared = {line.split()[-1] for line in maps.splitlines() if "/dev/shm" in line and "sem." not in line}
+    kept.fill_(1.0)  # still there: the arena stays for as long as it has tensors
+    del kept, group
+    gc.collect()
+    return shared, inside, Path("/proc/self/maps").read_text().count("memfd:wanma-collectives")
+
+
+def test_nothing_has_a_name_and_all_is_gone_with_the_last_tensor() -> None:
+    before = named()
+    for shared, inside, after in run_ranks(mapped, 2, ()):
+        assert shared == set()
+        assert inside > 0
+        assert after == 0
+    assert named() <= before
+
+
+def named() -> set[str]:
+    """What is in `/dev/shm`, but for the locks of Python's own processes."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+
+
+def memory(worker: Worker) -> tuple[int, int]:
+    from wanma.training.memory import held_bytes
+
+    with shared_world(worker) as (group, _):
+        before = held_bytes("cpu")
+        place = group.allocate(1 << 23, torch.float32)
+        dist.all_reduce(place.fill_(1.0))
+        return held_bytes("cpu") - before, group.allocated_bytes
+
+
+def test_a_rank_counts_its_own_tensors_in_shared_memory_once() -> None:
+    for grown, allocated in run_ranks(memory, 3, ()):
+        assert allocated == 32 << 20
+        assert 32 << 20 <= grown < 48 << 20, "and not those of the two others"
+
+
+# ---------------------------------------------------------------- without
+
+
+def without(worker: Worker, hosts: bool) -> tuple[str, float]:
+    from wanma.job.plan import Plan
+    from wanma.parallel import transport
+    from wanma.parallel.mesh import process_grid
+
+    if hosts:
+        backend.host_id = lambda: f"host {worker.rank}"
+    elif worker.rank == 0:
+        transport.cpp_compiler = lambda: None
+    with process_grid(worker, Plan(dp_replicate=2), 60):
+        world = dist.group.WORLD
+        assert world is not None
+        assert not isinstance(world, SharedGroup)
+        total = torch.ones(5)
+        dist.all_reduce(total)
+        return backend.why_not(world), float(total[0])
+
+
+def test_without_a_compiler_and_across_hosts_it_is_gloo_and_says_so() -> None:
+    told = "rank 0 cannot: no C++ compiler was found (apt-get install g++)"
+    assert run_ranks(without, 2, (False,)) == [(told, 2.0)] * 2
+    assert run_ranks(without, 2, (True,)) == [("the 2 ranks are on 2 hosts", 2.0)] * 2
+
+
+def refuse(worker: Worker) -> str:
+    from wanma.job.errors import WanmaError
+
+    backend.host_id = lambda: f"host {worker.rank}"
+    with pytest.raises(WanmaError) as error, shared_world(worker):
+        pass
+    return str(error.value)
+
+
+def test_shared_is_refused_with_the_way_out_where_it_cannot_be() -> None:
+    for text in run_ranks(refuse, 2, ()):
+        assert "parallel.collectives = 'shared' cannot be done: the 2 ranks are on 2 hosts" in text
+        assert "leave parallel.collectives at 'auto'" in text

@@ -1,0 +1,53 @@
+"""What a process waits for others within functional collectives is counted, and what it computes is not."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from support.ranks import run_ranks
+from wanma.collectives.waits import waits
+from wanma.job.worker import Worker
+
+LATE_SECONDS = 0.4
+
+
+def _wait(worker: Worker) -> dict[str, float]:
+    """Rank 1 comes late to each kind of collective; what each rank has waited in it."""
+    store = dist.TCPStore(worker.store_host, worker.store_port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=worker.rank, world_size=2)
+    group: Any = dist.group.WORLD
+    watch, waited = waits(), {}
+    x = torch.ones(8, requires_grad=True)
+
+    def taken(name: str, call: Any) -> Any:
+        dist.barrier()
+        if worker.rank == 1:
+            time.sleep(LATE_SECONDS)
+        before = watch.seconds
+        result = call()
+        waited[name] = watch.seconds - before
+        return result
+
+    total = taken("all_reduce", lambda: functional.all_reduce(x.detach(), "sum", group) + 0)
+    assert total.tolist() == [2.0] * 8
+    moved = taken("all_to_all", lambda: functional.all_to_all_single_autograd(x, None, None, group) * 3)
+    taken("backward", moved.sum().backward)
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 8
+    compiled = torch.compile(lambda y: functional.all_reduce(y, "sum", group) * 2, backend="aot_eager")
+    compiled(x.detach())
+    assert taken("compiled", lambda: compiled(x.detach())).tolist() == [4.0] * 8
+    dist.destroy_process_group()
+    return waited
+
+
+def test_the_rank_that_is_there_first_waits_in_every_kind() -> None:
+    first, late = run_ranks(_wait, 2, ())
+    for name in ("all_reduce", "all_to_all", "backward", "compiled"):
+        assert first[name] > LATE_SECONDS / 2, name
+        assert late[name] < LATE_SECONDS / 2, name

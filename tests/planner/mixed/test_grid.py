@@ -1,0 +1,108 @@
+"""Which placed plans are one grid of ranks, and the best of those."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.fleets import START, costs, fleet
+from wanma.job.placement import Place, Replicas
+from wanma.job.plan import Plan
+from wanma.planner.mixed.best import search_mixed
+from wanma.planner.mixed.grid import as_grid, gridded, search_grids
+from wanma.planner.mixed.options import MixedSpace
+
+FAST, SLOW = Place(0, 4), Place(1, 4)
+
+
+def placed(*replicas: Replicas, shares: tuple[int, ...] = (), shard: str = "optimizer") -> Plan:
+    count = sum(one.count for one in replicas)
+    return replace(
+        START,
+        pp=max(len(one.places) for one in replicas),
+        dp_replicate=count,
+        tp=max(place.tp for one in replicas for place in one.places),
+        shard=shard,
+        micro_batch=2,
+        placement=replicas,
+        batch_shares=shares or (1,) * count,
+    )
+
+
+def test_replicas_that_differ_by_their_device_alone_are_a_grid_with_unlike_shares() -> None:
+    slow_first = placed(Replicas(4, (SLOW,), 2), Replicas(4, (FAST,), 2), shares=(1, 1, 1, 1, 3, 3, 3, 2))
+    grid = as_grid(slow_first, fleet())
+    assert isinstance(grid, Plan)
+    assert (grid.pp, grid.dp_replicate, grid.dp_shard, grid.shard) == (1, 1, 8, "optimizer")
+    assert grid.batch_shares == (3, 3, 3, 2, 1, 1, 1, 1), "in the order of the machines"
+    assert grid.micro_batch == 2
+    assert grid.placement == ()
+    assert grid.counts(15) == [2, 2, 2, 1, 1, 1, 1, 1]
+    whole = as_grid(replace(slow_first, shard="nothing"), fleet())
+    assert isinstance(whole, Plan)
+    assert (whole.dp_replicate, whole.dp_shard, whole.shard) == (8, 1, "nothing")
+
+
+def test_replicas_of_split_matrices_are_one_too() -> None:
+    wide = placed(
+        Replicas(2, (replace(FAST, tp=2),), 2), Replicas(2, (replace(SLOW, tp=2),), 2), shares=(4, 4, 1, 1)
+    )
+    grid = as_grid(wide, fleet())
+    assert isinstance(grid, Plan)
+    assert (grid.tp, grid.dp_shard, grid.world_size, grid.sequence) == (2, 4, 8, True)
+
+
+def test_stages_that_are_cut_by_the_speed_of_their_devices_are_a_grid() -> None:
+    spanning = placed(Replicas(4, (Place(0, 3), Place(1, 1)), 2, "full"))
+    grid = as_grid(spanning, fleet())
+    assert isinstance(grid, Plan)
+    assert (grid.pp, grid.dp_shard, grid.stage_cuts, grid.recompute) == (2, 4, (3,), "full")
+    assert grid.batch_shares == ()
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (placed(Replicas(4, (FAST,)), Replicas(2, (replace(SLOW, tp=2),))), "other stages, other tp"),
+        (
+            placed(Replicas(4, (FAST,)), Replicas(4, (SLOW,), 1, "full")),
+            "unlike micro-batches or of unlike recompute",
+        ),
+        (placed(Replicas(4, (FAST,)), Replicas(4, (SLOW,), 2)), "unlike micro-batches"),
+        (placed(Replicas(2, (Place(0, 3), Place(1, 1, tp=2)))), "stages of unlike tp"),
+        (placed(Replicas(4, (Place(1, 3), Place(0, 1)))), "in another order than the machines"),
+        (placed(Replicas(4, (FAST,)), Replicas(3, (SLOW,))), "7 ranks do not fill 2 machines"),
+        (placed(Replicas(4, (FAST,))), "in another order than the machines"),
+    ],
+    ids=["tp", "recompute", "micro-batches", "stages' tp", "order", "count", "one kind"],
+)
+def test_what_is_no_grid_says_why(plan: Plan, reason: str) -> None:
+    told = as_grid(plan, fleet())
+    assert isinstance(told, str)
+    assert reason in told
+
+
+def test_the_best_grid_gives_the_slow_devices_less_and_is_faster_than_an_even_one() -> None:
+    of = costs(fleet(outer=50e9, across=50e9), batch=48)
+    found = search_grids(of.problem, of.fleet, START)
+    best = found.candidates[0]
+    assert best.forecast_only is None
+    assert sum(best.plan.batch_shares) == 48
+    half = best.plan.data_ranks // 2
+    assert min(best.plan.batch_shares[:half]) > max(best.plan.batch_shares[half:])
+    seconds = [one.seconds for one in found.candidates]
+    assert seconds == sorted(seconds)
+    assert all(one.plan.world_size == 8 for one in found.candidates)
+
+
+def test_a_general_search_shows_as_grids_what_is_one() -> None:
+    of = costs(batch=48)
+    space = MixedSpace(tp=(1,), stages=(1,), micro_batch=(2,), recompute=("none",))
+    found = search_mixed(of.problem, of.fleet, START, space)
+    turned = gridded(found, of.fleet)
+    both = [number for number, one in enumerate(found.candidates) if len(one.plan.placement) == 2]
+    assert both
+    for number, (before, after) in enumerate(zip(found.candidates, turned.candidates, strict=True)):
+        assert after.forecast == before.forecast
+        assert (after.plan.placement == ()) == (number in both)

@@ -1,0 +1,32 @@
+"""Changes to what ranks run, for tests of compressed gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wanma.parallel.compressed import GradientCompression
+from wanma.training.trainer import Trainer
+
+
+def errors_are_forgotten() -> None:
+    """What an exchange leaves out is lost: compression without error feedback."""
+    end_step = GradientCompression.end_step
+
+    def forgetting(self: GradientCompression, **keywords: Any) -> None:
+        end_step(self, **keywords)
+        for memory in self._memories.values():
+            if memory.error is not None:
+                memory.error.zero_()
+
+    GradientCompression.end_step = forgetting  # type: ignore[method-assign]
+
+
+def gradients_of_step_2_are_not_finite() -> None:
+    factor = Trainer.factor
+
+    def broken(self: Trainer, global_batch: int) -> float:
+        return torch.nan if self.state.step == 1 else factor(self, global_batch)
+
+    Trainer.factor = broken  # type: ignore[method-assign]

@@ -1,0 +1,33 @@
+"""Ranks that tell times by their rows, as a machine without any noise would: for tests of shares that
+move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from wanma.data.ramp import global_batch
+from wanma.training.share_moves import ShareMoves
+
+
+def last_rank_takes_thrice() -> None:
+    """Of the data ranks, the last one takes three seconds for a row, the others one."""
+    _tell(lambda rank, ranks: 3.0 if rank == ranks - 1 else 1.0)
+
+
+def all_take_the_same() -> None:
+    """A second for a row."""
+    _tell(lambda rank, ranks: 1.0)  # noqa: ARG005  # wherever
+
+
+def _tell(row_seconds) -> None:  # type: ignore[no-untyped-def]  # a lambda
+    worked, step_ended = ShareMoves.worked, ShareMoves.step_ended
+
+    def told(self: ShareMoves, seconds: float) -> None:  # the clock's own
+        rank, plan = self._grid.data_rank, self.plan
+        rows = len(plan.rows(global_batch(self._job.train, self._state.step), rank))
+        worked(self, rows * row_seconds(rank, plan.data_ranks))
+
+    def ended(self: ShareMoves, phases: Mapping[str, float], seconds: float) -> None:
+        step_ended(self, dict.fromkeys(phases, 0.0), seconds)
+
+    ShareMoves.worked, ShareMoves.step_ended = told, ended  # type: ignore[method-assign]  # a test's

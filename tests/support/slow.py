@@ -1,0 +1,44 @@
+"""A rank that is slow in its own work, and what ranks tell of their work."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from wanma.job.worker import Unsupervised
+from wanma.models.decoder import Block
+
+SECONDS = 0.15
+"""That the slow rank takes longer in every forward of a block."""
+
+
+class Noting(Unsupervised):
+    """Keeps what a rank says it took for itself in each step: (group, compute seconds)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def worked(self, group: int, data_seconds: float, compute_seconds: float) -> None:
+        with self._path.open("a") as notes:
+            notes.write(f"{group} {compute_seconds}\n")
+
+
+def noted(path: Path) -> list[tuple[int, float]]:
+    """What `Noting` has kept."""
+    return [(int(group), float(seconds)) for group, seconds in map(str.split, path.read_text().splitlines())]
+
+
+def last_rank_sleeps() -> None:
+    """In each block's forward; the others wait for it wherever they next meet it."""
+    forward = Block.forward
+
+    def slow(self: Block, *arguments: Any, **keywords: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(SECONDS)
+        return forward(self, *arguments, **keywords)
+
+    Block.forward = slow  # type: ignore[method-assign]  # a test's

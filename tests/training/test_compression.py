@@ -1,0 +1,267 @@
+"""Compressed gradients end to end: runs that carry on, on the same ranks and on others, and that converge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.ranks import Outcome, run_job
+from wanma.job.plan import Plan
+from wanma.job.sections import Compression
+
+LOSSY: tuple[Compression, ...] = ("int8", "topk", "powersgd")
+ALL: tuple[Compression, ...] = ("bf16", "fp16", *LOSSY)
+LAYOUTS = {
+    "replicas": Plan(dp_replicate=2, micro_batch=2),
+    "four replicas": Plan(dp_replicate=4, micro_batch=2),
+    "shards": Plan(dp_shard=2, shard="parameters", micro_batch=2),
+    "hybrid": Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=2),
+    "tensor": Plan(dp_replicate=2, tp=2, micro_batch=3),
+}
+
+
+def job(folder: Path, steps: int = 4, **train: Any) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4},
+        "data": {"text": [str(Path(__file__).parent)], "sequence_length": 32, "cache": str(folder / "cache")},
+        "train": {
+            "steps": steps,
+            "global_batch": 6,
+            "learning_rate": 1e-2,
+            "deterministic": True,
+            "validation_samples": 4,
+            "schedule": "constant",
+            **train,
+        },
+        "checkpoint": {"every_steps": 2},
+    }
+
+
+def compressed(plan: Plan, kind: Compression, **fields: Any) -> Plan:
+    return plan.but(
+        **{
+            "compression": kind,
+            "compression_share": 0.05,
+            "compression_rank": 2,
+            "approximate": ("compression",),
+            **fields,
+        }
+    )
+
+
+def remainders(outcome: Outcome, step: int | None = None) -> dict[str, torch.Tensor]:
+    """By parameter, what all ranks together have left out of its gradients."""
+    start = "compression.error."
+    tensors = outcome.tensors(step)
+    return {name.removeprefix(start): t.sum(0) for name, t in tensors.items() if name.startswith(start)}
+
+
+EVERYTHING = {
+    "replicas": Plan(dp_replicate=2, micro_batch=2),
+    "replicas in bf16": Plan(dp_replicate=2, micro_batch=2, precision="bf16"),
+    "ZeRO 1": Plan(dp_shard=2, shard="optimizer", micro_batch=2),
+    "ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=2),
+    "ZeRO 3, of uneven shards": Plan(dp_shard=3, shard="parameters", micro_batch=1),
+    "hybrid, tensor": Plan(dp_replicate=2, dp_shard=2, tp=2, shard="gradients", micro_batch=2),
+    "pipeline": Plan(pp=2, stage_cuts=(1,), dp_replicate=2, micro_batch=1),
+    "pipeline of shards": Plan(pp=2, stage_cuts=(1,), dp_shard=2, shard="optimizer", micro_batch=1),
+    "context": Plan(cp=2, micro_batch=3),
+    "experts": Plan(dp_shard=4, shard="parameters", ep=2, micro_batch=2),
+    "experts cut across": Plan(dp_shard=4, shard="parameters", micro_batch=2),
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_where_all_elements_are_chosen_the_sums_are_those_of_whole_gradients(
+    name: str, tmp_path: Path
+) -> None:
+    plan, task = EVERYTHING[name], job(tmp_path)
+    task["train"]["precision"] = plan.precision
+    if name.startswith("experts"):
+        # Two experts, which four shards cannot have each whole ones of.
+        task["model"] |= {"experts": 4 if plan.ep > 1 else 2, "experts_per_token": 1}
+    whole = run_job(tmp_path / "whole", task, plan)
+    chosen = run_job(tmp_path / "chosen", task, compressed(plan, "topk", compression_share=1.0))
+    assert chosen.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert chosen.norms == pytest.approx(whole.norms, rel=1e-4)
+    kept = remainders(chosen)
+    assert kept
+    assert not any(error.any() for error in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("replicas", "int8"),
+        ("replicas", "powersgd"),
+        ("shards", "int8"),
+        ("shards", "topk"),
+        ("shards", "powersgd"),
+        ("hybrid", "powersgd"),
+        ("hybrid", "topk"),
+        ("tensor", "powersgd"),
+    ],
+)
+def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(
+    layout: str, kind: Compression, tmp_path: Path
+) -> None:
+    plan = compressed(LAYOUTS[layout], kind)
+    whole = run_job(tmp_path / "whole", job(tmp_path), plan)
+    run_job(tmp_path / "parts", job(tmp_path, steps=2), plan)
+    parts = run_job(tmp_path / "parts", job(tmp_path), plan)
+    assert parts.losses == whole.losses
+    expected, got = whole.tensors(), parts.tensors()
+    assert expected.keys() == got.keys()
+    assert any(name.startswith("compression.error.") for name in expected)
+    assert any(name.startswith("compression.q.") for name in expected) == (kind == "powersgd")
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("four replicas", "shards"),
+        ("shards", "four replicas"),
+        ("four replicas", "hybrid"),
+        ("hybrid", "tensor"),
+    ],
+)
+def test_what_was_left_out_is_still_owed_on_another_layout(first: str, second: str, tmp_path: Path) -> None:
+    """The step on the other layout is summed whole, so that what is owed is seen as it was taken over."""
+    run_job(tmp_path / "run", job(tmp_path, steps=2), compressed(LAYOUTS[first], "topk"))
+    before = remainders(Outcome(tmp_path / "run"), step=2)
+    for name, kept in before.items():
+        assert kept.abs().max() > 0, name
+    seen = run_job(
+        tmp_path / "run",
+        job(tmp_path, steps=3),
+        compressed(LAYOUTS[second], "topk", compression_from_step=3),
+    )
+    after = remainders(seen, step=3)
+    assert after.keys() == before.keys()
+    for name, kept in before.items():
+        torch.testing.assert_close(after[name], kept, rtol=1e-6, atol=1e-7 * float(kept.abs().max()))
+
+
+def test_other_ways_of_summing_leave_behind_what_they_cannot_keep_and_say_so(tmp_path: Path) -> None:
+    plan = LAYOUTS["replicas"]
+    run_job(tmp_path / "run", job(tmp_path, steps=2), compressed(plan, "topk"))
+    run = run_job(tmp_path / "run", job(tmp_path), plan)
+    assert not remainders(run)
+    told = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "what compression left out of the gradients of" in told
+    assert "is dropped" in told
+
+
+@pytest.mark.parametrize("layout", ["replicas", "shards", "hybrid"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_sixteen_bits_follow_the_whole_gradients_closely(
+    kind: Compression, layout: str, tmp_path: Path
+) -> None:
+    plan = LAYOUTS[layout]
+    exact = run_job(tmp_path / "exact", job(tmp_path), plan)
+    rounded = run_job(tmp_path / kind, job(tmp_path), compressed(plan, kind))
+    assert rounded.losses == pytest.approx(exact.losses, rel=2e-3)
+    assert rounded.norms != exact.norms, "nothing was rounded"
+
+
+def test_until_compression_begins_a_run_is_that_of_whole_gradients(tmp_path: Path) -> None:
+    plan = LAYOUTS["shards"]
+    exact = run_job(tmp_path / "exact", job(tmp_path), plan)
+    late = run_job(tmp_path / "late", job(tmp_path), compressed(plan, "topk", compression_from_step=3))
+    assert late.norms[:3] == exact.norms[:3]
+    assert late.norms[3] != exact.norms[3]
+    assert [step["gradient_bytes_sent"] > 0 for step in late.steps] == [False, False, False, True]
+
+
+def test_parameters_that_a_group_leaves_whole_are_summed_whole(tmp_path: Path) -> None:
+    groups = (("*embedding*", "nothing"), ("layers.0.*", "int8"))
+    frozen = [{"match": "layers.1.*", "frozen": True}]
+    run = run_job(
+        tmp_path / "run",
+        job(tmp_path, parameter_groups=frozen),
+        compressed(LAYOUTS["hybrid"], "topk", compression_groups=groups),
+    )
+    kept = remainders(run)
+    assert not any("embedding" in name or name.startswith("layers.1.") for name in kept)
+    assert any(name.startswith("layers.0.") for name in kept)
+    assert len({name.partition(".")[0] for name in kept}) > 1, "the rest is topk's"
+
+
+def test_a_pattern_that_matches_nothing_is_a_typing_error(tmp_path: Path) -> None:
+    plan = compressed(LAYOUTS["replicas"], "int8", compression_groups=(("embeding.*", "nothing"),))
+    with pytest.raises(
+        AssertionError, match=r"compression_groups\[0\]\.match = 'embeding\.\*' matches no parameter"
+    ):
+        run_job(tmp_path, job(tmp_path), plan)
+
+
+def test_a_step_that_is_left_out_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = run_job(
+        tmp_path,
+        job(tmp_path, steps=2, non_finite="skip"),
+        compressed(LAYOUTS["replicas"], "powersgd"),
+        patch="support.forgetful:gradients_of_step_2_are_not_finite",
+    )
+    kept = remainders(run)
+    assert kept
+    for name, error in kept.items():
+        assert not error.any(), name
+    assert all(tensor.isfinite().all() for tensor in run.tensors().values())
+
+
+def test_records_tell_what_was_sent_and_what_is_still_owed(tmp_path: Path) -> None:
+    run = run_job(tmp_path, job(tmp_path, steps=2), compressed(LAYOUTS["replicas"], "int8"))
+    parameters = sum(t.numel() for n, t in run.tensors().items() if n.startswith("model."))
+    for step in run.steps:
+        whole = step["gradient_bytes_sent"] + step["gradient_bytes_saved"]
+        assert whole == pytest.approx(4 * parameters, rel=0.001)  # two ranks send half of it twice
+        assert 1.0 < 4 * step["gradient_bytes_sent"] / whole < 1.3
+        assert 0 < step["compression_error_norm"] < step["grad_norm"]
+
+
+# ------------------------------------------------------------ convergence
+
+
+class Ends:
+    """Mean loss of the last five of sixty steps, of each run made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._job = job(folder, steps=60, global_batch=8, learning_rate=3e-3)
+        self._job["checkpoint"] = {"every_steps": 0}
+        self._known: dict[str, float] = {}
+
+    def __call__(self, kind: Compression, share: float = 0.2, forgetful: bool = False) -> float:
+        name = f"{kind} {share}{', forgetful' if forgetful else ''}"
+        if name not in self._known:
+            plan = Plan(dp_replicate=2, micro_batch=4)
+            if kind != "nothing":
+                plan = compressed(plan, kind, compression_share=share)
+            patch = "support.forgetful:errors_are_forgotten" if forgetful else None
+            losses = run_job(self._folder / name, self._job, plan, patch=patch).losses
+            self._known[name] = sum(losses[-5:]) / 5
+        return self._known[name]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    return Ends(tmp_path_factory.mktemp("convergence"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
+    kind: Compression, ends: Ends
+) -> None:
+    assert ends(kind) < ends("nothing") + 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+def test_without_its_memory_a_method_that_leaves_much_out_falls_behind(kind: Compression, ends: Ends) -> None:
+    assert ends(kind, share=0.05, forgetful=True) > ends(kind, share=0.05) + 0.05

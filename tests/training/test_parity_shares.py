@@ -1,0 +1,143 @@
+"""Law 1 under unlike shares of the batch: a rank with a third of the samples, in whatever layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.compare import one_process, same_numbers, spread_over
+from support.ranks import Outcome
+from support.text import REAL_TEXT
+from wanma.job.plan import Plan
+
+BATCH = 8
+DENSE = {"family": "decoder", "layers": 4, "hidden": 16, "heads": 2, "dropout": 0.1}
+EXPERTS = {
+    "family": "decoder",
+    "layers": 2,
+    "hidden": 16,
+    "heads": 2,
+    "feed_forward": 32,
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_feed_forward": 8,
+    "router": "sigmoid",
+    "balance": "bias",
+    "balance_rate": 0.01,
+}
+GROUPS = {**EXPERTS, "router": "softmax", "balance": "loss", "balance_rate": 0.1, "balance_group": 2}
+MODELS = {"dense": DENSE, "experts": EXPERTS, "groups": GROUPS}
+TWO, FOUR = (1, 3), (1, 3, 3, 1)
+TWO_STAGES = {"virtual_stages": 2}
+
+
+def job(model: dict[str, Any], folder: Path, **train: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(folder / "cache")},
+        "train": {
+            "precision": "fp64",
+            "steps": 3,
+            "global_batch": BATCH,
+            "learning_rate": 1e-2,
+            "gradient_clip": 0.5,
+            "deterministic": True,
+            "validate_every_steps": 2,
+            "validation_samples": 5,
+            **train,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs in one process, made once per model."""
+    made: dict[str, Outcome] = {}
+
+    def run(model: str) -> Outcome:
+        if model not in made:
+            folder = tmp_path_factory.mktemp("one")
+            made[model] = one_process(folder, job(MODELS[model], folder), BATCH)
+        return made[model]
+
+    return run
+
+
+DATA_PLANS = {
+    "2 replicas, 1 and 3 micro-batches": Plan(dp_replicate=2, micro_batch=2, batch_shares=TWO),
+    "2 ranks ZeRO 1, 2 and 6 micro-batches": Plan(
+        dp_shard=2, shard="optimizer", micro_batch=1, batch_shares=TWO
+    ),
+    "2 ranks ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=2, batch_shares=TWO),
+    "2 ranks ZeRO 3": Plan(dp_shard=2, shard="parameters", micro_batch=2, batch_shares=TWO),
+    "4 ranks ZeRO 3": Plan(dp_shard=4, shard="parameters", micro_batch=2, batch_shares=FOUR),
+    "2 × 2 hybrid ZeRO 3": Plan(
+        dp_replicate=2, dp_shard=2, shard="parameters", micro_batch=3, batch_shares=FOUR
+    ),
+    "2 × 2 hybrid ZeRO 1": Plan(
+        dp_replicate=2, dp_shard=2, shard="optimizer", micro_batch=1, batch_shares=FOUR
+    ),
+    "tensor 2 × 2 replicas": Plan(tp=2, dp_replicate=2, micro_batch=2, batch_shares=TWO, sequence=True),
+    "context 2 × 2 replicas": Plan(cp=2, dp_replicate=2, micro_batch=2, batch_shares=TWO),
+    "context 2 × ZeRO 3": Plan(cp=2, dp_shard=2, shard="parameters", micro_batch=3, batch_shares=TWO),
+}
+PIPELINES = {
+    "1f1b × 2 replicas": Plan(pp=2, dp_replicate=2, micro_batch=1, batch_shares=TWO),
+    "1f1b × ZeRO 1": Plan(pp=2, dp_shard=2, shard="optimizer", micro_batch=1, batch_shares=TWO),
+    "1f1b × ZeRO 3": Plan(pp=2, dp_shard=2, shard="parameters", micro_batch=1, batch_shares=TWO),
+    "gpipe × 2 replicas": Plan(pp=2, dp_replicate=2, schedule="gpipe", micro_batch=2, batch_shares=TWO),
+    "interleaved × 2 replicas": Plan(
+        pp=2, dp_replicate=2, schedule="interleaved_1f1b", micro_batch=1, batch_shares=TWO, **TWO_STAGES
+    ),
+    "interleaved × ZeRO 1": Plan(
+        pp=2,
+        dp_shard=2,
+        shard="optimizer",
+        schedule="interleaved_1f1b",
+        micro_batch=1,
+        batch_shares=TWO,
+        **TWO_STAGES,
+    ),
+    "zbv × 2 replicas": Plan(
+        pp=2, dp_replicate=2, schedule="zbv", micro_batch=1, batch_shares=TWO, **TWO_STAGES
+    ),
+}
+EXPERT_PLANS = {
+    "2 replicas": Plan(dp_replicate=2, micro_batch=2, batch_shares=TWO),
+    "2 ranks ZeRO 3": Plan(dp_shard=2, shard="parameters", micro_batch=2, batch_shares=TWO),
+    "4 ranks ZeRO 3": Plan(dp_shard=4, shard="parameters", micro_batch=1, batch_shares=FOUR),
+    "experts over 2": Plan(dp_replicate=2, ep=2, micro_batch=2, batch_shares=TWO),
+    "experts over 2 of 4, ZeRO 3": Plan(
+        dp_shard=4, ep=2, shard="parameters", micro_batch=2, batch_shares=FOUR
+    ),
+    "pipeline × 2 replicas": Plan(pp=2, dp_replicate=2, micro_batch=1, batch_shares=TWO),
+}
+GROUP_PLANS = {
+    "2 replicas": Plan(dp_replicate=2, micro_batch=2, batch_shares=TWO),
+    "2 ranks ZeRO 3": Plan(dp_shard=2, shard="parameters", micro_batch=6, batch_shares=TWO),
+    "experts over 2": Plan(dp_replicate=2, ep=2, micro_batch=6, batch_shares=TWO),
+}
+CASES = [
+    *(("dense", *one) for one in (DATA_PLANS | PIPELINES).items()),
+    *(("experts", *one) for one in EXPERT_PLANS.items()),
+    *(("groups", *one) for one in GROUP_PLANS.items()),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [(model, plan) for model, _, plan in CASES], ids=[f"{m}, {n}" for m, n, _ in CASES]
+)
+def test_unlike_shares_follow_one_process(model: str, plan: Plan, tmp_path: Path, reference: Any) -> None:
+    sizes = plan.sizes(BATCH)
+    assert 3 * min(sizes) == max(sizes)
+    run = spread_over(tmp_path / "run", job(MODELS[model], tmp_path), plan)
+    same_numbers(reference(model), run, 1e-9)
+
+
+def test_one_rank_in_four_does_all_but_three_samples(tmp_path: Path, reference: Any) -> None:
+    plan = Plan(dp_replicate=4, micro_batch=2, batch_shares=(1, 1, 5, 1))
+    assert plan.counts(BATCH) == [1, 1, 3, 1]
+    same_numbers(reference("dense"), spread_over(tmp_path / "run", job(DENSE, tmp_path), plan), 1e-9)
