@@ -241,7 +241,7 @@ class Ends:
         if name not in self._known:
             plan = Plan(dp_replicate=2, micro_batch=4)
             if kind != "nothing":
-                plan = compressed(plan, kind, compression_share=share)
+                plan = compressed(plan, kind, compression_share=share, compression_rank=4)
             patch = "support.forgetful:errors_are_forgotten" if forgetful else None
             losses = run_job(self._folder / name, self._job, plan, patch=patch).losses
             self._known[name] = sum(losses[-5:]) / 5
@@ -262,6 +262,6 @@ def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["topk", "powersgd"])
-def test_without_its_memory_a_method_that_leaves_much_out_falls_behind(kind: Compression, ends: Ends) -> None:
-    assert ends(kind, share=0.05, forgetful=True) > ends(kind, share=0.05) + 0.05
+def test_without_its_memory_top_k_falls_behind(ends: Ends) -> None:
+    """What is never among a tensor's largest elements is then never learned."""
+    assert ends("topk", share=0.05, forgetful=True) > ends("topk", share=0.05) + 0.05

@@ -294,8 +294,9 @@ class ParallelSection(Section):
         True,
         description="sum gradients and gather parameters while backward goes on; false: one after another",
     )
-    bucket_bytes: PositiveInt | None = Field(
+    bucket_bytes: int | None = Field(
         None,
+        gt=0,
         description="dp_replicate: of gradients in one message; default: the fewest that fill the network",
     )
     hierarchical: Literal["auto"] | bool = Field(
