@@ -10,7 +10,7 @@ same bits, and have them again the next time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.collectives.hierarchical import Nodes, sum_over_nodes
 from wanma.collectives.schedules import (
     Exchange,
     Part,
@@ -30,9 +31,6 @@ from wanma.collectives.schedules import (
     tree_broadcast,
 )
 from wanma.job.errors import WanmaError
-
-Nodes = Sequence[Sequence[int]]
-"""Ranks, counted within their group, by node."""
 
 Algorithm = Callable[[Tensor, dist.ProcessGroup, Nodes], None]
 """Changes a contiguous buffer of one dim in place; all ranks of the group call it, with as many elements, and
@@ -135,6 +133,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
             "ring": _following(ring_all_reduce),
             "tree": _following(tree_all_reduce),
             "halving_doubling": _following(halving_doubling_all_reduce),
+            "hierarchical": sum_over_nodes,
         },
         "all_gather": {"ring": _following(ring_all_gather)},
         "reduce_scatter": {"ring": _following(ring_reduce_scatter)},
