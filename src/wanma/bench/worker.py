@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from wanma.bench.asked import DIRECT, Asked
-from wanma.collectives.algorithms import ALGORITHMS, Nodes
+from wanma.collectives.algorithms import ALGORITHMS
+from wanma.collectives.hierarchical import Nodes
 from wanma.collectives.measure import (
     BACKEND,
     Timed,

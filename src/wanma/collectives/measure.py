@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.algorithms import ALGORITHMS, Nodes
+from wanma.collectives.algorithms import ALGORITHMS
 from wanma.collectives.gloo import GlooAllGather, GlooReduceScatter
+from wanma.collectives.hierarchical import Nodes
 from wanma.collectives.shared.backend import shared_group
 from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 from wanma.collectives.stopwatch import Stopwatch

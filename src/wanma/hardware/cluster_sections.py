@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from wanma.hardware.machines import MOST_CORES, MOST_DEVICES, MOST_NODES
 from wanma.job.errors import did_you_mean
-from wanma.job.sections import Section
+from wanma.job.section import Section
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
 NO_NETWORK = "none"

@@ -23,7 +23,8 @@ from wanma.job.mistakes import Mistake, Places, dotted, from_pydantic, refuse
 from wanma.job.positions import KeyPath
 from wanma.job.read import read_tables
 from wanma.job.schema import keys
-from wanma.job.sections import Job, Section
+from wanma.job.section import Section
+from wanma.job.sections import Job
 
 _DEEPEST = 32
 _OVERRIDE = re.compile(r"([A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*)\s*=(.*)", re.DOTALL)

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.positions import KeyPath
 from wanma.job.schema import Table, keys, tables
-from wanma.job.sections import Job, Section
+from wanma.job.section import Section
+from wanma.job.sections import Job
 from wanma.job.write import toml_value
 
 

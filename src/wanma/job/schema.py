@@ -15,7 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from wanma.job.sections import Job, Section
+from wanma.job.section import Section
+from wanma.job.sections import Job
 
 _BOUNDS: tuple[tuple[type, str, str], ...] = (
     (annotated_types.Gt, "gt", ">"),

@@ -10,9 +10,10 @@ import itertools
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from wanma.job.urls import WHERE_CREDENTIALS_GO, has_credentials
+from wanma.job.checkpoint_section import CheckpointSection
+from wanma.job.section import Section
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Shard = Literal["nothing", "optimizer", "gradients", "parameters"]
@@ -29,12 +30,6 @@ Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """A list of text; one text alone is a list of one."""
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -449,46 +444,6 @@ class ClusterSection(Section):
                 raise ValueError(
                     f"rendezvous is HOST:PORT, e.g. '10.0.0.1:29500' (given: '{self.rendezvous}')"
                 )
-        return self
-
-
-class CheckpointSection(Section):
-    """What is saved, when, and what a run starts from."""
-
-    every_steps: int = Field(100, ge=0, description="0: only at the end")
-    keep: int = Field(3, ge=1, description="newest checkpoints kept")
-    keep_best: bool = Field(True, description="also keep the one with the best validation loss")
-    snapshots: Literal["auto", "off"] | PositiveInt = Field(
-        "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
-    )
-    partner: Literal["auto"] | bool = Field(
-        "auto", description="also copy those to another node, against its loss; auto: with several nodes"
-    )
-    compare_replicas: bool = Field(
-        True, description="before each copy in memory or on disk, ranks compare what they should hold alike"
-    )
-    keep_every_steps: int = Field(
-        0, ge=0, description="also keep those of every multiple of so many steps; 0: none"
-    )
-    upload: str | None = Field(
-        None, description="fsspec URL, e.g. 's3://bucket/run': a copy of each goes there in the background"
-    )
-    upload_keep: int = Field(
-        0, ge=0, description="newest uploaded ones kept, beside those of the two rules above; 0: all"
-    )
-    resume: bool = Field(
-        True, description="carry on from the newest whole checkpoint: the run directory's, else `upload`'s"
-    )
-    start_from: str | None = Field(
-        None, description="folder whose weights start a new run: a checkpoint, or published safetensors"
-    )
-
-    @model_validator(mode="after")
-    def _no_secrets(self) -> CheckpointSection:
-        if self.upload is not None and has_credentials(self.upload):  # not repeated in the message
-            raise ValueError(
-                f"upload holds credentials or a query, which would be kept and shown; {WHERE_CREDENTIALS_GO}"
-            )
         return self
 
 

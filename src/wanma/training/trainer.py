@@ -20,7 +20,6 @@ from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
-from wanma.observe.gpu import GpuSampler
 from wanma.observe.memory import reset_peak
 from wanma.observe.mfu import model_flops_utilization
 from wanma.observe.phases import PhaseTimer
@@ -46,6 +45,7 @@ from wanma.training.share_moves import Moved, ShareMoves
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
+from wanma.training.step_numbers import compression_numbers, expert_numbers, take_phases, watch_gpu
 from wanma.training.update import Agreement, agree, agree_again, apply_update, what_is_not_finite
 from wanma.training.uploads import Uploads
 from wanma.training.work import OwnWork
@@ -111,7 +111,7 @@ class Trainer:
             self.state.updater.reserve_state()
         if plan.synchronization is not None:
             self.state.sites = BetweenSites(plan, grid, parallel, self.state.updater)
-        run = worker.run_directory
+        run, same_tensors = worker.run_directory, plan.stage_group(worker.rank)
         self._uploads = Uploads(job.checkpoint, worker)
         self._checkpointer = Checkpointer(
             run / "checkpoints",
@@ -122,7 +122,7 @@ class Trainer:
             keep_best=job.checkpoint.keep_best,
             keep_every_steps=job.checkpoint.keep_every_steps,
             in_use=self._uploads.in_use,
-            replicas=self._stage_ranks(),
+            replicas=same_tensors,
             room=self._room_for_saves(),
             still_mine=worker.still_mine,
         )
@@ -131,7 +131,7 @@ class Trainer:
         self._replicas = ReplicaCheck(
             self.state,
             worker,
-            replicas=self._stage_ranks(),
+            replicas=same_tensors,
             device=grid.device,
             is_on=job.checkpoint.compare_replicas,
         )
@@ -140,7 +140,7 @@ class Trainer:
             plan,
             worker,
             self.state,
-            replicas=self._stage_ranks(),
+            replicas=same_tensors,
             data_fingerprint=data_fingerprint,
             compare=self._replicas.compare,
             every=resumed.snapshots_every,
@@ -162,11 +162,11 @@ class Trainer:
                 self._recorder.message(text)
         self._shares.notes.clear()
         self._uploads.wake(self.state.step)
-        self._restart = worker.restart
-        """Until the first step after it is finished."""
+        self._restart = worker.restart  # until the first step after it is finished
         self._retried_steps = worker.restart.retried_steps if worker.restart is not None else ()
         self._resumed, self._resumed_step = resumed, self.state.step
-        self._gpu = self._watch_gpu()
+        records_gpu = self._recorder is not None and plan.device == "cuda"
+        self._gpu = watch_gpu(grid.device, self.message) if records_gpu else None
         reset_peak(plan.device)
         self._rate, self._global_batch = 0.0, 0
         self._work_seconds, self._worked_under = 0.0, self.plan
@@ -273,7 +273,7 @@ class Trainer:
     def record(self, agreement: Agreement) -> None:
         """Record the step just finished, with all that was done for it. Validation is not step time."""
         now = time.perf_counter()
-        phases, spent = self._take_phases()
+        phases, spent = take_phases(self.phases, self.state.parallel.communication, self.plan.device)
         self._report_saves(self._checkpointer.poll())
         self._uploads.tell(self.message)
         seconds = now - self._step_started - phases["validation"]
@@ -308,8 +308,8 @@ class Trainer:
                 "phases": phases,
                 **({"waited": spent.waited, "under_way": spent.under_way} if spent.waited else {}),
                 "memory_bytes": held_bytes(self.grid.device.type),
-                **self._expert_numbers(agreement),
-                **self._compression_numbers(),
+                **expert_numbers(self._noted, agreement.targets),
+                **compression_numbers(self.state.parallel.compression),
                 **(self._outer.numbers() if self._outer is not None else {}),
                 **(self._gpu.take() if self._gpu is not None else {}),
                 "mfu": None
@@ -475,58 +475,10 @@ class Trainer:
             results += self._checkpointer.wait(WAIT_SECONDS)
         return results + self._checkpointer.wait()
 
-    def _watch_gpu(self) -> GpuSampler | None:
-        """Rank 0's GPU, where there is one and NVIDIA's Python package to ask it."""
-        if self._recorder is None or self.plan.device != "cuda":
-            return None
-        try:
-            uuid = str(torch.cuda.get_device_properties(self.grid.device).uuid)
-            return GpuSampler(uuid).__enter__()
-        except WanmaError as error:
-            self.message(f"no GPU utilisation or power in this run's records: {error}")
-            return None
-
     def _room_for_saves(self) -> Scratch | None:
         """State that is on disk because memory has no room for it is not copied into memory either."""
         on_disk = "disk" in (self.grid.plan.offload_parameters, self.grid.plan.offload_optimizer)
         return self.state.parallel.scratch if on_disk else None
-
-    def _stage_ranks(self) -> list[int]:
-        """Ranks of this pipeline stage: they hold the same plain tensors."""
-        return self.grid.plan.stage_group(self.worker.rank)
-
-    def _take_phases(self) -> tuple[dict[str, float], Spent]:
-        """Seconds by phase, and those of communication by kind.
-
-        What is waited inside forward and backward for other data ranks is moved to its own phase. Of a GPU
-        the host's clock does not know what it waits for.
-        """
-        phases, spent = self.phases.take(), self.state.parallel.communication.take()
-        if self.plan.device != "cpu":
-            return phases, Spent({}, {})
-        inside = spent.waited.get("data", 0.0)
-        phases["communication"] += inside
-        phases["forward_backward"] = max(phases["forward_backward"] - inside, 0.0)
-        return phases, spent
-
-    def _expert_numbers(self, agreement: Agreement) -> dict[str, float]:
-        """What the record says of experts: how uneven their load is, and the loss against it, per target."""
-        numbers = {name: float(number) for name, number in self._noted.items()}
-        if "balance_loss" in numbers:
-            numbers["balance_loss"] /= agreement.targets
-        return numbers
-
-    def _compression_numbers(self) -> dict[str, float]:
-        """What the record says of compressed gradients, of this rank."""
-        compression = self.state.parallel.compression
-        if compression is None:
-            return {}
-        traffic = compression.take_traffic()
-        return {
-            "gradient_bytes_sent": traffic.sent_bytes,
-            "gradient_bytes_saved": traffic.saved_bytes,
-            "compression_error_norm": compression.error_norm(),
-        }
 
     def _report_saves(self, results: list[SaveResult], goes_on: str = "; training goes on") -> None:
         for result in results:

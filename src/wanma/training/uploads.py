@@ -14,8 +14,8 @@ from wanma.checkpoint.folder import Keep
 from wanma.checkpoint.remote import Remote
 from wanma.checkpoint.storage import Storage
 from wanma.checkpoint.uploader import Upload, Uploader
+from wanma.job.checkpoint_section import CheckpointSection
 from wanma.job.errors import WanmaError
-from wanma.job.sections import CheckpointSection
 from wanma.job.worker import Worker
 from wanma.observe.units import bytes_text, duration_text
 

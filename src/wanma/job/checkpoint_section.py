@@ -1,0 +1,50 @@
+"""`[checkpoint]` of a job file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from wanma.job.section import Section
+from wanma.job.urls import WHERE_CREDENTIALS_GO, has_credentials
+
+
+class CheckpointSection(Section):
+    """What is saved, when, and what a run starts from."""
+
+    every_steps: int = Field(100, ge=0, description="0: only at the end")
+    keep: int = Field(3, ge=1, description="newest checkpoints kept")
+    keep_best: bool = Field(True, description="also keep the one with the best validation loss")
+    snapshots: Literal["auto", "off"] | PositiveInt = Field(
+        "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
+    )
+    partner: Literal["auto"] | bool = Field(
+        "auto", description="also copy those to another node, against its loss; auto: with several nodes"
+    )
+    compare_replicas: bool = Field(
+        True, description="before each copy in memory or on disk, ranks compare what they should hold alike"
+    )
+    keep_every_steps: int = Field(
+        0, ge=0, description="also keep those of every multiple of so many steps; 0: none"
+    )
+    upload: str | None = Field(
+        None, description="fsspec URL, e.g. 's3://bucket/run': a copy of each goes there in the background"
+    )
+    upload_keep: int = Field(
+        0, ge=0, description="newest uploaded ones kept, beside those of the two rules above; 0: all"
+    )
+    resume: bool = Field(
+        True, description="carry on from the newest whole checkpoint: the run directory's, else `upload`'s"
+    )
+    start_from: str | None = Field(
+        None, description="folder whose weights start a new run: a checkpoint, or published safetensors"
+    )
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> CheckpointSection:
+        if self.upload is not None and has_credentials(self.upload):  # not repeated in the message
+            raise ValueError(
+                f"upload holds credentials or a query, which would be kept and shown; {WHERE_CREDENTIALS_GO}"
+            )
+        return self
