@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,8 @@ class Ends:
         self._folder = folder
         self._job = job(folder, steps=60, global_batch=8, learning_rate=3e-3)
         self._job["checkpoint"] = {"every_steps": 0}
+        # What a run ends with depends on what it reads: on nothing that is edited here.
+        self._job["data"]["text"] = [difflib.__file__]
         self._known: dict[str, float] = {}
 
     def __call__(self, kind: Compression, share: float = 0.2, forgetful: bool = False) -> float:
@@ -241,7 +244,7 @@ class Ends:
         if name not in self._known:
             plan = Plan(dp_replicate=2, micro_batch=4)
             if kind != "nothing":
-                plan = compressed(plan, kind, compression_share=share, compression_rank=4)
+                plan = compressed(plan, kind, compression_share=share, compression_rank=8)
             patch = "support.forgetful:errors_are_forgotten" if forgetful else None
             losses = run_job(self._folder / name, self._job, plan, patch=patch).losses
             self._known[name] = sum(losses[-5:]) / 5
@@ -264,4 +267,4 @@ def test_a_run_with_compressed_gradients_converges_as_that_of_whole_ones(
 @pytest.mark.slow
 def test_without_its_memory_top_k_falls_behind(ends: Ends) -> None:
     """What is never among a tensor's largest elements is then never learned."""
-    assert ends("topk", share=0.05, forgetful=True) > ends("topk", share=0.05) + 0.05
+    assert ends("topk", share=0.003, forgetful=True) > ends("topk", share=0.003) + 0.05
