@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import socket
 import subprocess
@@ -36,6 +37,7 @@ def test_every_collective_is_measured_by_every_algorithm(
         ("all_reduce", "ring"),
         ("all_reduce", "tree"),
         ("all_reduce", "halving_doubling"),
+        ("all_reduce", "hierarchical"),
         ("all_gather", "backend"),
         ("all_gather", "direct"),
         ("all_gather", "ring"),
@@ -54,7 +56,8 @@ def test_every_collective_is_measured_by_every_algorithm(
         assert 0 <= size - (1024 if size < 60000 else 65536) < 3 * item
     assert "<figure" in (tmp_path / "out" / "collectives.html").read_text()
     (sweep,) = json.loads((tmp_path / "out" / "collectives.json").read_text())["sweeps"]
-    assert (sweep["ranks"], sweep["nodes"], sweep["backend"]) == (3, 1, "gloo")
+    assert (sweep["ranks"], sweep["nodes"]) == (3, 1)
+    assert sweep["backend"] in ("shared", "gloo")
 
 
 def test_two_machines_measure_together_and_the_first_one_shows_it(tmp_path: Path) -> None:
@@ -74,8 +77,11 @@ def test_two_machines_measure_together_and_the_first_one_shows_it(tmp_path: Path
         "--set",
         CPU,
     ]
+    wide = {**os.environ, "COLUMNS": "160"}
     both = [
-        subprocess.Popen([*command, "--node-rank", number], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        subprocess.Popen(
+            [*command, "--node-rank", number], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=wide
+        )
         for number in ("0", "1")
     ]
     (first, _), (second, _) = (one.communicate(timeout=120) for one in both)

@@ -107,7 +107,7 @@ def in_a_part_of_the_world(worker: Worker) -> list[float]:
 
 
 def test_a_group_of_some_ranks_adds_up_among_itself() -> None:
-    assert run_ranks(in_a_part_of_the_world, 3, ()) == [[16.0] * 3, [2.0] * 3, [16.0] * 3]
+    assert run_ranks(in_a_part_of_the_world, 3, ()) == [[32.0] * 3, [2.0] * 3, [32.0] * 3]
 
 
 def one_leaves(worker: Worker) -> str:
