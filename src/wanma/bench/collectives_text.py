@@ -48,7 +48,8 @@ def _table(timings: Sequence[Timing]) -> RenderableType:
     table.add_column("size", justify="right")
     foreseen = {one.algorithm for one in timings if one.forecast_seconds is not None}
     for name in names:
-        table.add_column(f"{name} µs", justify="right")
+        words = name.replace("_", " ")  # the parts of a long name go below each other
+        table.add_column(f"{words} µs", justify="right", overflow="fold")
         if name in foreseen:
             table.add_column("forecast", justify="right", style="dim")
         table.add_column("GB/s", justify="right")
