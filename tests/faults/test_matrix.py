@@ -63,6 +63,9 @@ def one(what: str, rank: int = 1, phase: str = "forward and backward", step: int
     return (Fault(what, rank, step, phase),)
 
 
+SAVED = Fault("sleep", 0, 7, "forward and backward", argument="1")
+"""Steps are short, and what was saved after step 5 is written beside them: until then it is."""
+
 CELLS = {
     "SIGKILL in forward": Cell(SIGKILLED, one("kill"), plans="all"),
     "SIGKILL of rank 0, which serves the store, in the update": Cell(
@@ -100,9 +103,11 @@ CELLS = {
         f"step 8: ranks 0 ({HOST}), 1 ({HOST}) should hold the same, but ", one("flip", phase="step done")
     ),
     "a bit flips in the copies in memory, then SIGKILL": Cell(
-        SIGKILLED, (*one("flip snapshot"), KILL), checkpoint=5, plans="all"
+        SIGKILLED, (SAVED, *one("flip snapshot"), KILL), checkpoint=5, plans="all"
     ),
-    "SIGKILL without copies in memory": Cell(SIGKILLED, (KILL,), (NO_COPIES,), checkpoint=5, plans="all"),
+    "SIGKILL without copies in memory": Cell(
+        SIGKILLED, (SAVED, KILL), (NO_COPIES,), checkpoint=5, plans="all"
+    ),
     "a bit flips in the newest checkpoint, then SIGKILL": Cell(
         SIGKILLED,
         (Fault("flip checkpoint", 1, **IN_STEP_8, argument="6"), KILL),
