@@ -122,8 +122,7 @@ class GradientCompression:
 
         Args:
             applied: False where it was left out. Then what was kept goes, too: it has in it what made the
-            step
-                wrong, and may not be finite.
+                step wrong, and may not be finite.
             unit: of the next step's gradients.
         """
         if not applied:
