@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.pace import at_rest, is_slow
+from benchmarks.pace import product_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -157,7 +157,8 @@ def take_pairs(
 ) -> bool:
     """Sample the contenders in turn until `piece["pairs"]` has `pairs` undisturbed rounds; saves each round.
 
-    A round begins when the machine is not slow, and counts if it is not slow at the end either (`pace`).
+    Every other round has them the other way round, so that what slows the machine for a while, or more and
+    more, falls on all alike.
 
     Args:
         deadline: of `time.monotonic()`; no round starts after it.
@@ -167,7 +168,7 @@ def take_pairs(
     """
     rounds: list[dict[str, Any]] = piece.setdefault("pairs", [])
     while len(quiet := undisturbed(piece)) < pairs:
-        if not at_rest(piece, deadline):
+        if time.monotonic() >= deadline:
             return False
         if len(rounds) - len(quiet) >= pairs:
             raise BenchmarkError(
@@ -177,22 +178,22 @@ def take_pairs(
         taken: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": commit(),
+            "product_seconds": product_seconds(),
         }
-        for name, measure in contenders.items():
+        turns = list(contenders.items())
+        for name, measure in turns if len(rounds) % 2 == 0 else reversed(turns):
             taken[name] = take_sample(measure, noise)
-        taken["slow"] = is_slow(piece)
         rounds.append(taken)
         save()
     return True
 
 
 def undisturbed(piece: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rounds of a piece in which no sample was disturbed and the machine was not slow."""
+    """The rounds of a piece in which no sample was disturbed."""
     return [
         taken
         for taken in piece.get("pairs", [])
-        if not taken.get("slow", False)
-        and not any(isinstance(sample, dict) and sample["disturbed"] for sample in taken.values())
+        if not any(isinstance(sample, dict) and sample["disturbed"] for sample in taken.values())
     ]
 
 
@@ -266,6 +267,12 @@ def describe_environments(pieces: Sequence[dict[str, Any]]) -> str:
         lines[f"- measured from {dates[0]} to {dates[-1]}"] = None
         commits = list(dict.fromkeys(taken["commit"] for taken in rounds))
         lines[f"- wanma at {', '.join(commits)}"] = None
+        products = [taken["product_seconds"] for taken in rounds if "product_seconds" in taken]
+        if products:
+            lines[
+                f"- before a round a fixed matrix product took {min(products) * 1e3:.0f} to "
+                f"{max(products) * 1e3:.0f} ms: what neighbours of this machine took from it"
+            ] = None
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,6 @@ def a_round(factor: float, disturbed: bool = False) -> dict[str, Any]:
     return {
         "date": "2026-01-01T00:00:00+00:00",
         "commit": "abc",
-        "slow": False,
         "measured": {"seconds": {"16": seconds}, "foreign_cpu": 0.0, "disturbed": disturbed},
     }
 
