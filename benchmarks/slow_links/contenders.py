@@ -25,15 +25,35 @@ class Contender:
     title: str
     parallel: tuple[str, ...]
     """Lines of the job's [parallel] section, beside dp_replicate."""
-    step_factor: int = 1
-    """How many times the measured steps: of what communicates once in many of them."""
+    every: int = 1
+    """Steps from one exchange to the next: so many are measured at least, and whole numbers of so many."""
 
+
+_SELDOM = 50
+_SITES = (f"sites = {NODES}", f"synchronize_every = {_SELDOM}")
 
 CONTENDERS = {
-    "plain": Contender("after backward, one ring", ("overlap = false", "hierarchical = false")),
-    "overlap": Contender("during backward, one ring", ("hierarchical = false",)),
-    "hierarchical": Contender("after backward, by machines", ("overlap = false", "hierarchical = true")),
-    "both": Contender("during backward, by machines (default)", ()),
+    "plain": Contender("exact, after backward, one ring", ("overlap = false", "hierarchical = false")),
+    "overlap": Contender("exact, during backward, one ring", ("hierarchical = false",)),
+    "hierarchical": Contender(
+        "exact, after backward, by machines", ("overlap = false", "hierarchical = true")
+    ),
+    "both": Contender("exact, during backward, by machines (default)", ()),
+    "bf16": Contender("rounded to bf16", ('compression = "bf16"',)),
+    "int8": Contender("rounded to int8, with error feedback", ('compression = "int8"',)),
+    "topk": Contender("1 % largest elements, with error feedback", ('compression = "topk"',)),
+    "powersgd": Contender("PowerSGD of rank 4, with error feedback", ('compression = "powersgd"',)),
+    "local_sgd": Contender(
+        f"local SGD, mean of weights every {_SELDOM} steps", ('synchronize = "local_sgd"', *_SITES), _SELDOM
+    ),
+    "diloco": Contender(
+        f"DiLoCo, outer update every {_SELDOM} steps", ('synchronize = "diloco"', *_SITES), _SELDOM
+    ),
+    "streaming": Contender(
+        f"DiLoCo, two fragments every {_SELDOM} steps, beside 5 steps each",
+        ('synchronize = "diloco"', *_SITES, "fragments = 2", "overlap_steps = 5"),
+        _SELDOM,
+    ),
 }
 """Another one is another line."""
 
@@ -42,7 +62,8 @@ CONTENDERS = {
 class Setting:
     """Everything that fixes one comparison; equal settings are pooled."""
 
-    contender: str
+    contenders: str
+    """Names of wanma's, joined by '+'."""
     megabits: float
     """A second, each way."""
     delay: float
@@ -59,8 +80,8 @@ class Setting:
     """Measured steps of DDP."""
 
     @property
-    def way(self) -> Contender:
-        return CONTENDERS[self.contender]
+    def names(self) -> list[str]:
+        return self.contenders.split("+")
 
     @property
     def link(self) -> str:
@@ -70,16 +91,19 @@ class Setting:
     def global_batch(self) -> int:
         return RANKS * self.batch
 
-    def measured_steps(self, *, wanma: bool) -> int:
-        return self.steps * (self.way.step_factor if wanma else 1)
+    def measured_steps(self, way: Contender | None) -> int:
+        """Of `way`, or of DDP."""
+        every = 1 if way is None else way.every
+        return -(-self.steps // every) * every
 
-    def total_steps(self, *, wanma: bool) -> int:
+    def total_steps(self, way: Contender | None) -> int:
         # One more than is measured: wanma's last step also saves the final checkpoint.
-        return self.warmup + self.measured_steps(wanma=wanma) + 1
+        return self.warmup + self.measured_steps(way) + 1
 
-    def job(self, *, wanma: bool) -> str:
-        """The job file; DDP reads model, data and training from the same text."""
-        layout = "\n".join((f"dp_replicate = {RANKS}", f"micro_batch = {self.batch}", *self.way.parallel))
+    def job(self, way: Contender | None) -> str:
+        """The job file; DDP (None) reads model, data and training from the same text."""
+        lines = () if way is None else way.parallel
+        layout = "\n".join((f"dp_replicate = {RANKS}", f"micro_batch = {self.batch}", *lines))
         return f"""\
 [model]
 preset = "{self.preset}"
@@ -91,7 +115,7 @@ sequence_length = {self.sequence}
 validation_fraction = 0.0
 
 [train]
-steps = {self.total_steps(wanma=wanma)}
+steps = {self.total_steps(way)}
 global_batch = {self.global_batch}
 precision = "{self.precision}"
 learning_rate = 1e-3
@@ -139,20 +163,20 @@ def ddp_command(setting: Setting) -> Command:
     return Command((*_apart(setting), *words), {**tuned, "GLOO_SOCKET_IFNAME": NAME})
 
 
-def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str, Any]:
+def measure(setting: Setting, way: Contender | None, venv: Path, folder: Path) -> dict[str, Any]:
     """Train once and measure.
 
     Args:
+        way: wanma's, or None for DDP.
         folder: an empty one.
 
     Raises:
         BenchmarkError: the contender failed or did not record every step.
     """
-    command = wanma_command(setting) if wanma else ddp_command(setting)
-    total = setting.total_steps(wanma=wanma)
-    record = train_once(command, setting.job(wanma=wanma), total, venv, folder)
-    steps, tokens = setting.measured_steps(wanma=wanma), setting.global_batch * setting.sequence
-    if wanma:
+    command = ddp_command(setting) if way is None else wanma_command(setting)
+    record = train_once(command, setting.job(way), setting.total_steps(way), venv, folder)
+    steps, tokens = setting.measured_steps(way), setting.global_batch * setting.sequence
+    if way is not None:
         record["waited"] = waited_seconds(folder / "run" / "metrics.jsonl", setting.warmup, steps)
     return with_speed(record, setting.warmup, steps, tokens)
 

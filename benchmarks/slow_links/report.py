@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import describe_environments, estimate, table, undisturbed
-from benchmarks.slow_links.contenders import NODES, RANKS_EACH, Setting
-from benchmarks.train.report import ratios
+from benchmarks.slow_links.contenders import CONTENDERS, NODES, RANKS_EACH, Setting
 
 Piece = dict[str, Any]
+DDP = "DDP"
+"""Its name beside those of `CONTENDERS`."""
 
 
 def report(pieces: Sequence[Piece]) -> str:
@@ -36,43 +37,38 @@ def _preface(pieces: Sequence[Piece]) -> str:
         f"{NODES} network namespaces of one machine as machines, of {RANKS_EACH} ranks each, one thread a "
         f"rank. Model: {'; '.join(models)}. Ratio: wanma's tokens per second over DDP's in the same round, "
         "median with its 95 % bootstrap interval. Waited: seconds of a step in which rank 0 waited for "
-        "gradients.\n"
+        "gradients. Losses are of the last measured step, of which those that communicate seldom have more.\n"
     )
 
 
 def _of_link(link: str, pieces: Sequence[Piece]) -> str:
     rows = []
     for piece in pieces:
-        pairs, setting = undisturbed(piece), Setting(**piece["settings"])
-        speeds = [
-            estimate([taken[who]["tokens_per_second"] for taken in pairs]).median for who in ("wanma", "peer")
-        ]
-        waited = [taken["wanma"]["waited"] for taken in pairs if taken["wanma"].get("waited") is not None]
-        dropped = len(piece["pairs"]) - len(pairs)
-        rows.append(
-            [
-                f"{setting.contender}: {setting.way.title}",
-                *(f"{speed:,.0f}" for speed in speeds),
-                str(estimate(ratios(piece))),
-                f"{estimate(waited).median:.2f}" if waited else "–",
-                f"{last_loss(piece, 'wanma'):.4f} / {last_loss(piece, 'peer'):.4f}",
-                f"{len(pairs)}" + (f" ({dropped} disturbed)" if dropped else ""),
-            ]
-        )
-    header = [
-        "wanma's gradients",
-        "tokens/s",
-        "DDP, tokens/s",
-        "ratio (95 %)",
-        "waited, s",
-        "last loss",
-        "pairs",
-    ]
+        rounds = undisturbed(piece)
+        dropped = len(piece["pairs"]) - len(rounds)
+        counted = f"{len(rounds)}" + (f" ({dropped} disturbed)" if dropped else "")
+        for name in (DDP, *Setting(**piece["settings"]).names):
+            taken = [one[name] for one in rounds]
+            waited = [sample["waited"] for sample in taken if sample.get("waited") is not None]
+            rows.append(
+                [
+                    f"{name}: {CONTENDERS[name].title}" if name != DDP else "PyTorch's DDP",
+                    f"{estimate([sample['tokens_per_second'] for sample in taken]).median:,.0f}",
+                    str(estimate(ratios(piece, name))) if name != DDP else "1",
+                    f"{estimate(waited).median:.2f}" if waited else "–",
+                    f"{taken[0]['losses'][-1]:.4f}",
+                    counted,
+                ]
+            )
+    header = ["gradients", "tokens/s", "ratio (95 %)", "waited, s", "last loss", "rounds"]
     return f"## {link}\n\n{table(header, rows)}"
 
 
-def last_loss(piece: Piece, who: str) -> float:
-    return float(undisturbed(piece)[0][who]["losses"][-1])
+def ratios(piece: Piece, name: str) -> list[float]:
+    """Tokens per second of `name` over DDP's, of each undisturbed round."""
+    return [
+        taken[name]["tokens_per_second"] / taken[DDP]["tokens_per_second"] for taken in undisturbed(piece)
+    ]
 
 
 def _commands(pieces: Sequence[Piece]) -> str:
@@ -80,4 +76,11 @@ def _commands(pieces: Sequence[Piece]) -> str:
     for piece in pieces:
         lines |= dict.fromkeys(piece["commands"].values())
     listed = "".join(f"    {line}\n" for line in lines)
-    return f"{listed}\nA `job.toml`:\n\n```toml\n{pieces[0]['job']}```\n"
+    ways = "".join(
+        f"    # {name}\n" + "".join(f"    {line}\n" for line in CONTENDERS[name].parallel)
+        for name in dict.fromkeys(name for piece in pieces for name in Setting(**piece["settings"]).names)
+    )
+    return (
+        f"{listed}\nDDP's `job.toml`:\n\n```toml\n{pieces[0]['job']}```\n\n"
+        f"What the others have beside it in `[parallel]`:\n\n{ways}"
+    )

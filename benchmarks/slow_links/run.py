@@ -1,12 +1,12 @@
-"""Training over a slow link between two machines: wanma's ways to sum gradients beside DDP, in pairs.
+"""Training over a slow link between two machines: wanma's ways to sum gradients, and DDP, in rounds.
 
-    python benchmarks/slow_links/run.py --megabits 100 --delay 0 --contender both --pairs 3   # one piece
+    python benchmarks/slow_links/run.py --megabits 100 --delay 0 --contender both int8 --pairs 3   # one piece
     python benchmarks/slow_links/run.py --megabits 1000 --minutes 10
     python benchmarks/slow_links/run.py                          # everything that is not measured yet
     python benchmarks/slow_links/run.py --report
 
-Needs root: the machines are network namespaces. Every combination of link and contender is one piece, so that
-a long comparison can be run bit by bit. See benchmarks/README.md.
+Needs root: the machines are network namespaces. Every link is one piece, so that a long comparison can be run
+bit by bit; in each of its rounds every contender has its turn. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -35,9 +35,15 @@ from benchmarks.common import (  # after the path is set
     take_pairs,
 )
 from benchmarks.slow_links.apart import what_is_missing
-from benchmarks.slow_links.contenders import CONTENDERS, Setting, ddp_command, measure, wanma_command
-from benchmarks.slow_links.report import report
-from benchmarks.train.report import ratios
+from benchmarks.slow_links.contenders import (
+    CONTENDERS,
+    Contender,
+    Setting,
+    ddp_command,
+    measure,
+    wanma_command,
+)
+from benchmarks.slow_links.report import DDP, ratios, report
 from wanma.data.open import prepare
 from wanma.job.load import load_job
 
@@ -57,33 +63,34 @@ def run(options: argparse.Namespace) -> None:
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
         piece["commands"] = {"wanma": str(wanma_command(setting)), "peer": str(ddp_command(setting))}
-        piece["job"] = setting.job(wanma=True)
+        piece["job"] = setting.job(None)
         _prepare_data(setting)
-        print(f"{setting.link}, {setting.contender}: {len(piece['pairs'])} pairs so far", flush=True)
+        print(f"{setting.link}: {len(piece['pairs'])} rounds so far", flush=True)
         complete = take_pairs(
             piece,
             {
-                "wanma": partial(_sample, setting, True, options.venv),
-                "peer": partial(_sample, setting, False, options.venv),
+                name: partial(_sample, setting, name, CONTENDERS.get(name), options.venv)
+                for name in (DDP, *setting.names)
             },
             pairs=options.pairs,
             noise=Noise(options.foreign_limit, options.retries),
             deadline=deadline,
             save=lambda: results.save(report(results.pieces)),
         )
-        if values := ratios(piece):
-            print(f"  ratio {estimate(values)} of {len(values)} pairs", flush=True)
+        for name in setting.names:
+            if values := ratios(piece, name):
+                print(f"  {name}: ratio {estimate(values)} of {len(values)} rounds", flush=True)
         if not complete:
             print("the time is over; run the same command again to carry on")
             return
 
 
-def _sample(setting: Setting, wanma: bool, venv: Path) -> dict[str, Any]:
+def _sample(setting: Setting, name: str, way: Contender | None, venv: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        sample = measure(setting, wanma, venv, Path(folder))
+        sample = measure(setting, way, venv, Path(folder))
     waited = f", waited {sample['waited']:.2f} s a step" if sample.get("waited") is not None else ""
     print(
-        f"  {'wanma' if wanma else 'DDP'}: {sample['tokens_per_second']:,.0f} tokens/s{waited}, "
+        f"  {name}: {sample['tokens_per_second']:,.0f} tokens/s{waited}, "
         f"loss {sample['losses'][-1]:.4f}, {sample['command_seconds']:.0f} s in all",
         flush=True,
     )
@@ -94,15 +101,15 @@ def _prepare_data(setting: Setting) -> None:
     """Build the token files, once, for all contenders."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
-        path.write_text(setting.job(wanma=True))
+        path.write_text(setting.job(None))
         prepare(load_job(path).data)
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     """The chosen comparisons."""
-    for megabits, delay, contender in itertools.product(options.megabits, options.delay, options.contender):
+    for megabits, delay in itertools.product(options.megabits, options.delay):
         yield Setting(
-            contender=contender,
+            contenders="+".join(options.contender),
             megabits=megabits,
             delay=delay / 1000,
             precision=options.precision,
@@ -125,7 +132,7 @@ def parse() -> argparse.Namespace:
     add("--preset", default="gpt-10m", help="wanma's name of the model (default gpt-10m)")
     add("--vocabulary", type=int, default=4096)
     add("--sequence", type=int, default=256)
-    add("--batch", type=int, default=4, help="sequences per rank (default 4)")
+    add("--batch", type=int, default=1, help="sequences per rank (default 1)")
     add("--steps", type=int, default=5, help="measured steps of DDP (default 5)")
     add("--warmup", type=int, default=2, help="steps before the measured ones (default 2)")
     options = parser.parse_args()

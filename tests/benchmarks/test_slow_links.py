@@ -25,21 +25,25 @@ def module(name):
     return importlib.import_module(f"benchmarks.slow_links.{name}")
 
 
-def setting(contender="both", **changes):
-    plain = module("contenders").Setting(contender, 100.0, 0.01, "fp32", "gpt-1m", 512, 64, 2, 1, 4)
+def setting(**changes):
+    plain = module("contenders").Setting("both+diloco", 100.0, 0.01, "fp32", "gpt-1m", 512, 64, 2, 1, 4)
     return replace(plain, **changes)
 
 
 def test_every_contender_has_a_job_of_two_machines_that_sums_as_it_says(tmp_path):
     path = tmp_path / "job.toml"
     seen = {}
-    for name in module("contenders").CONTENDERS:
-        path.write_text(setting(name).job(wanma=True))
+    for name, way in module("contenders").CONTENDERS.items():
+        path.write_text(setting().job(way))
         job = load_job(path)
         assert (job.cluster.nodes, job.parallel.dp_replicate) == (2, 4)
         assert job.train.global_batch == 8
         assert why_not_hierarchical(Plan(dp_replicate=4), job.cluster.nodes) is None
         seen[name] = (job.parallel.overlap, job.parallel.hierarchical)
+        assert job.parallel.compression == (
+            name if name in ("bf16", "int8", "topk", "powersgd") else "nothing"
+        )
+        assert (job.parallel.synchronize != "every_step") == (way.every > 1)
     assert {name: seen[name] for name in ("plain", "overlap", "hierarchical", "both")} == {
         "plain": (False, False),
         "overlap": (True, False),
@@ -48,14 +52,13 @@ def test_every_contender_has_a_job_of_two_machines_that_sums_as_it_says(tmp_path
     }
 
 
-def test_what_communicates_once_in_many_steps_is_measured_over_many(monkeypatch):
-    contenders = module("contenders")
-    often = replace(contenders.CONTENDERS["both"], step_factor=10)
-    monkeypatch.setitem(contenders.CONTENDERS, "seldom", often)
-    seldom = setting("seldom")
-    assert (seldom.total_steps(wanma=True), seldom.total_steps(wanma=False)) == (42, 6)
-    assert "steps = 42" in seldom.job(wanma=True)
-    assert "steps = 6" in seldom.job(wanma=False)
+def test_what_communicates_once_in_many_steps_is_measured_over_whole_numbers_of_them():
+    seldom = module("contenders").CONTENDERS["diloco"]
+    one, more = setting(), setting(steps=seldom.every + 1)
+    assert (one.total_steps(seldom), one.total_steps(None)) == (2 + seldom.every, 6)
+    assert more.total_steps(seldom) == 2 + 2 * seldom.every
+    assert f"steps = {2 + seldom.every}\n" in one.job(seldom)
+    assert "steps = 6\n" in one.job(None)
 
 
 def test_both_contenders_run_on_both_machines_of_the_same_link():
@@ -86,7 +89,7 @@ def test_the_report_sets_each_way_beside_ddp():
     sample = {"tokens_per_second": 300.0, "losses": [2.0, 1.5], "disturbed": False, "waited": 0.25}
     peer = {**sample, "tokens_per_second": 100.0}
     del peer["waited"]
-    taken = {"date": "2026-01-01", "commit": "abc", "wanma": sample, "peer": peer}
+    taken = {"date": "2026-01-01", "commit": "abc", "both": sample, "diloco": sample, "DDP": peer}
     environment = {"machine": "a machine", "versions": {"torch": "2.13"}}
     piece = {
         "settings": asdict(setting()),
@@ -98,7 +101,9 @@ def test_the_report_sets_each_way_beside_ddp():
     text = module("report").report([piece])
     assert "## 100 Mbit/s, 10 ms" in text
     row = next(line for line in text.splitlines() if line.startswith("| both"))
-    assert row.split(" | ")[1:5] == ["300", "100", "3.00 (3.00–3.00)", "0.25"]
+    assert row.split(" | ")[1:4] == ["300", "3.00 (3.00–3.00)", "0.25"]
+    assert "| PyTorch's DDP | 100 | 1 | – | 1.5000 | 1 |" in text
+    assert "| diloco: DiLoCo" in text
     assert module("report").report([]) == "Nothing has been measured yet.\n"
 
 

@@ -38,6 +38,10 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
     "all_to_all": lambda: dist.all_to_all_single(torch.ones(RANKS), torch.ones(RANKS)),
     "barrier": lambda: dist.barrier(),
 }
+MESSAGES: dict[str, Callable[[], Any]] = {
+    "recv": lambda: dist.recv(torch.ones(3), VICTIM),
+    "recv of anybody": lambda: dist.recv(torch.ones(3)),
+}
 TIMEOUT_SECONDS = 1.0
 
 
@@ -120,6 +124,80 @@ def test_a_stopped_peer_is_named_when_time_is_over() -> None:
     for text, seconds, _ in found.values():
         assert f"all_reduce #2 of group default_pg: timed out waiting for rank {VICTIM} (1 s)" in text
         assert seconds >= TIMEOUT_SECONDS - 0.3
+
+
+def strike_before_a_message(worker: Worker, strike: signal.Signals, name: str) -> tuple[str, float, str]:
+    with shared_world(worker) as (group, _):
+        group.set_timeout(timedelta(seconds=TIMEOUT_SECONDS))
+        dist.barrier()
+        if worker.rank == VICTIM:
+            dist.send(torch.full((3,), 7.0), 0)
+            time.sleep(0.2)
+            os.kill(os.getpid(), strike)
+        if worker.rank == 0:
+            last = torch.zeros(3)
+            dist.recv(last, VICTIM)
+            assert last.tolist() == [7.0] * 3
+        text, seconds = caught(MESSAGES[name])
+        again, _ = caught(COLLECTIVES["barrier"])
+        return text, seconds, again
+
+
+@pytest.mark.parametrize("name", list(MESSAGES))
+def test_a_killed_sender_is_named_at_once(name: str) -> None:
+    found = outcomes(strike_before_a_message, RANKS, (signal.SIGKILL, name))
+    assert sorted(found) == [0, 2]
+    for rank, (text, seconds, again) in found.items():
+        whom = "any rank" if name != "recv" else f"rank {VICTIM}"
+        assert f"recv #{2 if rank == 0 else 1} from {whom} of group default_pg: " in text
+        assert f"the process of rank {VICTIM} has ended" in text
+        assert seconds < TIMEOUT_SECONDS, "before the deadline"
+        assert f"rank {VICTIM} has ended" in again
+
+
+def test_a_stopped_sender_is_named_when_time_is_over() -> None:
+    found = outcomes(strike_before_a_message, RANKS, (signal.SIGSTOP, "recv"))
+    assert sorted(found) == [0, 2]
+    for text, seconds, _ in found.values():
+        assert re.search(rf"timed out waiting for rank {VICTIM} \(1 s\)", text), text
+        assert seconds >= TIMEOUT_SECONDS - 0.3
+
+
+def send_and_leave(worker: Worker) -> str:
+    with shared_world(worker):
+        dist.barrier()
+        if worker.rank == VICTIM:
+            dist.send(torch.full((3,), 7.0), 0)
+            return "left"
+        if worker.rank == 0:
+            last = torch.zeros(3)
+            time.sleep(0.3)  # the sender is gone by then
+            dist.recv(last, VICTIM)
+            assert last.tolist() == [7.0] * 3
+            return caught(lambda: dist.send(torch.ones(3), VICTIM))[0]
+        return caught(MESSAGES["recv"])[0]
+
+
+def test_what_was_sent_arrives_though_its_sender_has_left() -> None:
+    zero, one, two = run_ranks(send_and_leave, RANKS, ())
+    assert one == "left"
+    for text in (zero, two):
+        assert f"rank {VICTIM} has closed its process group" in text
+
+
+def receive_another_size(worker: Worker) -> str:
+    with shared_world(worker):
+        if worker.rank == 0:
+            dist.send(torch.ones(4), 1)
+            return caught(COLLECTIVES["barrier"])[0]
+        return caught(lambda: dist.recv(torch.ones(3), 0))[0]
+
+
+def test_a_message_of_another_size_is_an_error_on_both_sides() -> None:
+    zero, one = run_ranks(receive_another_size, 2, ())
+    assert "recv #1 from rank 0 of group default_pg" in one
+    for text in (zero, one):
+        assert "with different sizes, types or roots" in text
 
 
 def leave_early(worker: Worker) -> str:

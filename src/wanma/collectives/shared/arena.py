@@ -130,20 +130,25 @@ class Arena:
             None where the heap has no such place, or the machine no such memory.
         """
         size = max(elements, 1) * dtype.itemsize
-        before = self._heap.high_bytes
-        offset = self._heap.take(size)
+        offset = self.take(size)
         if offset is None:
             return None
-        if self._heap.high_bytes > before:
+        block: Any = (ctypes.c_char * size).from_address(self._heap_address + offset)
+        block.taken = _Taken(self, offset)  # the tensor's storage holds the block
+        return torch.frombuffer(block, dtype=dtype, count=max(elements, 1))[:elements]
+
+    def take(self, size: int) -> int | None:
+        """Offset within this rank's heap of a place of `size` bytes; None as in `tensor`."""
+        before = self._heap.high_bytes
+        offset = self._heap.take(size)
+        if offset is not None and self._heap.high_bytes > before:
             # Asked for here, a page that is not to be had is an answer and not a signal.
             try:
                 os.posix_fallocate(self._descriptor, self._heap_offset + offset, size)
             except OSError:
                 self._heap.give_back(offset)
                 return None
-        block: Any = (ctypes.c_char * size).from_address(self._heap_address + offset)
-        block.taken = _Taken(self, offset)  # the tensor's storage holds the block
-        return torch.frombuffer(block, dtype=dtype, count=max(elements, 1))[:elements]
+        return offset
 
     def give_back(self, offset: int) -> None:
         self._heap.give_back(offset)

@@ -1,17 +1,19 @@
 """A process group of torch's whose collectives go over shared memory.
 
-It takes what Gloo takes, with the same meaning; what it does not do itself (messages between two ranks,
-gathers to one rank, sparse and strided tensors) goes to a group of Gloo's that it has inside. Sums are taken
-in rank order on every rank, in fp32 for types of 16 bits, and rounded once.
+It takes what Gloo takes, with the same meaning; what it does not do itself (gathers to one rank, sparse and
+strided tensors) goes to a group of Gloo's that it has inside. Sums are taken in rank order on every rank, in
+fp32 for types of 16 bits, and rounded once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from wanma.collectives.shared.calls import (
 )
 from wanma.collectives.shared.errors import SharedMemoryError, failure_text
 from wanma.collectives.shared.library import Call, Outcome
+from wanma.collectives.shared.messages import ANYBODY, Messages
 from wanma.collectives.shared.record import Entry, Record
 from wanma.collectives.shared.work import Completions, SharedWork
 
@@ -69,7 +72,7 @@ class SharedGroup(dist.ProcessGroup):
         self._arena, self._gloo, self._timeout = arena, gloo, timeout
         self._me, self._ranks = arena.rank, arena.shape.ranks
         self.hosts = host_ranks
-        self._record = Record()
+        self._record, self._messages = Record(), Messages(arena, weakref.proxy(self))
         self._completions = Completions()
         self._lock = threading.Lock()
         self._held: deque[tuple[int, Any]] = deque()
@@ -212,6 +215,35 @@ class SharedGroup(dist.ProcessGroup):
         opts = BarrierOptions() if opts is None else opts
         return self._run("barrier", [barrier()], opts, None, [])
 
+    # ------------------------------------------------------------------ messages
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:  # type: ignore[override]  # names of arguments
+        (tensor,) = tensors
+        return self._messages.send(tensor, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:  # type: ignore[override]  # names of arguments
+        (tensor,) = tensors
+        return self._messages.receive(tensor, rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        (tensor,) = tensors
+        return self._messages.receive(tensor, ANYBODY, tag)
+
+    def seconds(self) -> float:
+        """Of whoever waits without a time of its own."""
+        return min(self._timeout.total_seconds(), _LONGEST_SECONDS)
+
+    def describe(self, what: str, number: int, peer: int) -> str:
+        """'recv #3 from rank 1 of group pp'."""
+        whom = "any rank" if peer == ANYBODY else f"rank {self._global_ranks()[peer]}"
+        return f"{what} #{number} {'to' if what == 'send' else 'from'} {whom} of group {self._described()}"
+
+    def failure(self, outcome: Outcome, what: str, blamed: int, seconds: float) -> SharedMemoryError:
+        """Of a message."""
+        named = self._global_ranks()
+        guilty = named[blamed if 0 <= blamed < self._ranks else self._me]
+        return SharedMemoryError(failure_text(outcome, what, guilty, [], named[self._me], seconds))
+
     # The same by the names that torch had for them before.
     _allgather_base = all_gather_single  # type: ignore[assignment]  # names of arguments
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # names of arguments
@@ -238,8 +270,13 @@ class SharedGroup(dist.ProcessGroup):
         self._arena.library.wanma_abort(self._arena.handle)
 
     def standing(self) -> tuple[list[Entry], list[Entry]]:
-        """Collectives that have ended, and that are under way, oldest first."""
-        return self._record.split(self._arena.library.wanma_done(self._arena.handle))
+        """Collectives and messages that have ended, and those under way; each oldest first."""
+        collectives = self._record.split(self._arena.library.wanma_done(self._arena.handle))
+        ended, under_way = (
+            sorted([*ours, *messages], key=attrgetter("asked_nanoseconds"))
+            for ours, messages in zip(collectives, self._messages.standing(), strict=True)
+        )
+        return ended, under_way
 
     # ------------------------------------------------------------------ one collective
 

@@ -114,6 +114,24 @@ def load(path: Path) -> ctypes.CDLL:
         "wanma_wait": (number, [handle, size, ctypes.c_int64]),
         "wanma_done": (size, [handle]),
         "wanma_cause": (number, [handle, ctypes.POINTER(ctypes.c_uint8)]),
+        "wanma_send": (
+            number,
+            [handle, number, ctypes.c_int32, handle, size, ctypes.c_int64, ctypes.POINTER(number)],
+        ),
+        "wanma_taken": (ctypes.c_uint32, [handle, number]),
+        "wanma_receive": (
+            number,
+            [
+                *(handle, ctypes.POINTER(number), ctypes.c_int32, handle, size, ctypes.c_int64),
+                ctypes.POINTER(number),
+            ],
+        ),
+        "wanma_mail": (ctypes.c_uint32, [handle]),
+        "wanma_rest": (
+            number,
+            [handle, number, ctypes.c_uint32, ctypes.c_int64, ctypes.POINTER(number)],
+        ),
+        "wanma_give_up": (None, [handle, number, number]),
         "wanma_abort": (None, [handle]),
         "wanma_close": (None, [handle]),
         "wanma_free": (None, [handle]),

@@ -50,11 +50,30 @@ struct Header {
   }
 };
 
-// Written by its rank alone.
+// Arrivals, whether it has left and what it has said are written by its rank alone.
 struct alignas(128) Seat {
   std::atomic<uint32_t> arrivals;
   std::atomic<uint32_t> left;
   Header said[2];
+  // Counts messages that came for this rank, and those of its own that were taken.
+  alignas(128) std::atomic<uint32_t> mail;
+  std::atomic<uint32_t> mail_sleepers;
+};
+
+struct Message {
+  uint64_t bytes;
+  int64_t place;  // within the sender's heap
+  int32_t tag;
+  bool taken;  // by a receiver that went for its tag first; only the receiver's, once it is posted
+};
+
+constexpr uint32_t kChannelMessages = 1024;
+
+// Messages of one rank to one other, in their order. Counters wrap.
+struct alignas(128) Channel {
+  std::atomic<uint32_t> posted;              // the sender's
+  alignas(128) std::atomic<uint32_t> taken;  // the receiver's: all messages before it are
+  alignas(128) Message messages[kChannelMessages];
 };
 
 struct Control {
@@ -96,11 +115,12 @@ class Arena {
   }
 
   static uint64_t control_bytes(int ranks) {
-    uint64_t splits = 2 * sizeof(uint64_t) * static_cast<uint64_t>(ranks) * ranks;
-    return (sizeof(Control) + splits + kPage - 1) / kPage * kPage;
+    const uint64_t channels = sizeof(Channel) * static_cast<uint64_t>(ranks) * ranks;
+    return (sizeof(Control) + splits_bytes(ranks) + channels + kPage - 1) / kPage * kPage;
   }
   static uint64_t staging_bytes(int ranks, uint64_t chunk_bytes) { return 2 * chunk_bytes * ranks; }
 
+  int64_t spin_nanoseconds() const { return spin_nanoseconds_; }
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
   uint64_t chunk_bytes() const { return chunk_bytes_; }
@@ -129,7 +149,9 @@ class Arena {
     own().arrivals.store(mine, std::memory_order_release);
     const uint32_t total = control().total.fetch_add(1, std::memory_order_seq_cst) + 1;
     const bool last = total == mine * static_cast<uint32_t>(ranks_);
-    if (last && control().sleepers.load(std::memory_order_seq_cst) != 0) wake();
+    if (last && control().sleepers.load(std::memory_order_seq_cst) != 0) {
+      futex(&control().total, FUTEX_WAKE, INT_MAX, nullptr);
+    }
   }
 
   // Until all have arrived as often as this rank.
@@ -189,6 +211,52 @@ class Arena {
     return outcome;
   }
 
+  Channel& channel(int source, int target) const {
+    auto* first = reinterpret_cast<Channel*>(base_ + sizeof(Control) + splits_bytes(ranks_));
+    return first[static_cast<uint64_t>(source) * ranks_ + target];
+  }
+  uint32_t mail() const { return own().mail.load(std::memory_order_acquire); }
+  void notify(int peer) {
+    Seat& theirs = seat(peer);
+    theirs.mail.fetch_add(1, std::memory_order_seq_cst);
+    if (theirs.mail_sleepers.load(std::memory_order_seq_cst) != 0) {
+      futex(&theirs.mail, FUTEX_WAKE, INT_MAX, nullptr);
+    }
+  }
+  // Until `mail` is not `seen` any more, or for so long, or until there may be news of dead peers.
+  void sleep_until_mail(uint32_t seen, int64_t nanoseconds) {
+    const timespec slice = {0, static_cast<long>(std::clamp<int64_t>(nanoseconds, 0, kSliceNanoseconds))};
+    own().mail_sleepers.fetch_add(1, std::memory_order_seq_cst);
+    if (own().mail.load(std::memory_order_seq_cst) == seen) futex(&own().mail, FUTEX_WAIT, seen, &slice);
+    own().mail_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  }
+  // Whether messages to or from `peer` (-1: any) can still be had, from any thread; if not, because of whom.
+  Outcome usable(int peer, int* cause) {
+    const uint32_t word = control().broken.load(std::memory_order_seq_cst);
+    if (word != 0) {
+      *cause = static_cast<int>(word & 0xffff) - 1;
+      return static_cast<Outcome>(word >> 16);
+    }
+    *cause = rank_;
+    if (closed()) return kAborted;
+    for (int one = 0; one < ranks_; ++one) {
+      if (one == rank_ || (peer >= 0 && one != peer)) continue;
+      pollfd watched = watched_[one];
+      const bool ended = poll(&watched, 1, 0) > 0;
+      *cause = one;
+      if (seat(one).left.load(std::memory_order_seq_cst) != 0) return kLeft;
+      if (ended) return kDead;
+    }
+    return kDone;
+  }
+  // As `fail`, of a message.
+  Outcome give_up(Outcome outcome, int blamed) {
+    uint32_t nothing = 0;
+    const uint32_t word = static_cast<uint32_t>(outcome) << 16 | static_cast<uint32_t>(blamed + 1);
+    if (control().broken.compare_exchange_strong(nothing, word)) wake();
+    return outcome;
+  }
+
   void leave() {
     own().left.store(1, std::memory_order_seq_cst);
     wake();
@@ -201,6 +269,10 @@ class Arena {
   bool missing(int peer) const { return missing_[peer]; }
 
  private:
+  static uint64_t splits_bytes(int ranks) {
+    const uint64_t bytes = 2 * sizeof(uint64_t) * static_cast<uint64_t>(ranks) * ranks;
+    return (bytes + alignof(Channel) - 1) / alignof(Channel) * alignof(Channel);
+  }
   Control& control() const { return *reinterpret_cast<Control*>(base_); }
   Seat& seat(int peer) const { return control().seats[peer]; }
   Seat& own() const { return seat(rank_); }
@@ -212,7 +284,10 @@ class Arena {
     return first + (2 * static_cast<uint64_t>(peer) + parity) * ranks_;
   }
 
-  void wake() { futex(&control().total, FUTEX_WAKE, INT_MAX, nullptr); }
+  void wake() {
+    futex(&control().total, FUTEX_WAKE, INT_MAX, nullptr);
+    for (int peer = 0; peer < ranks_; ++peer) futex(&seat(peer).mail, FUTEX_WAKE, INT_MAX, nullptr);
+  }
 
   // Counters wrap: what counts is the difference.
   bool reached(uint32_t total) const {

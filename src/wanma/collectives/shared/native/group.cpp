@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "collectives.hpp"
+#include "messages.hpp"
 
 namespace wanma {
 
@@ -15,7 +16,7 @@ class Group {
  public:
   Group(uint8_t* base, int rank, int ranks, uint64_t chunk_bytes, uint64_t heap_bytes, int64_t spin_nanoseconds,
         const int* peers)
-      : arena(base, rank, ranks, chunk_bytes, heap_bytes, spin_nanoseconds, peers) {}
+      : arena(base, rank, ranks, chunk_bytes, heap_bytes, spin_nanoseconds, peers), messages(arena) {}
 
   ~Group() { close(); }
 
@@ -64,6 +65,7 @@ class Group {
   }
 
   Arena arena;
+  Messages messages;
 
  private:
   // With the lock held.
@@ -170,6 +172,29 @@ int wanma_cause(void* group, uint8_t* missing) {
   Arena& arena = static_cast<Group*>(group)->arena;
   for (int rank = 0; rank < arena.ranks(); ++rank) missing[rank] = arena.missing(rank);
   return arena.cause();
+}
+
+// Messages: what fails leaves in `cause` whose fault it is.
+int wanma_send(void* group, int peer, int32_t tag, const void* source, uint64_t bytes, int64_t place, int* cause) {
+  return static_cast<Group*>(group)->messages.send(peer, tag, source, bytes, place, cause);
+}
+
+uint32_t wanma_taken(void* group, int peer) { return static_cast<Group*>(group)->messages.taken(peer); }
+
+int wanma_receive(void* group, int* source, int32_t tag, void* target, uint64_t bytes, int64_t nanoseconds,
+                  int* cause) {
+  return static_cast<Group*>(group)->messages.receive(source, tag, target, bytes, nanoseconds, cause);
+}
+
+uint32_t wanma_mail(void* group) { return static_cast<Group*>(group)->arena.mail(); }
+
+int wanma_rest(void* group, int peer, uint32_t seen, int64_t nanoseconds, int* cause) {
+  return static_cast<Group*>(group)->messages.rest(peer, seen, nanoseconds, cause);
+}
+
+// Time is over, or `blamed` has sent what nobody here expects.
+void wanma_give_up(void* group, int outcome, int blamed) {
+  static_cast<Group*>(group)->arena.give_up(static_cast<Outcome>(outcome), blamed);
 }
 
 void wanma_abort(void* group) {

@@ -1,0 +1,96 @@
+// Messages from one rank to another: the sender puts one into its own heap and says so in its channel to the
+// receiver, which copies it out when it wants it. Nobody waits to send, unless a channel is full.
+#pragma once
+
+#include <mutex>
+
+#include "arena.hpp"
+
+namespace wanma {
+
+class Messages {
+ public:
+  explicit Messages(Arena& arena) : arena_(arena), me_(arena.rank()) {}
+
+  // Copy `bytes` to `place` of this rank's heap, and tell `peer`. kUnderWay: its channel is full.
+  Outcome send(int peer, int32_t tag, const void* source, uint64_t bytes, int64_t place, int* cause) {
+    if (const Outcome outcome = arena_.usable(peer, cause); outcome != kDone) {
+      return arena_.give_up(outcome, *cause);
+    }
+    std::lock_guard<std::mutex> lock(sending_);
+    Channel& channel = arena_.channel(me_, peer);
+    const uint32_t posted = channel.posted.load(std::memory_order_relaxed);
+    if (posted - channel.taken.load(std::memory_order_acquire) == kChannelMessages) return kUnderWay;
+    if (bytes != 0) std::memcpy(arena_.heap(me_) + place, source, bytes);
+    channel.messages[posted % kChannelMessages] = {bytes, place, tag, false};
+    channel.posted.store(posted + 1, std::memory_order_release);
+    arena_.notify(peer);
+    return kDone;
+  }
+
+  // How many messages to `peer` are no longer needed, from the first on; the count wraps.
+  uint32_t taken(int peer) { return arena_.channel(me_, peer).taken.load(std::memory_order_acquire); }
+
+  // Copy the first message of `source` (-1: of anybody) with this tag to `target`, and say in `source` whose it
+  // is. kUnderWay: none has come in the given time; kMismatch: it has another size.
+  Outcome receive(int* source, int32_t tag, void* target, uint64_t bytes, int64_t nanoseconds, int* cause) {
+    const int64_t began = now_nanoseconds();
+    while (true) {
+      const uint32_t seen = arena_.mail();
+      for (int turn = 0; turn < 32; ++turn) {
+        if (take(source, tag, target, bytes, cause)) return *cause < 0 ? kDone : kMismatch;
+        relax();
+      }
+      const int64_t waited = now_nanoseconds() - began;
+      if (waited >= nanoseconds) return kUnderWay;
+      if (waited < arena_.spin_nanoseconds()) continue;
+      arena_.sleep_until_mail(seen, nanoseconds - waited);
+      int blamed;
+      const Outcome outcome = arena_.usable(*source, &blamed);
+      if (outcome == kDone) continue;
+      // Who has left or ended may have sent it before.
+      if (take(source, tag, target, bytes, cause)) return *cause < 0 ? kDone : kMismatch;
+      *cause = blamed;
+      return arena_.give_up(outcome, blamed);
+    }
+  }
+
+  // Until anything has come or was taken, or for so long. Anything but kDone: nothing more goes to `peer`.
+  Outcome rest(int peer, uint32_t seen, int64_t nanoseconds, int* cause) {
+    arena_.sleep_until_mail(seen, nanoseconds);
+    const Outcome outcome = arena_.usable(peer, cause);
+    return outcome == kDone ? kDone : arena_.give_up(outcome, *cause);
+  }
+
+ private:
+  // Whether there was one; `cause` gets the sender of one that has another size, -1 otherwise.
+  bool take(int* source, int32_t tag, void* target, uint64_t bytes, int* cause) {
+    std::lock_guard<std::mutex> lock(taking_);
+    const int first = *source < 0 ? 0 : *source, last = *source < 0 ? arena_.ranks() - 1 : *source;
+    for (int peer = first; peer <= last; ++peer) {
+      Channel& channel = arena_.channel(peer, me_);
+      uint32_t head = channel.taken.load(std::memory_order_relaxed);
+      const uint32_t posted = channel.posted.load(std::memory_order_acquire);
+      for (uint32_t at = head; at != posted; ++at) {
+        Message& message = channel.messages[at % kChannelMessages];
+        if (message.taken || message.tag != tag) continue;
+        *source = peer;
+        *cause = message.bytes == bytes ? -1 : peer;
+        if (*cause >= 0) return true;
+        if (bytes != 0) std::memcpy(target, arena_.heap(peer) + message.place, bytes);
+        message.taken = true;
+        while (head != posted && channel.messages[head % kChannelMessages].taken) ++head;
+        channel.taken.store(head, std::memory_order_release);
+        arena_.notify(peer);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  Arena& arena_;
+  const int me_;
+  std::mutex sending_, taking_;
+};
+
+}  // namespace wanma

@@ -1,0 +1,203 @@
+"""Messages between two ranks over shared memory, on real processes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_ranks
+from support.shared import shared_world
+from wanma.collectives.shared import backend
+from wanma.collectives.shared.errors import SharedMemoryError
+from wanma.elastic.collectives import whereabouts
+from wanma.job.worker import Worker
+
+SIZES = (0, 1, 7, 4096, 300_001)
+
+
+def everybody_to_everybody(worker: Worker) -> None:
+    """Itself included; all are asked for before any is waited for."""
+    ranks, me = worker.world_size, worker.rank
+    with shared_world(worker):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+            for size in SIZES:
+
+                def content(source: int, target: int, size: int = size, dtype: torch.dtype = dtype):
+                    return (torch.arange(size) + 10 * source + target).remainder(251).to(dtype)
+
+                got = [torch.zeros(size, dtype=dtype) for _ in range(ranks)]
+                works = [dist.irecv(got[peer], peer) for peer in range(ranks)]
+                works += [dist.isend(content(me, peer), peer) for peer in range(ranks)]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+                for peer in range(ranks):
+                    assert torch.equal(got[peer], content(peer, me)), (dtype, size, peer)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_of_every_type_and_size_arrive_as_they_were_sent(ranks: int) -> None:
+    run_ranks(everybody_to_everybody, ranks, ())
+
+
+def in_another_order(worker: Worker) -> list[float]:
+    """Tags are told apart; within one, order is kept, whoever is waited for first."""
+    with shared_world(worker):
+        sent = [(1, 1.0), (2, 2.0), (1, 3.0), (2, 4.0)]
+        if worker.rank == 0:
+            for tag, value in sent:
+                dist.send(torch.tensor([value]), 1, tag=tag)
+            return []
+        got = [torch.zeros(1) for _ in sent]
+        second, first = dist.irecv(got[0], 0, tag=2), dist.irecv(got[1], 0, tag=1)
+        third, fourth = dist.irecv(got[2], 0, tag=1), dist.irecv(got[3], 0, tag=2)
+        assert first is not None
+        for work in (third, fourth, second, first):
+            assert work is not None
+            work.wait()
+        assert first.is_completed()
+        return [float(tensor) for tensor in got]
+
+
+def test_tags_are_told_apart_and_order_is_kept_within_one() -> None:
+    assert run_ranks(in_another_order, 2, ())[1] == [2.0, 1.0, 3.0, 4.0]
+
+
+def of_anybody(worker: Worker) -> list[int]:
+    with shared_world(worker):
+        if worker.rank:
+            dist.send(torch.tensor([worker.rank]), 0)
+            return []
+        found = []
+        for _ in range(worker.world_size - 1):
+            got = torch.zeros(1, dtype=torch.int64)
+            found.append(dist.recv(got))
+            assert found[-1] == int(got)
+        return sorted(found)
+
+
+def test_a_message_of_anybody_tells_whose_it_is() -> None:
+    assert run_ranks(of_anybody, 3, ())[0] == [1, 2]
+
+
+def far_too_many(worker: Worker, count: int, elements: int) -> tuple[float, int]:
+    """Both send all of theirs before either takes any."""
+    peer = 1 - worker.rank
+    with shared_world(worker) as (group, _):
+        sends = [dist.isend(torch.full((elements,), float(at)), peer) for at in range(count)]
+        got, total = torch.zeros(elements), 0.0
+        for at in range(count):
+            dist.recv(got, peer)
+            assert got.unique().tolist() == [float(at)]
+            total += float(got[0])
+        for work in sends:
+            assert work is not None
+            work.wait()
+        dist.barrier()
+        return total, group.allocated_bytes
+
+
+def test_more_messages_than_a_channel_takes_wait_for_room() -> None:
+    count = 2500
+    for total, _ in run_ranks(far_too_many, 2, (count, 3)):
+        assert total == sum(range(count))
+
+
+def in_a_small_heap(worker: Worker) -> tuple[float, int]:
+    backend.usual_heap_bytes = lambda _: 1 << 20
+    return far_too_many(worker, 20, 50_000)
+
+
+def test_messages_that_the_heap_has_no_room_for_wait_until_others_were_taken() -> None:
+    for total, allocated in run_ranks(in_a_small_heap, 2, ()):
+        assert total == sum(range(20))
+        assert allocated <= 1 << 20
+
+
+def again_and_again(worker: Worker) -> int:
+    peer = 1 - worker.rank
+    with shared_world(worker) as (group, _):
+        got = torch.zeros(250_000)
+        for _ in range(100):
+            own = torch.ones(250_000)
+            works = [dist.isend(own, peer), dist.irecv(got, peer)]
+            assert works[0] is not None
+            works[0].wait()
+            own.zero_()  # it is the sender's again
+            assert works[1] is not None
+            works[1].wait()
+            assert got.min() == 1.0
+        return group.allocated_bytes
+
+
+def test_places_of_messages_are_used_again() -> None:
+    for allocated in run_ranks(again_and_again, 2, ()):
+        assert allocated <= 4 << 20
+
+
+def look_first(worker: Worker) -> tuple[bool, bool, float, str]:
+    with shared_world(worker):
+        if worker.rank == 0:
+            dist.barrier()
+            dist.send(torch.tensor([5.0]), 1)
+            dist.send(torch.tensor([6.0]), 1)
+            return False, True, 0.0, ""
+        got, later = torch.zeros(1), torch.zeros(1)
+        work, last = dist.irecv(got, 0), dist.irecv(later, 0)
+        assert work is not None
+        assert last is not None
+        before = work.is_completed()
+        with pytest.raises(SharedMemoryError, match=r"recv #1 from rank 0 .* still under way"):
+            work.wait(timedelta(seconds=0.05))
+        where = whereabouts().collective
+        future = last.get_future()
+        dist.barrier()
+        assert float(future.wait()[0]) == 6.0
+        return before, work.is_completed(), float(got), where
+
+
+def test_a_message_can_be_looked_for_waited_for_a_while_and_be_a_future() -> None:
+    before, after, value, where = run_ranks(look_first, 2, ())[1]
+    assert (before, after, value) == (False, True, 5.0)
+    assert where == "recv #1 from rank 0 of group default_pg", "the hang report tells it"
+
+
+def beside_collectives(worker: Worker) -> float:
+    """A collective under way and messages do not wait for each other."""
+    with shared_world(worker):
+        total = torch.ones(100_000)
+        if worker.rank == 0:
+            work = dist.all_reduce(total, async_op=True)
+            dist.send(torch.ones(5), 1)  # the other one begins its part only then
+        else:
+            dist.recv(torch.ones(5), 0)
+            work = dist.all_reduce(total, async_op=True)
+        objects = [None]
+        if worker.rank == 0:
+            dist.send_object_list([{"a": 1}], 1)
+            objects = [{"a": 1}]
+        else:
+            dist.recv_object_list(objects, 0)
+        assert objects == [{"a": 1}]
+        assert work is not None
+        work.wait()
+        return float(total.mean())
+
+
+def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
+    assert run_ranks(beside_collectives, 2, ()) == [2.0, 2.0]
+
+
+def refuse(worker: Worker) -> None:
+    with shared_world(worker):
+        with pytest.raises(ValueError, match="contiguous"):
+            dist.isend(torch.ones(4, 4).t(), 0)
+        with pytest.raises(ValueError, match="contiguous"):
+            dist.irecv(torch.ones(4, 4)[:, 1], 0)
+
+
+def test_what_does_not_lie_in_one_piece_is_refused() -> None:
+    run_ranks(refuse, 2, ())
