@@ -57,8 +57,8 @@ def run_command(
     Raises:
         BenchmarkError: it failed, took too long, or left processes behind; with the end of its output.
     """
-    _adopt_orphans()
-    busy, own, started = _busy_cpu_seconds(), _own_cpu_seconds(), time.time()
+    adopt_orphans()
+    busy, own, started = busy_cpu_seconds(), _own_cpu_seconds(), time.time()
     clock = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -75,7 +75,7 @@ def run_command(
         raise _failure(command, log, f"ended with code {code}")
     if survivors:
         raise _failure(command, log, f"left processes behind: {', '.join(survivors)}")
-    others = (_busy_cpu_seconds() - busy) - (_own_cpu_seconds() - own)
+    others = (busy_cpu_seconds() - busy) - (_own_cpu_seconds() - own)
     return Finished(started, seconds, max(others, 0.0) / seconds)
 
 
@@ -84,7 +84,7 @@ def _failure(command: Sequence[str], log: Path, what: str) -> BenchmarkError:
     return BenchmarkError(f"{shlex.join(command)}\n{what}; the end of its output:\n{tail}")
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent ends, so that their CPU time counts."""
     set_child_subreaper = 36  # linux/prctl.h
     if ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0) != 0:
@@ -103,7 +103,7 @@ def _end_descendants() -> list[str]:
     return names
 
 
-def _busy_cpu_seconds() -> float:
+def busy_cpu_seconds() -> float:
     """Of all CPUs since boot: user, nice, system, and stolen by other virtual machines.
 
     Interrupts are left out: the loopback traffic of the contenders' own collectives is among them.

@@ -8,7 +8,16 @@ from typing import Any
 
 from benchmarks.common import cores
 from benchmarks.parallel.axes import AXES, Axis, even_cuts
-from benchmarks.train.contenders import Command, train_once, wanma_command, with_speed
+from benchmarks.train.contenders import (
+    TIMEOUT_SECONDS,
+    Command,
+    prepare_start,
+    read_record,
+    train_once,
+    wanma_command,
+    with_speed,
+)
+from benchmarks.turns import steps_within, take_turns
 from wanma.elastic.environment import worker_environment
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
@@ -36,7 +45,9 @@ class Setting:
     warmup: int
     """Steps before the measured ones."""
     steps: int
-    """Measured steps."""
+    """Measured steps; in turns, all of a run."""
+    turn_seconds: float = 0.0
+    """Both contenders live beside each other and are stopped in turn, after so long; 0: each runs alone."""
 
     @property
     def what(self) -> Axis:
@@ -141,6 +152,39 @@ def measure(setting: Setting, wanma: bool, venv: Path, folder: Path) -> dict[str
     command = wanma_command() if wanma else peer_command(setting)
     record = train_once(command, setting.job(one_process=alone), setting.total_steps, venv, folder)
     return with_speed(record, setting.warmup, setting.steps, setting.batch * setting.sequence)
+
+
+def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> list[dict[str, Any]]:
+    """Train with both contenders at once, of which one runs at a time.
+
+    Returns:
+        a round for each pair of turns in which both have ended steps that began in it.
+    """
+    commands = {"wanma": wanma_command(), "peer": peer_command(setting)}
+    starts = {}
+    for name, command in commands.items():
+        (folder / name).mkdir()
+        alone = name == "peer" and setting.what.recipe is None
+        starts[name] = prepare_start(command, setting.job(one_process=alone), venv, folder / name)
+    pairs = take_turns(starts, setting.turn_seconds, TIMEOUT_SECONDS)
+    records = {
+        name: read_record(command, setting.total_steps, folder / name) for name, command in commands.items()
+    }
+    rounds = []
+    for pair in pairs:
+        taken: dict[str, Any] = {}
+        for turn in pair:
+            steps, seconds = steps_within(turn, records[turn.name]["times"], setting.warmup)
+            if steps > 0:
+                facts = {name: value for name, value in records[turn.name].items() if name != "times"}
+                if rounds:  # said once
+                    del facts["losses"]
+                tokens = steps * setting.batch * setting.sequence
+                speed = {"tokens_per_second": round(tokens / seconds, 1), "steps": steps}
+                taken[turn.name] = {**speed, **facts, "foreign_cpu": round(turn.foreign_cpu, 3)}
+        if len(taken) == len(pair):
+            rounds.append(taken)
+    return rounds
 
 
 def default_setting(axis: str, ranks: int, precision: str) -> Setting:

@@ -14,6 +14,7 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
@@ -30,20 +31,25 @@ from benchmarks.common import (  # after the path is set
     Noise,
     Results,
     carry_out,
+    commit,
     common_parser,
     describe_environment,
     estimate,
     take_pairs,
+    undisturbed,
 )
+from benchmarks.pace import product_seconds
 from benchmarks.parallel.axes import AXES
 from benchmarks.parallel.bubble_runs import SCHEDULES, Bubble, measure_bubble
-from benchmarks.parallel.contenders import Setting, default_setting, measure, peer_command
+from benchmarks.parallel.contenders import Setting, default_setting, measure, measure_in_turns, peer_command
 from benchmarks.parallel.context import measure_link
 from benchmarks.parallel.report import report
 from benchmarks.train.contenders import wanma_command
 from benchmarks.train.report import ratios
 from wanma.data.open import prepare
 from wanma.job.load import load_job
+
+Result = TypeVar("Result")
 
 BUBBLE_ROUNDS = 3
 """Runs of each pipeline, which have no peer to alternate with; each is the median of many steps."""
@@ -75,6 +81,12 @@ def run(options: argparse.Namespace) -> None:
             contenders = {
                 who: _in_a_folder(partial(_sample, setting, who, options.venv)) for who in ("wanma", "peer")
             }
+        if isinstance(setting, Setting) and setting.turn_seconds:
+            if len(undisturbed(piece)) < options.pairs:
+                _in_turns(setting, piece, options)
+                results.save(report(results.pieces))
+            print(f"  ratio {estimate(ratios(piece))} of {len(ratios(piece))} pairs", flush=True)
+            continue
         complete = take_pairs(
             piece,
             contenders,
@@ -90,10 +102,25 @@ def run(options: argparse.Namespace) -> None:
             return
 
 
-def _in_a_folder(measured: Callable[[Path], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def _in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespace) -> None:
+    """One run of both contenders; every pair of their turns is a round."""
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "product_seconds": product_seconds(),
+    }
+    for taken in _in_a_folder(partial(measure_in_turns, setting, options.venv))():
+        for sample in taken.values():
+            sample["disturbed"] = sample["foreign_cpu"] > options.foreign_limit
+        ratio = taken["wanma"]["tokens_per_second"] / taken["peer"]["tokens_per_second"]
+        print(f"  {ratio:.3f} of {taken['peer']['tokens_per_second']:,.0f} tokens/s", flush=True)
+        piece["pairs"].append({**facts, **taken})
+
+
+def _in_a_folder(measured: Callable[[Path], Result]) -> Callable[[], Result]:
     """Each call in an empty folder of its own."""
 
-    def call() -> dict[str, Any]:
+    def call() -> Result:
         with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
             return measured(Path(folder))
 
@@ -165,7 +192,7 @@ def bubbles(options: argparse.Namespace) -> Iterator[Bubble]:
 def _given(options: argparse.Namespace, kind: type[Setting] | type[Bubble]) -> dict[str, Any]:
     """Fields of `kind` that an option of the same name replaces."""
     values = {field.name: getattr(options, field.name, None) for field in fields(kind)}
-    return {name: value for name, value in values.items() if isinstance(value, (int, str))}
+    return {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
 
 
 def parse() -> argparse.Namespace:
@@ -183,6 +210,12 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, help="samples per step, of all ranks (default 8, for cp 1)")
     add("--micro-batches", type=int, help="of a pipeline (default 8)")
     add("--steps", type=int, help="measured steps (default 5, in bf16 9)")
+    add(
+        *("--turn-seconds",),
+        type=float,
+        help="have both contenders live beside each other and stop them in turn, after so long: on a machine "
+        "that others slow down. --steps are then those of a whole run",
+    )
     add("--warmup", type=int, help="steps before the measured ones (default 2)")
     options = parser.parse_args()
     if options.warmup is not None and options.warmup < 1:

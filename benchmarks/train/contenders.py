@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
+from benchmarks.turns import Start
 from wanma.elastic.environment import worker_environment
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
@@ -171,23 +172,37 @@ def train_once(command: Command, job: str, steps: int, venv: Path, folder: Path)
     Raises:
         BenchmarkError: the contender failed or did not record every step.
     """
-    (folder / "job.toml").write_text(job)
-    places = {name: str(folder / name) for name in ("job.toml", "run", "result.json")}
-    finished = run_command(
-        [places.get(argument, argument) for argument in command.arguments],
-        {**clean_environment(venv), **command.environment},
-        folder / "output.log",
-        TIMEOUT_SECONDS,
-    )
-    result = folder / "result.json"
-    record = json.loads(result.read_text()) if result.exists() else _read_run(folder / "run")
-    if len(record["times"]) != steps:
-        raise BenchmarkError(f"{command}\nrecorded {len(record['times'])} of {steps} steps")
+    start = prepare_start(command, job, venv, folder)
+    finished = run_command(start.command, start.environment, start.log, TIMEOUT_SECONDS)
     return {
-        **record,
+        **read_record(command, steps, folder),
         "foreign_cpu": round(finished.foreign_cpu, 3),
         "command_seconds": round(finished.seconds, 2),
     }
+
+
+def prepare_start(command: Command, job: str, venv: Path, folder: Path) -> Start:
+    """Write the job into the contender's folder; returns how to start it there."""
+    (folder / "job.toml").write_text(job)
+    places = {name: str(folder / name) for name in ("job.toml", "run", "result.json")}
+    return Start(
+        [places.get(argument, argument) for argument in command.arguments],
+        {**clean_environment(venv), **command.environment},
+        folder / "output.log",
+    )
+
+
+def read_record(command: Command, steps: int, folder: Path) -> dict[str, Any]:
+    """Times and losses of all steps, and facts.
+
+    Raises:
+        BenchmarkError: not every step is there.
+    """
+    result = folder / "result.json"
+    record: dict[str, Any] = json.loads(result.read_text()) if result.exists() else _read_run(folder / "run")
+    if len(record["times"]) != steps:
+        raise BenchmarkError(f"{command}\nrecorded {len(record['times'])} of {steps} steps")
+    return record
 
 
 def with_speed(record: dict[str, Any], warmup: int, steps: int, tokens_per_step: int) -> dict[str, Any]:
