@@ -177,8 +177,6 @@ def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> list[dict[st
             steps, seconds = steps_within(turn, records[turn.name]["times"], setting.warmup)
             if steps > 0:
                 facts = {name: value for name, value in records[turn.name].items() if name != "times"}
-                if rounds:  # said once
-                    del facts["losses"]
                 tokens = steps * setting.batch * setting.sequence
                 speed = {"tokens_per_second": round(tokens / seconds, 1), "steps": steps}
                 taken[turn.name] = {**speed, **facts, "foreign_cpu": round(turn.foreign_cpu, 3)}
