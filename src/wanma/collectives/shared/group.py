@@ -217,11 +217,11 @@ class SharedGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ messages
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:  # type: ignore[override]  # names of arguments
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
         (tensor,) = tensors
         return self._messages.send(tensor, rank, tag)
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:  # type: ignore[override]  # names of arguments
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Any:
         (tensor,) = tensors
         return self._messages.receive(tensor, rank, tag)
 
