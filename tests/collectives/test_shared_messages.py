@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -136,6 +137,25 @@ def again_and_again(worker: Worker) -> int:
 def test_places_of_messages_are_used_again() -> None:
     for allocated in run_ranks(again_and_again, 2, ()):
         assert allocated <= 4 << 20
+
+
+def kept(worker: Worker) -> int:
+    """Tensors that somebody else than this function still has."""
+    peer = 1 - worker.rank
+    with shared_world(worker):
+        tensors = []
+        for _ in range(5):
+            own, got = torch.ones(100), torch.zeros(100)
+            tensors += [weakref.ref(own), weakref.ref(got)]
+            for work in (dist.isend(own, peer), dist.irecv(got, peer)):
+                assert work is not None
+                work.wait()
+        del own, got, work
+        return sum(tensor() is not None for tensor in tensors)
+
+
+def test_tensors_are_let_go_of_when_their_messages_are_through() -> None:
+    assert run_ranks(kept, 2, ()) == [0, 0]
 
 
 def look_first(worker: Worker) -> tuple[bool, bool, float, str]:

@@ -11,6 +11,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -43,20 +44,33 @@ class Told(Protocol):
         """What is raised."""
 
 
+@dataclass
+class Asked:
+    """One message, for the hang report: without its tensor, which is not to live for as long."""
+
+    number: int
+    what: str
+    """'send' or 'recv'."""
+    peer: int
+    nanoseconds: int
+    """When, since 1970."""
+    done: bool = False
+
+
 class MessageWork(dist.Work):
     """A message that was asked for: what torch waits for."""
 
-    what: str
-
-    def __init__(self, messages: Messages, number: int, peer: int, tag: int, tensor: Tensor) -> None:
+    def __init__(self, messages: Messages, asked: Asked, tag: int, tensor: Tensor) -> None:
         super().__init__()
-        self._messages, self.number, self.peer, self.tag = messages, number, peer, tag
+        self._messages, self.asked, self.tag = messages, asked, tag
         self.tensor: Tensor | None = tensor
         """What is sent or received; a message that was sent keeps it no longer."""
-        self.asked_nanoseconds = time.time_ns()
-        self.done = False
         self.error: SharedMemoryError | None = None
         self._future: Future[Any] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.asked.done
 
     @abstractmethod
     def finish(self, seconds: float) -> None:
@@ -98,7 +112,7 @@ class MessageWork(dist.Work):
         return [] if self.tensor is None else [self.tensor]
 
     def _source_rank(self) -> int:
-        return self.peer
+        return self.asked.peer
 
     def get_future(self) -> Future[Any]:
         """Gets the tensor when it is there; a thread of its own waits for it then."""
@@ -124,8 +138,6 @@ class MessageWork(dist.Work):
 
 
 class _Send(MessageWork):
-    what = "send"
-
     def finish(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.done:
@@ -136,11 +148,10 @@ class _Send(MessageWork):
 
 
 class _Receive(MessageWork):
-    what = "recv"
+    line: _Line
 
     def finish(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        line = self._messages.line(self.peer, self.tag)
+        deadline, line = time.monotonic() + seconds, self.line
         if not line.lock.acquire(timeout=max(seconds, 0.0)):
             return
         try:
@@ -184,7 +195,7 @@ class Messages:
         self._waiting = 0
         """Messages for which there was no room."""
         self._lines: dict[tuple[int, int], _Line] = {}
-        self._recent: deque[MessageWork] = deque(maxlen=KEPT)
+        self._recent: deque[Asked] = deque(maxlen=KEPT)
         self._number = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
@@ -192,11 +203,9 @@ class Messages:
         if not plain([tensor]):
             raise ValueError("send takes a contiguous CPU tensor")
         with self._lock:
-            self._number += 1
-            work = _Send(self, self._number, peer, tag, tensor)
+            work = _Send(self, self._asked("send", peer), tag, tensor)
             self._outboxes[peer].waiting.append(work)
             self._waiting += 1
-            self._recent.append(work)
             self._push(peer)
         return work
 
@@ -205,19 +214,18 @@ class Messages:
         if not plain([tensor]):
             raise ValueError("recv takes a contiguous CPU tensor")
         with self._lock:
-            self._number += 1
-            work = _Receive(self, self._number, peer, tag, tensor)
-            self._lines.setdefault((peer, tag), _Line()).asked.append(work)
-            self._recent.append(work)
+            work = _Receive(self, self._asked("recv", peer), tag, tensor)
+            work.line = self._lines.setdefault((peer, tag), _Line())
+            work.line.asked.append(work)
         return work
 
     def standing(self) -> tuple[list[Entry], list[Entry]]:
         """Messages that were sent or received, and those under way, oldest first."""
         ended: list[Entry] = []
         under_way: list[Entry] = []
-        for work in list(self._recent):
-            entry = Entry(work.asked_nanoseconds, work.number, self._text(work))
-            (ended if work.done else under_way).append(entry)
+        for asked in list(self._recent):
+            entry = Entry(asked.nanoseconds, asked.number, self._text(asked))
+            (ended if asked.done else under_way).append(entry)
         return ended, under_way
 
     # ------------------------------------------------------------------ what works ask for
@@ -230,14 +238,11 @@ class Messages:
         work.finish(seconds)
         if work.done:
             return
-        blamed = self._arena.rank if work.peer == ANYBODY else work.peer
+        blamed = self._arena.rank if work.asked.peer == ANYBODY else work.asked.peer
         if for_a_while:
-            raise self._told.failure(Outcome.UNDER_WAY, self._text(work), blamed, seconds)
+            raise self._told.failure(Outcome.UNDER_WAY, self._text(work.asked), blamed, seconds)
         self._arena.library.wanma_give_up(self._arena.handle, Outcome.LATE, blamed)
-        raise self._told.failure(Outcome.LATE, self._text(work), blamed, seconds)
-
-    def line(self, peer: int, tag: int) -> _Line:
-        return self._lines[peer, tag]
+        raise self._told.failure(Outcome.LATE, self._text(work.asked), blamed, seconds)
 
     def push(self) -> bool:
         """Send what found no room before; whether nothing is left."""
@@ -252,15 +257,17 @@ class Messages:
         arena, cause = self._arena, ctypes.c_int(-1)
         seen = arena.library.wanma_mail(arena.handle)
         nanoseconds = int(_SLICE_SECONDS * 1e9)
-        outcome = arena.library.wanma_rest(arena.handle, work.peer, seen, nanoseconds, ctypes.byref(cause))
+        outcome = arena.library.wanma_rest(
+            arena.handle, work.asked.peer, seen, nanoseconds, ctypes.byref(cause)
+        )
         if outcome != Outcome.DONE:
-            raise self._told.failure(Outcome(outcome), self._text(work), cause.value, 0.0)
+            raise self._told.failure(Outcome(outcome), self._text(work.asked), cause.value, 0.0)
 
     def take(self, work: _Receive, seconds: float) -> bool:
         """Receive into the tensor of `work`, in at most so many seconds; whether it is there."""
         arena, tensor = self._arena, work.tensor
         assert tensor is not None
-        cause, source = ctypes.c_int(-1), ctypes.c_int(work.peer)
+        cause, source = ctypes.c_int(-1), ctypes.c_int(work.asked.peer)
         outcome = Outcome(
             arena.library.wanma_receive(
                 arena.handle,
@@ -277,8 +284,8 @@ class Messages:
         if outcome is not Outcome.DONE:
             if outcome is Outcome.MISMATCH:
                 arena.library.wanma_give_up(arena.handle, outcome, cause.value)
-            raise self._told.failure(outcome, self._text(work), cause.value, self._told.seconds())
-        work.peer, work.done = source.value, True
+            raise self._told.failure(outcome, self._text(work.asked), cause.value, self._told.seconds())
+        work.asked.peer, work.asked.done = source.value, True
         return True
 
     # ------------------------------------------------------------------ inside
@@ -311,12 +318,17 @@ class Messages:
                 arena.give_back(offset)
                 if outcome is Outcome.UNDER_WAY:
                     return
-                raise self._told.failure(outcome, self._text(work), cause.value, 0.0)
+                raise self._told.failure(outcome, self._text(work.asked), cause.value, 0.0)
             box.waiting.popleft()
             self._waiting -= 1
             box.sent += 1
             box.places.append((box.sent, offset))
-            work.tensor, work.done = None, True
+            work.tensor, work.asked.done = None, True
 
-    def _text(self, work: MessageWork) -> str:
-        return self._told.describe(work.what, work.number, work.peer)
+    def _asked(self, what: str, peer: int) -> Asked:
+        self._number += 1
+        self._recent.append(Asked(self._number, what, peer, time.time_ns()))
+        return self._recent[-1]
+
+    def _text(self, asked: Asked) -> str:
+        return self._told.describe(asked.what, asked.number, asked.peer)
