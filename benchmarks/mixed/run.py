@@ -1,9 +1,8 @@
-"""Two ranks, one of which has a share of a core: even, planned and moving shares of the batch beside the
-ideal.
+"""Two ranks, one of which has a share of a core: shares of the batch even, planned and moving, and the ideal.
 
-    python benchmarks/mixed/run.py --quota 30 --pairs 3          # a round takes some three minutes
-    python benchmarks/mixed/run.py --minutes 10                  # what is still missing of the default; again
-    to carry on python benchmarks/mixed/run.py --report
+    python benchmarks/mixed/run.py --quota 30 --pairs 3     # a round takes some three minutes
+    python benchmarks/mixed/run.py --minutes 10             # what is still missing of the default
+    python benchmarks/mixed/run.py --report
 
 Needs root and the kernel's cgroups v1 (/sys/fs/cgroup/cpu). Every quota is one piece; a piece adds its rounds
 to the results file, so that it can be run bit by bit. See benchmarks/README.md.
