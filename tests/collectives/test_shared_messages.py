@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from support.ranks import run_ranks
 from support.shared import shared_world
-from wanma.collectives.shared import backend
+from wanma.collectives.shared import backend, messages
 from wanma.collectives.shared.errors import SharedMemoryError
 from wanma.elastic.collectives import whereabouts
 from wanma.job.worker import Worker
@@ -170,13 +173,19 @@ def look_first(worker: Worker) -> tuple[bool, bool, float, str]:
         assert work is not None
         assert last is not None
         before = work.is_completed()
+        assert whereabouts().collective == "", "asked for, and not waited for"
         with pytest.raises(SharedMemoryError, match=r"recv #1 from rank 0 .* still under way"):
             work.wait(timedelta(seconds=0.05))
-        where = whereabouts().collective
+        where = []
+        thread = threading.Thread(target=lambda: work.wait())
+        thread.start()
+        while not where:
+            where = [whereabouts().collective] if whereabouts().collective else []
         future = last.get_future()
         dist.barrier()
         assert float(future.wait()[0]) == 6.0
-        return before, work.is_completed(), float(got), where
+        thread.join()
+        return before, work.is_completed(), float(got), where[0]
 
 
 def test_a_message_can_be_looked_for_waited_for_a_while_and_be_a_future() -> None:
@@ -211,8 +220,113 @@ def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
     assert run_ranks(beside_collectives, 2, ()) == [2.0, 2.0]
 
 
-def refuse(worker: Worker) -> None:
+def send_and_do_something_else(worker: Worker) -> float:
+    """More than there is room for, and then a collective: somebody goes on sending."""
     with shared_world(worker):
+        total = 0.0
+        if worker.rank == 0:
+            works = [dist.isend(torch.full((3,), float(at)), 1) for at in range(1500)]
+            dist.barrier()
+            assert all(work is not None and work.wait() for work in works)
+        else:
+            got = torch.zeros(3)
+            for _ in range(1500):
+                dist.recv(got, 0)
+                total += float(got[0])
+            dist.barrier()
+        return total
+
+
+def test_what_found_no_room_is_sent_while_its_sender_does_something_else() -> None:
+    assert run_ranks(send_and_do_something_else, 2, ())[1] == sum(range(1500))
+
+
+def one_tag_long_before(worker: Worker) -> int:
+    """Places of messages that were taken are free, though an earlier one of another tag was not."""
+    messages.MOST_BYTES = 1 << 20
+    with shared_world(worker) as (group, _):
+        if worker.rank == 0:
+            dist.send(torch.ones(1), 1, tag=9)
+            for _ in range(100):
+                dist.send(torch.ones(50_000), 1)
+        else:
+            early = dist.irecv(torch.zeros(1), 0, tag=9)
+            for _ in range(100):
+                dist.recv(torch.zeros(50_000), 0)
+            assert early is not None
+            early.wait()
+        dist.barrier()
+        return group.allocated_bytes
+
+
+def test_a_message_that_waits_keeps_no_room_of_later_ones() -> None:
+    allocated, _ = run_ranks(one_tag_long_before, 2, ())
+    assert allocated <= 2 << 20
+
+
+def leave_one_by_one(worker: Worker) -> list[int]:
+    """Whoever has sent leaves; anybody's messages go on."""
+    with shared_world(worker):
+        dist.barrier()
+        if worker.rank == 0:
+            got = torch.zeros(1)
+            return sorted(dist.recv(got) for _ in range(worker.world_size - 1))
+        if worker.rank == 2:
+            time.sleep(0.5)  # the other one is gone by then
+        dist.send(torch.ones(1), 0)
+        return []
+
+
+def test_a_message_of_anybody_may_come_when_others_have_left() -> None:
+    assert run_ranks(leave_one_by_one, 3, ())[0] == [1, 2]
+
+
+def gone(worker: Worker) -> tuple[bool, str]:
+    """A sender that has left is seen by whoever only looks."""
+    with shared_world(worker):
+        dist.barrier()
+        if worker.rank == 1:
+            return True, ""
+        work = dist.irecv(torch.zeros(1), 1)
+        assert work is not None
+        until = time.monotonic() + 10
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.01)
+        return work.is_success(), str(work.exception())
+
+
+def test_a_failed_message_looks_failed() -> None:
+    success, text = run_ranks(gone, 2, ())[0]
+    assert not success
+    assert "rank 1 has closed its process group" in text
+
+
+def of_a_collective(worker: Worker) -> float:
+    """A tensor that a collective has not brought yet can be sent."""
+    with shared_world(worker):
+        world = dist.group.WORLD
+        assert world is not None
+        total = functional.all_reduce(torch.ones(5), "sum", world)
+        got = torch.zeros(5)
+        works = [dist.isend(total, 1 - worker.rank), dist.irecv(got, 1 - worker.rank)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return float(got.sum())
+
+
+def test_what_a_collective_is_still_bringing_can_be_sent() -> None:
+    assert run_ranks(of_a_collective, 2, ()) == [10.0, 10.0]
+
+
+def refuse(worker: Worker) -> None:
+    with shared_world(worker) as (group, _):
+        for peer, tag in ((-1, 0), (2, 0), (0, -1), (0, 1 << 31)):
+            with pytest.raises(ValueError, match=r"there is no rank|a tag is from 0"):
+                group.send([torch.ones(1)], peer, tag)
+        for peer in (-1, 2):
+            with pytest.raises(ValueError, match=f"there is no rank {peer} in a group of 2"):
+                group.recv([torch.ones(1)], peer, 0)
         with pytest.raises(ValueError, match="contiguous"):
             dist.isend(torch.ones(4, 4).t(), 0)
         with pytest.raises(ValueError, match="contiguous"):

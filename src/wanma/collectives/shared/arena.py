@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,9 @@ class Arena:
         self._heap_offset: int = self._library.wanma_heap_offset(rank, *layout)
         self._heap_address = base + self._heap_offset
         self._heap = Heap(shape.heap_bytes)
+        self._backing = threading.RLock()
+        self._backed = 0
+        """Bytes of the heap, from its beginning, that the kernel has given pages to."""
 
     @property
     def library(self) -> ctypes.CDLL:
@@ -139,15 +143,19 @@ class Arena:
 
     def take(self, size: int) -> int | None:
         """Offset within this rank's heap of a place of `size` bytes; None as in `tensor`."""
-        before = self._heap.high_bytes
         offset = self._heap.take(size)
-        if offset is not None and self._heap.high_bytes > before:
-            # Asked for here, a page that is not to be had is an answer and not a signal.
-            try:
-                os.posix_fallocate(self._descriptor, self._heap_offset + offset, size)
-            except OSError:
-                self._heap.give_back(offset)
-                return None
+        if offset is None:
+            return None
+        with self._backing:
+            end = offset + size
+            if end > self._backed:
+                # Asked for here, a page that is not to be had is an answer and not a signal.
+                try:
+                    os.posix_fallocate(self._descriptor, self._heap_offset + self._backed, end - self._backed)
+                except OSError:
+                    self._heap.give_back(offset)
+                    return None
+                self._backed = end
         return offset
 
     def give_back(self, offset: int) -> None:

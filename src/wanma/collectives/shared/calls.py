@@ -101,9 +101,12 @@ def check_whole(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:
 
 
 def plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are dense, contiguous, and in this host's memory."""
+    """Whether all are dense, contiguous, and in this host's memory; what only wraps others is nowhere."""
     return all(
-        tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and (tensor.data_ptr() != 0 or tensor.nbytes == 0)
         for tensor in tensors
     )
 

@@ -14,18 +14,18 @@ class SharedMemoryError(dist.DistBackendError):
 
 
 def failure_text(
-    outcome: Outcome, what: str, cause: int, late: Sequence[int], own: int, timeout_seconds: float
+    outcome: Outcome, what: str, cause: int | None, late: Sequence[int], own: int, timeout_seconds: float
 ) -> str:
     """One sentence.
 
     Args:
         what: the collective, as 'all_reduce #17 of group data'.
-        cause: the rank to blame.
+        cause: the rank to blame; None: any rank might have come.
         late: ranks that had not come when time was over.
         own: this rank.
     """
     if outcome is Outcome.LATE:
-        named = ranks_text(late) if late else f"rank {cause}"
+        named = ranks_text(late) if late else "any rank" if cause is None else f"rank {cause}"
         return (
             f"{what}: timed out waiting for {named} ({timeout_seconds:g} s): "
             "the hang report, or the logs of those ranks, tell where they are"

@@ -227,7 +227,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         (tensor,) = tensors
-        return self._messages.receive(tensor, ANYBODY, tag)
+        return self._messages.receive(tensor, None, tag)
 
     def seconds(self) -> float:
         """Of whoever waits without a time of its own."""
@@ -241,7 +241,7 @@ class SharedGroup(dist.ProcessGroup):
     def failure(self, outcome: Outcome, what: str, blamed: int, seconds: float) -> SharedMemoryError:
         """Of a message."""
         named = self._global_ranks()
-        guilty = named[blamed if 0 <= blamed < self._ranks else self._me]
+        guilty = named[blamed] if 0 <= blamed < self._ranks else None
         return SharedMemoryError(failure_text(outcome, what, guilty, [], named[self._me], seconds))
 
     # The same by the names that torch had for them before.
@@ -324,7 +324,7 @@ class SharedGroup(dist.ProcessGroup):
         named = self._global_ranks()
         late = [named[rank] for rank in range(self._ranks) if missing[rank]]
         what = f"{name} #{number} of group {self._described()}"
-        blamed = named[cause if 0 <= cause < self._ranks else self._me]
+        blamed = named[cause] if 0 <= cause < self._ranks else None
         return SharedMemoryError(failure_text(outcome, what, blamed, late, named[self._me], seconds))
 
     def _forget_done(self) -> None:

@@ -118,7 +118,7 @@ def load(path: Path) -> ctypes.CDLL:
             number,
             [handle, number, ctypes.c_int32, handle, size, ctypes.c_int64, ctypes.POINTER(number)],
         ),
-        "wanma_taken": (ctypes.c_uint32, [handle, number]),
+        "wanma_taken": (number, [handle, number, ctypes.c_uint32]),
         "wanma_receive": (
             number,
             [
@@ -127,10 +127,8 @@ def load(path: Path) -> ctypes.CDLL:
             ],
         ),
         "wanma_mail": (ctypes.c_uint32, [handle]),
-        "wanma_rest": (
-            number,
-            [handle, number, ctypes.c_uint32, ctypes.c_int64, ctypes.POINTER(number)],
-        ),
+        "wanma_rest": (None, [handle, ctypes.c_uint32, ctypes.c_int64]),
+        "wanma_usable": (number, [handle, number, ctypes.POINTER(number)]),
         "wanma_give_up": (None, [handle, number, number]),
         "wanma_abort": (None, [handle]),
         "wanma_close": (None, [handle]),

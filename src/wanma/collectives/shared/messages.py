@@ -11,12 +11,14 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.futures import Future
 
 from wanma.collectives.shared.arena import Arena
@@ -27,8 +29,11 @@ from wanma.collectives.shared.record import KEPT, Entry
 
 ANYBODY = -1
 """As the source of a message."""
+MOST_BYTES = 1 << 28
+"""Of messages to one rank that it has not taken; later ones wait, but for one that is larger than that by
+itself. A channel takes 1,024 messages (native/arena.hpp), from the oldest on that was not taken."""
 _SLICE_SECONDS = 1e-3
-"""For so long a rank waits for anything else while not all that it sends has found room."""
+"""A rank whose messages wait for room looks again this often."""
 
 
 class Told(Protocol):
@@ -53,7 +58,9 @@ class Asked:
     """'send' or 'recv'."""
     peer: int
     nanoseconds: int
-    """When, since 1970."""
+    """When it was asked for, or waited for last, since 1970."""
+    waits: int = 0
+    """Who waits for it now."""
     done: bool = False
 
 
@@ -80,6 +87,16 @@ class MessageWork(dist.Work):
             SharedMemoryError: it will not be done.
         """
 
+    def attempt(self, seconds: float) -> None:
+        """`finish`; what it raises is kept as well."""
+        try:
+            if self.error is not None:
+                raise self.error
+            self.finish(seconds)
+        except SharedMemoryError as error:
+            self.error = error
+            raise
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Until it is done; for at most `timeout`, where that is not 0.
 
@@ -93,10 +110,8 @@ class MessageWork(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.done and self.error is None:
-            try:
-                self.finish(0.0)
-            except SharedMemoryError as error:
-                self.error = error
+            with suppress(SharedMemoryError):
+                self.attempt(0.0)
         return self.done or self.error is not None
 
     def is_success(self) -> bool:
@@ -135,16 +150,20 @@ class MessageWork(dist.Work):
 
     # What torch's own works are called by.
     getFuture = get_future  # noqa: N815
+    source_rank = _source_rank
 
 
 class _Send(MessageWork):
     def finish(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.done:
+            seen = self._messages.mail()
             self._messages.push()
+            if self.error is not None:
+                raise self.error
             if self.done or time.monotonic() >= deadline:
                 return
-            self._messages.rest(self)
+            self._messages.rest(seen)
 
 
 class _Receive(MessageWork):
@@ -157,19 +176,20 @@ class _Receive(MessageWork):
         try:
             while not self.done:
                 left = max(deadline - time.monotonic(), 0.0)
-                first = line.asked[0]
-                if self._messages.take(first, left if self._messages.push() else min(left, _SLICE_SECONDS)):
+                if self._messages.take(line.asked[0], left):
                     line.asked.popleft()
                 elif left == 0.0:
                     return
         finally:
             line.lock.release()
+        self._messages.tidy(line)
 
 
 class _Line:
     """Receives of one source and tag that are not done; who holds the lock does the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: tuple[int, int]) -> None:
+        self.key = key
         self.lock = threading.Lock()
         self.asked: deque[_Receive] = deque()
 
@@ -179,10 +199,14 @@ class _Outbox:
 
     def __init__(self) -> None:
         self.sent = 0
-        self.places: deque[tuple[int, int]] = deque()
-        """(number, offset in the heap) of messages that may not have been taken."""
+        self.places: deque[tuple[int, int, int]] = deque()
+        """(number, offset in the heap, bytes) of messages that may not have been taken."""
         self.waiting: deque[_Send] = deque()
         """For room."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, _, size in self.places)
 
 
 class Messages:
@@ -194,74 +218,87 @@ class Messages:
         self._outboxes = [_Outbox() for _ in range(arena.shape.ranks)]
         self._waiting = 0
         """Messages for which there was no room."""
+        self._sender: threading.Thread | None = None
+        """While there are such: whoever sends them may wait for something else."""
         self._lines: dict[tuple[int, int], _Line] = {}
         self._recent: deque[Asked] = deque(maxlen=KEPT)
         self._number = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
-        """Raises ValueError for a tensor that does not lie in one piece of this host's memory."""
-        if not plain([tensor]):
-            raise ValueError("send takes a contiguous CPU tensor")
+        """
+        Raises:
+            ValueError: there is no such rank or tag, or the tensor is not in one piece of this host's memory.
+            SharedMemoryError: the rank is gone.
+        """
+        tensor = self._checked("send", tensor, peer, tag)
+        if tensor.nbytes > self._arena.shape.heap_bytes:
+            raise ValueError(f"send: {tensor.nbytes} bytes are more than a rank has of the shared memory")
         with self._lock:
             work = _Send(self, self._asked("send", peer), tag, tensor)
             self._outboxes[peer].waiting.append(work)
             self._waiting += 1
             self._push(peer)
+            if self._waiting and self._sender is None:
+                self._sender = threading.Thread(target=self._send_rest, name="wanma-messages", daemon=True)
+                self._sender.start()
+        if work.error is not None:
+            raise work.error
         return work
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> MessageWork:
-        """As `send`; `peer` may be `ANYBODY`."""
-        if not plain([tensor]):
-            raise ValueError("recv takes a contiguous CPU tensor")
+    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
+        """As `send`; without `peer` of anybody, whose message goes to whoever waits first, by name or not."""
+        tensor = self._checked("recv", tensor, peer or 0, tag)
+        peer = ANYBODY if peer is None else peer
         with self._lock:
             work = _Receive(self, self._asked("recv", peer), tag, tensor)
-            work.line = self._lines.setdefault((peer, tag), _Line())
+            work.line = self._lines.setdefault((peer, tag), _Line((peer, tag)))
             work.line.asked.append(work)
         return work
 
     def standing(self) -> tuple[list[Entry], list[Entry]]:
-        """Messages that were sent or received, and those under way, oldest first."""
+        """Messages that were sent or received, and those that somebody waits for, oldest first."""
         ended: list[Entry] = []
         under_way: list[Entry] = []
         for asked in list(self._recent):
             entry = Entry(asked.nanoseconds, asked.number, self._text(asked))
-            (ended if asked.done else under_way).append(entry)
+            if asked.done:
+                ended.append(entry)
+            elif asked.waits:
+                under_way.append(entry)
         return ended, under_way
 
     # ------------------------------------------------------------------ what works ask for
 
     def wait(self, work: MessageWork, seconds: float) -> None:
-        if work.error is not None:
+        asked, for_a_while = work.asked, seconds > 0
+        asked.waits, asked.nanoseconds = asked.waits + 1, time.time_ns()
+        try:
+            seconds = seconds or self._seconds()
+            work.attempt(seconds)
+            if work.done:
+                return
+            if for_a_while:
+                raise self._failure(Outcome.UNDER_WAY, asked, asked.peer, seconds)
+            self._arena.library.wanma_give_up(self._arena.handle, Outcome.LATE, asked.peer)
+            work.error = self._failure(Outcome.LATE, asked, asked.peer, seconds)
             raise work.error
-        for_a_while = seconds > 0
-        seconds = seconds or self._told.seconds()
-        work.finish(seconds)
-        if work.done:
-            return
-        blamed = self._arena.rank if work.asked.peer == ANYBODY else work.asked.peer
-        if for_a_while:
-            raise self._told.failure(Outcome.UNDER_WAY, self._text(work.asked), blamed, seconds)
-        self._arena.library.wanma_give_up(self._arena.handle, Outcome.LATE, blamed)
-        raise self._told.failure(Outcome.LATE, self._text(work.asked), blamed, seconds)
+        finally:
+            asked.waits -= 1
 
-    def push(self) -> bool:
-        """Send what found no room before; whether nothing is left."""
+    def mail(self) -> int:
+        """Changes whenever anything is sent to this rank or taken from it."""
+        return int(self._arena.library.wanma_mail(self._arena.handle))
+
+    def rest(self, seen: int) -> None:
+        """Until `mail` is another one, but not for long."""
+        self._arena.library.wanma_rest(self._arena.handle, seen, int(_SLICE_SECONDS * 1e9))
+
+    def push(self) -> None:
+        """Send what found no room before."""
         if self._waiting:
             with self._lock:
                 for peer in range(len(self._outboxes)):
                     self._push(peer)
-        return self._waiting == 0
-
-    def rest(self, work: MessageWork) -> None:
-        """Until something was sent or taken, but not for long."""
-        arena, cause = self._arena, ctypes.c_int(-1)
-        seen = arena.library.wanma_mail(arena.handle)
-        nanoseconds = int(_SLICE_SECONDS * 1e9)
-        outcome = arena.library.wanma_rest(
-            arena.handle, work.asked.peer, seen, nanoseconds, ctypes.byref(cause)
-        )
-        if outcome != Outcome.DONE:
-            raise self._told.failure(Outcome(outcome), self._text(work.asked), cause.value, 0.0)
 
     def take(self, work: _Receive, seconds: float) -> bool:
         """Receive into the tensor of `work`, in at most so many seconds; whether it is there."""
@@ -284,46 +321,98 @@ class Messages:
         if outcome is not Outcome.DONE:
             if outcome is Outcome.MISMATCH:
                 arena.library.wanma_give_up(arena.handle, outcome, cause.value)
-            raise self._told.failure(outcome, self._text(work.asked), cause.value, self._told.seconds())
+            raise self._failure(outcome, work.asked, cause.value, self._seconds())
         work.asked.peer, work.asked.done = source.value, True
         return True
 
+    def tidy(self, line: _Line) -> None:
+        """Forget a line in which nobody is: tags may be many."""
+        with self._lock:
+            if not line.asked and self._lines.get(line.key) is line:
+                del self._lines[line.key]
+
     # ------------------------------------------------------------------ inside
+
+    def _checked(self, what: str, tensor: Tensor, peer: int, tag: int) -> Tensor:
+        if not 0 <= peer < self._arena.shape.ranks:
+            raise ValueError(f"{what}: there is no rank {peer} in a group of {self._arena.shape.ranks}")
+        if not 0 <= tag < 1 << 31:
+            raise ValueError(f"{what}: a tag is from 0 to 2^31 - 1, not {tag}")
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.trigger_wait()
+        if not plain([tensor]):
+            raise ValueError(f"{what} takes a contiguous CPU tensor")
+        return tensor
 
     def _push(self, peer: int) -> None:
         """Send what fits of what is for `peer`; with the lock held."""
         arena, box = self._arena, self._outboxes[peer]
-        taken = arena.library.wanma_taken(arena.handle, peer)
-        while box.places and (taken - box.places[0][0]) % 2**32 < 2**31:
+        while box.places and self._was_taken(peer, box.places[0][0]):
             arena.give_back(box.places.popleft()[1])
         while box.waiting:
-            work = box.waiting[0]
+            work, cause = box.waiting[0], ctypes.c_int(-1)
             assert work.tensor is not None
-            offset = arena.take(work.tensor.nbytes)
+            offset = self._place(box, peer, work.tensor.nbytes)
             if offset is None:
-                return
-            cause = ctypes.c_int(-1)
-            outcome = Outcome(
-                arena.library.wanma_send(
-                    arena.handle,
-                    peer,
-                    work.tag,
-                    work.tensor.data_ptr(),
-                    work.tensor.nbytes,
-                    offset,
-                    ctypes.byref(cause),
-                )
-            )
-            if outcome is not Outcome.DONE:
-                arena.give_back(offset)
-                if outcome is Outcome.UNDER_WAY:
+                outcome = Outcome(arena.library.wanma_usable(arena.handle, peer, ctypes.byref(cause)))
+                if outcome is Outcome.DONE:
                     return
-                raise self._told.failure(outcome, self._text(work.asked), cause.value, 0.0)
+            else:
+                outcome = Outcome(
+                    arena.library.wanma_send(
+                        arena.handle,
+                        peer,
+                        work.tag,
+                        work.tensor.data_ptr(),
+                        work.tensor.nbytes,
+                        offset,
+                        ctypes.byref(cause),
+                    )
+                )
+                if outcome is not Outcome.DONE:
+                    arena.give_back(offset)
+                    if outcome is Outcome.UNDER_WAY:
+                        return
             box.waiting.popleft()
             self._waiting -= 1
-            box.sent += 1
-            box.places.append((box.sent, offset))
-            work.tensor, work.asked.done = None, True
+            if outcome is Outcome.DONE:
+                assert offset is not None
+                box.sent += 1
+                box.places.append((box.sent, offset, work.tensor.nbytes))
+                work.asked.done = True
+            else:
+                work.error = self._failure(outcome, work.asked, cause.value, self._seconds())
+            work.tensor = None
+
+    def _place(self, box: _Outbox, peer: int, size: int) -> int | None:
+        """In the heap; None: there is none before others are taken."""
+        full = bool(box.places) and box.bytes + size > MOST_BYTES
+        offset = None if full else self._arena.take(size)
+        if offset is None and box.places:
+            # What was taken before messages that were sent earlier, with other tags.
+            kept: deque[tuple[int, int, int]] = deque()
+            for number, place, held in box.places:
+                if self._was_taken(peer, number):
+                    self._arena.give_back(place)
+                else:
+                    kept.append((number, place, held))
+            if len(kept) < len(box.places):
+                box.places = kept
+                return self._place(box, peer, size)
+        return offset
+
+    def _was_taken(self, peer: int, number: int) -> bool:
+        return bool(self._arena.library.wanma_taken(self._arena.handle, peer, number % 2**32))
+
+    def _send_rest(self) -> None:
+        while True:
+            seen = self.mail()
+            self.push()
+            with self._lock:
+                if not self._waiting:
+                    self._sender = None
+                    return
+            self.rest(seen)
 
     def _asked(self, what: str, peer: int) -> Asked:
         self._number += 1
@@ -332,3 +421,15 @@ class Messages:
 
     def _text(self, asked: Asked) -> str:
         return self._told.describe(asked.what, asked.number, asked.peer)
+
+    def _seconds(self) -> float:
+        try:
+            return self._told.seconds()
+        except ReferenceError:  # the group is gone, and some thread still waits
+            return 0.0
+
+    def _failure(self, outcome: Outcome, asked: Asked, blamed: int, seconds: float) -> SharedMemoryError:
+        try:
+            return self._told.failure(outcome, self._text(asked), blamed, seconds)
+        except ReferenceError:
+            return SharedMemoryError(f"{asked.what} #{asked.number}: this rank has closed its process group")

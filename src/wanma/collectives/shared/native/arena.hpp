@@ -64,7 +64,7 @@ struct Message {
   uint64_t bytes;
   int64_t place;  // within the sender's heap
   int32_t tag;
-  bool taken;  // by a receiver that went for its tag first; only the receiver's, once it is posted
+  std::atomic<bool> taken;  // maybe before messages that were sent earlier, with other tags
 };
 
 constexpr uint32_t kChannelMessages = 1024;
@@ -239,18 +239,26 @@ class Arena {
     }
     *cause = rank_;
     if (closed()) return kAborted;
+    int others = 0, gone = 0;
     for (int one = 0; one < ranks_; ++one) {
       if (one == rank_ || (peer >= 0 && one != peer)) continue;
       pollfd watched = watched_[one];
       const bool ended = poll(&watched, 1, 0) > 0;
-      *cause = one;
-      if (seat(one).left.load(std::memory_order_seq_cst) != 0) return kLeft;
-      if (ended) return kDead;
+      ++others;
+      // In this order: who has left may have ended since.
+      if (seat(one).left.load(std::memory_order_seq_cst) != 0) {
+        ++gone;
+        *cause = one;
+      } else if (ended) {
+        *cause = one;
+        return kDead;
+      }
     }
-    return kDone;
+    return others > 0 && gone == others ? kLeft : kDone;
   }
-  // As `fail`, of a message.
+  // As `fail`, of a message. That this rank has closed is its own affair: others see that it has left.
   Outcome give_up(Outcome outcome, int blamed) {
+    if (closed()) return outcome;
     uint32_t nothing = 0;
     const uint32_t word = static_cast<uint32_t>(outcome) << 16 | static_cast<uint32_t>(blamed + 1);
     if (control().broken.compare_exchange_strong(nothing, word)) wake();

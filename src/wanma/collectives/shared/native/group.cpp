@@ -179,7 +179,9 @@ int wanma_send(void* group, int peer, int32_t tag, const void* source, uint64_t 
   return static_cast<Group*>(group)->messages.send(peer, tag, source, bytes, place, cause);
 }
 
-uint32_t wanma_taken(void* group, int peer) { return static_cast<Group*>(group)->messages.taken(peer); }
+int wanma_taken(void* group, int peer, uint32_t number) {
+  return static_cast<Group*>(group)->messages.taken(peer, number);
+}
 
 int wanma_receive(void* group, int* source, int32_t tag, void* target, uint64_t bytes, int64_t nanoseconds,
                   int* cause) {
@@ -188,8 +190,14 @@ int wanma_receive(void* group, int* source, int32_t tag, void* target, uint64_t 
 
 uint32_t wanma_mail(void* group) { return static_cast<Group*>(group)->arena.mail(); }
 
-int wanma_rest(void* group, int peer, uint32_t seen, int64_t nanoseconds, int* cause) {
-  return static_cast<Group*>(group)->messages.rest(peer, seen, nanoseconds, cause);
+void wanma_rest(void* group, uint32_t seen, int64_t nanoseconds) {
+  static_cast<Group*>(group)->arena.sleep_until_mail(seen, nanoseconds);
+}
+
+int wanma_usable(void* group, int peer, int* cause) {
+  Arena& arena = static_cast<Group*>(group)->arena;
+  const Outcome outcome = arena.usable(peer, cause);
+  return outcome == kDone ? kDone : arena.give_up(outcome, *cause);
 }
 
 // Time is over, or `blamed` has sent what nobody here expects.

@@ -22,14 +22,22 @@ class Messages {
     const uint32_t posted = channel.posted.load(std::memory_order_relaxed);
     if (posted - channel.taken.load(std::memory_order_acquire) == kChannelMessages) return kUnderWay;
     if (bytes != 0) std::memcpy(arena_.heap(me_) + place, source, bytes);
-    channel.messages[posted % kChannelMessages] = {bytes, place, tag, false};
+    Message& message = channel.messages[posted % kChannelMessages];
+    message.bytes = bytes;
+    message.place = place;
+    message.tag = tag;
+    message.taken.store(false, std::memory_order_relaxed);
     channel.posted.store(posted + 1, std::memory_order_release);
     arena_.notify(peer);
     return kDone;
   }
 
-  // How many messages to `peer` are no longer needed, from the first on; the count wraps.
-  uint32_t taken(int peer) { return arena_.channel(me_, peer).taken.load(std::memory_order_acquire); }
+  // Whether `peer` has copied out the message of this number, counted from 1; numbers wrap.
+  bool taken(int peer, uint32_t number) {
+    Channel& channel = arena_.channel(me_, peer);
+    if (static_cast<int32_t>(channel.taken.load(std::memory_order_acquire) - number) >= 0) return true;
+    return channel.messages[(number - 1) % kChannelMessages].taken.load(std::memory_order_acquire);
+  }
 
   // Copy the first message of `source` (-1: of anybody) with this tag to `target`, and say in `source` whose it
   // is. kUnderWay: none has come in the given time; kMismatch: it has another size.
@@ -41,45 +49,40 @@ class Messages {
         if (take(source, tag, target, bytes, cause)) return *cause < 0 ? kDone : kMismatch;
         relax();
       }
-      const int64_t waited = now_nanoseconds() - began;
-      if (waited >= nanoseconds) return kUnderWay;
-      if (waited < arena_.spin_nanoseconds()) continue;
-      arena_.sleep_until_mail(seen, nanoseconds - waited);
+      const int64_t left = nanoseconds - (now_nanoseconds() - began);
+      if (left > 0 && nanoseconds - left < arena_.spin_nanoseconds()) continue;
+      if (left > 0) arena_.sleep_until_mail(seen, left);
       int blamed;
       const Outcome outcome = arena_.usable(*source, &blamed);
-      if (outcome == kDone) continue;
+      if (outcome == kDone && left > 0) continue;
       // Who has left or ended may have sent it before.
       if (take(source, tag, target, bytes, cause)) return *cause < 0 ? kDone : kMismatch;
+      if (outcome == kDone) return kUnderWay;
       *cause = blamed;
       return arena_.give_up(outcome, blamed);
     }
-  }
-
-  // Until anything has come or was taken, or for so long. Anything but kDone: nothing more goes to `peer`.
-  Outcome rest(int peer, uint32_t seen, int64_t nanoseconds, int* cause) {
-    arena_.sleep_until_mail(seen, nanoseconds);
-    const Outcome outcome = arena_.usable(peer, cause);
-    return outcome == kDone ? kDone : arena_.give_up(outcome, *cause);
   }
 
  private:
   // Whether there was one; `cause` gets the sender of one that has another size, -1 otherwise.
   bool take(int* source, int32_t tag, void* target, uint64_t bytes, int* cause) {
     std::lock_guard<std::mutex> lock(taking_);
-    const int first = *source < 0 ? 0 : *source, last = *source < 0 ? arena_.ranks() - 1 : *source;
-    for (int peer = first; peer <= last; ++peer) {
+    // Of anybody: from the one on after whom it was last time, so that nobody is always the last.
+    const int ranks = arena_.ranks(), tried = *source < 0 ? ranks : 1;
+    for (int turn = 1; turn <= tried; ++turn) {
+      const int peer = *source < 0 ? (last_ + turn) % ranks : *source;
       Channel& channel = arena_.channel(peer, me_);
       uint32_t head = channel.taken.load(std::memory_order_relaxed);
       const uint32_t posted = channel.posted.load(std::memory_order_acquire);
       for (uint32_t at = head; at != posted; ++at) {
         Message& message = channel.messages[at % kChannelMessages];
-        if (message.taken || message.tag != tag) continue;
-        *source = peer;
+        if (message.taken.load(std::memory_order_relaxed) || message.tag != tag) continue;
+        *source = last_ = peer;
         *cause = message.bytes == bytes ? -1 : peer;
         if (*cause >= 0) return true;
         if (bytes != 0) std::memcpy(target, arena_.heap(peer) + message.place, bytes);
-        message.taken = true;
-        while (head != posted && channel.messages[head % kChannelMessages].taken) ++head;
+        message.taken.store(true, std::memory_order_release);
+        while (head != posted && channel.messages[head % kChannelMessages].taken.load()) ++head;
         channel.taken.store(head, std::memory_order_release);
         arena_.notify(peer);
         return true;
@@ -91,6 +94,7 @@ class Messages {
   Arena& arena_;
   const int me_;
   std::mutex sending_, taking_;
+  int last_ = 0;
 };
 
 }  // namespace wanma
