@@ -84,5 +84,6 @@ def test_the_source_of_collectives_is_where_it_is_looked_for() -> None:
         "arena.hpp",
         "collectives.hpp",
         "group.cpp",
+        "messages.hpp",
         "reduce.hpp",
     ]
