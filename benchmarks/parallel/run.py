@@ -211,7 +211,7 @@ def parse() -> argparse.Namespace:
     add("--micro-batches", type=int, help="of a pipeline (default 8)")
     add("--steps", type=int, help="measured steps (default 5, in bf16 9)")
     add(
-        *("--turn-seconds",),
+        "--turn-seconds",
         type=float,
         help="have both contenders live beside each other and stop them in turn, after so long: on a machine "
         "that others slow down. --steps are then those of a whole run",
