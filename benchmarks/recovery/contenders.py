@@ -20,6 +20,8 @@ from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ClusterSection
 
 TIMEOUT_SECONDS = 300.0
+LEAST_COPY_SECONDS = 1e-3
+"""Of a step's phase for checkpoints, if there was a copy in it; without one it takes some 0.03 ms."""
 LEARNING_RATE, GRADIENT_CLIP = 1e-3, 1.0
 
 
@@ -263,10 +265,33 @@ class WanmaRun:
         times = [line["time"] for line in read_lines(self.progress)]
         count = setting.steps - setting.warmup - 1
         seconds = (times[setting.warmup + count - 1] - times[setting.warmup - 1]) / count
-        return {"step_seconds": round(seconds, 5), "every": interval(self._events("message"))}
+        measured = read_lines(self.progress)[setting.warmup : setting.warmup + count]
+        return {
+            "step_seconds": round(seconds, 5),
+            "every": interval(self._events("message")),
+            "copies": copies(measured),
+        }
 
     def _events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_lines(self._run.events) if event["kind"] == kind]
+
+
+def copies(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    """How much longer each step with a copy in it took than the two beside it without, as a share of theirs.
+
+    What else disturbs a machine falls on neighbours alike.
+
+    Args:
+        steps: a run's records of following steps.
+    """
+    copied = [step["phases"]["checkpoint"] > LEAST_COPY_SECONDS for step in steps]
+    seconds = [step["step_seconds"] for step in steps]
+    longer = []
+    for number in range(1, len(steps) - 1):
+        if copied[number] and not copied[number - 1] and not copied[number + 1]:
+            beside = (seconds[number - 1] + seconds[number + 1]) / 2
+            longer.append(round(seconds[number] / beside - 1, 4))
+    return longer
 
 
 def interval(messages: Sequence[Mapping[str, Any]]) -> int | None:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import describe_environments, estimate, table, undisturbed
+from benchmarks.common import Estimate, describe_environments, estimate, table, undisturbed
 from benchmarks.recovery.contenders import PARTS
 
 GOAL_SECONDS, GOAL_RATIO, GOAL_OVERHEAD, GOAL_SUPERVISOR = 1.0, 0.5, 0.01, 0.005
@@ -59,8 +59,10 @@ Goals for wanma with a copy every step: {GOAL_SECONDS:g} s or less to a new step
 {GOAL_RATIO:g} or less of torchrun's seconds.
 """
 _OVERHEAD = f"""\
-Nobody is killed. Seconds per step over the same steps of each run, all that happens in them included;
-overhead beside the run without copies of the same round. With "auto" the run chooses how many steps lie
+Nobody is killed. Seconds per step over the same steps of each run, all that happens in them included. A copy:
+how much longer a step in which one is made takes than the two steps beside it, in which none is, the median
+of all copies; the overhead is that over the steps between copies. Whole runs: the run with copies beside the
+one without of the same round, between which minutes lie. With "auto" the run chooses how many steps lie
 between copies, such that they take {GOAL_OVERHEAD:.0%} of the time or less by its own clocks.
 """
 
@@ -123,18 +125,38 @@ def _overhead(piece: Piece) -> str:
     without = _values(piece, "off", "step_seconds")
     for name in PARTS["snapshots"]:
         seconds = _values(piece, name, "step_seconds")
-        shares = [taken / base - 1 for taken, base in zip(seconds, without, strict=True)]
-        found = estimate(shares)
+        whole = estimate([taken / base - 1 for taken, base in zip(seconds, without, strict=True)])
         rows.append(
             [
                 _interval(piece, name),
                 f"{1000 * statistics.median(seconds):.1f}",
-                "" if name == "off" else f"{found.median:+.1%} ({found.low:+.1%} to {found.high:+.1%})",
+                *_copies(piece, name),
+                "" if name == "off" else _share(whole),
                 _same(piece, name),
             ]
         )
-    header = ["steps between copies", "step, ms", "overhead (95 %)", "same weights"]
+    header = [
+        *("steps between copies", "step, ms", "a copy, of a step (95 %)", "overhead (95 %)"),
+        *("whole runs (95 %)", "same weights"),
+    ]
     return f"{_describe(piece)}\n\n{table(header, rows)}"
+
+
+def _copies(piece: Piece, name: str) -> tuple[str, str]:
+    """What a copy takes of a step, and of all steps; of copies between which steps lie."""
+    if name == "off":
+        return "", ""
+    copies, shares = [], []
+    for taken in undisturbed(piece):
+        every = taken["auto"]["every"] if name == "auto" else int(name)
+        copies += taken[name]["copies"]
+        shares += [copy / every for copy in taken[name]["copies"]]
+    return (f"{_share(estimate(copies), 1)}", _share(estimate(shares), 2)) if copies else ("–", "–")
+
+
+def _share(found: Estimate, digits: int = 1) -> str:
+    median, low, high = (f"{value:+.{digits}%}" for value in (found.median, found.low, found.high))
+    return f"{median} ({low} to {high})"
 
 
 def _supervision(piece: Piece) -> str:

@@ -139,7 +139,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
             if not kills and ranks != options.ranks[0]:
                 continue
             # torchft's dead replica takes part again only when it has started: that takes some seconds.
-            steps = {"torchrun": 40, "torchft": 70, "snapshots": 71, "supervisor": 171}[part]
+            steps = {"torchrun": 40, "torchft": 70, "snapshots": 151, "supervisor": 171}[part]
             yield Setting(
                 part=part,
                 ranks=ranks,

@@ -170,6 +170,19 @@ def test_the_interval_that_counts_is_the_last_that_was_chosen():
     assert interval([{"text": "something else"}]) is None
 
 
+def test_a_copy_costs_what_its_step_takes_beyond_its_neighbours():
+    seconds = [1.0, 1.0, 1.5, 1.4, 2.0, 2.2, 2.0]
+    with_copy = [2, 4, 5]
+    steps = [
+        {"step_seconds": taken, "phases": {"checkpoint": 0.02 if number in with_copy else 3e-5}}
+        for number, taken in enumerate(seconds)
+    ]
+    copies = module("contenders").copies
+    assert copies(steps) == [0.25]  # 1.5 beside 1.2; beside each other, 4 and 5 say nothing
+    assert copies(steps[:5]) == [0.25]  # nor does one at an end
+    assert copies([]) == []
+
+
 def test_what_torchft_gave_up_is_counted(tmp_path, monkeypatch):
     (setting,) = settings(monkeypatch, "--part", "torchft", "--ranks", "2", "--batch", "8")
     whole, alone = {"committed": True, "participants": 2}, {"committed": True, "participants": 1}
@@ -311,10 +324,11 @@ def test_the_report_says_what_each_contender_lost(monkeypatch):
         "final_loss": 1.5,
         "final_loss_untroubled": 1.25,
     }
-    steps = dict.fromkeys(("off", "1", "2", "5", "10", "auto"), 0.1) | {"1": 0.11}
+    steps = dict.fromkeys(("off", "1", "2", "5", "10", "auto"), 0.1)
     copied = {
-        name: {"step_seconds": seconds, "every": 12, "same_weights": True} for name, seconds in steps.items()
-    }
+        name: {"step_seconds": seconds, "every": 12, "copies": [0.06, 0.12, 0.24], "same_weights": True}
+        for name, seconds in steps.items()
+    } | {"1": {"step_seconds": 0.11, "every": None, "copies": [], "same_weights": True}}
     text = module("report").report(
         [
             piece(snapshots, copied),
@@ -336,9 +350,10 @@ def test_the_report_says_what_each_contender_lost(monkeypatch):
     assert "| torchft | 1.00 (1.00–1.00) | 1.00 | 0 | 0.50 (0.50–0.50) | no | 100 |" in text
     assert "threw away 1 computed steps and trained on without 80 samples" in text
     assert "after 3.00 s. Loss of the last step 1.500000, with nobody killed 1.250000" in text
-    assert "| no copies | 100.0 |  | yes |" in text
-    assert "| 1 | 110.0 | +10.0% (+10.0% to +10.0%) | yes |" in text
-    assert "| auto: 12 | 100.0 | +0.0%" in text
+    assert "| no copies | 100.0 |  |  |  | yes |" in text
+    assert "| 1 | 110.0 | – | – | +10.0% (+10.0% to +10.0%) | yes |" in text
+    assert "| 2 | 100.0 | +12.0% (+6.0% to +24.0%) | +6.00% (+3.00% to +12.00%) | +0.0%" in text
+    assert "| auto: 12 | 100.0 | +12.0% (+6.0% to +24.0%) | +1.00% (+0.50% to +2.00%) | +0.0%" in text
     assert text.index("is killed, beside torchft") < text.index("What snapshots cost")
     assert "| supervisor | 0.30% (0.30% to 0.30%) |" in text
     assert "| both | 0.35% (0.35% to 0.35%) |" in text
