@@ -1,6 +1,7 @@
-"""Contenders that live beside each other and are stopped in turn, so that each is measured every few seconds.
+"""Contenders that live beside each other and are stopped in turn, so that each is measured every second.
 
-What disturbs a machine for longer than a turn falls on both; and of what they take, starting is no part.
+What disturbs a machine for longer than a turn falls on both; and of what they take, starting is no part. A
+turn may end within a step: a contender's own clock stands still until its next one.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from benchmarks.common import ROOT, BenchmarkError, adopt_orphans, busy_cpu_seconds
@@ -86,10 +88,64 @@ def take_turns(
     return pairs
 
 
-def steps_within(turn: Turn, times: Sequence[float], warmup: int) -> tuple[int, float]:
-    """(steps, their seconds) of those steps after `warmup` ones that began and ended within a turn."""
-    inside = [time for time in times[warmup - 1 :] if turn.began <= time <= turn.ended]
-    return max(len(inside) - 1, 0), inside[-1] - inside[0] if inside else 0.0
+@dataclass(frozen=True)
+class Block:
+    """A stretch of so many seconds in which each contender ran, in the turns of one and the same time."""
+
+    steps: Mapping[str, float]
+    """That each contender made in it; of those at its ends, the part that lies in it."""
+    foreign_cpu: Mapping[str, float]
+    """CPUs that anything else used meanwhile, at most in a turn."""
+
+
+def blocks(
+    pairs: Sequence[tuple[Turn, Turn]], times: Mapping[str, Sequence[float]], warmup: int, seconds: float
+) -> list[Block]:
+    """What the contenders did while both were in their steps after `warmup` ones.
+
+    Both run as often and for as long, so that the same second of their own clocks is nearly the same time.
+
+    Args:
+        times: when each contender's steps ended, in seconds since 1970.
+        seconds: of a block, on each contender's own clock, which stands still while the contender does.
+    """
+    turns = {name: [pair[which] for pair in pairs] for which, name in enumerate(times)}
+    ends = {
+        name: [_own_seconds(turns[name], time) for time in stamps if time <= turns[name][-1].ended]
+        for name, stamps in times.items()
+    }
+    began = max(one[warmup - 1] for one in ends.values())
+    ended = min(one[-1] for one in ends.values())
+    found = []
+    for number in range(int((ended - began) / seconds)):
+        edges = (began + number * seconds, began + (number + 1) * seconds)
+        found.append(
+            Block(
+                {name: _steps_between(edges, one) for name, one in ends.items()},
+                {name: max(turn.foreign_cpu for turn in _within(turns[name], edges)) for name in times},
+            )
+        )
+    return found
+
+
+def _steps_between(edges: tuple[float, float], ends: Sequence[float]) -> float:
+    """How many steps ended between, with the parts of those under way."""
+    done = np.interp(edges, ends, np.arange(len(ends)))
+    return float(done[1] - done[0])
+
+
+def _own_seconds(turns: Sequence[Turn], time: float) -> float:
+    """Of a contender's own clock at a time."""
+    return sum(min(max(time - turn.began, 0.0), turn.ended - turn.began) for turn in turns)
+
+
+def _within(turns: Sequence[Turn], edges: tuple[float, float]) -> Iterator[Turn]:
+    """Those that lie between two times of the contender's own clock, in part at least."""
+    now = 0.0
+    for turn in turns:
+        began, now = now, now + turn.ended - turn.began
+        if began < edges[1] and now > edges[0]:
+            yield turn
 
 
 def _others(contenders: Mapping[str, _Contender], name: str) -> set[int]:

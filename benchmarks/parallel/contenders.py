@@ -17,11 +17,16 @@ from benchmarks.train.contenders import (
     wanma_command,
     with_speed,
 )
-from benchmarks.turns import steps_within, take_turns
+from benchmarks.turns import blocks, take_turns
 from wanma.elastic.environment import worker_environment
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
 from wanma.models.presets import DECODER_PRESETS
+
+BLOCK_SECONDS = 10.0
+"""Of turns that make one round."""
+COMPARED_STEPS = 8
+"""Of a long run, those whose losses are compared: rounding grows from step to step, whoever rounds."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> list[dict[st
     """Train with both contenders at once, of which one runs at a time.
 
     Returns:
-        a round for each pair of turns in which both have ended steps that began in it.
+        a round for each block of `BLOCK_SECONDS`.
     """
     commands = {"wanma": wanma_command(), "peer": peer_command(setting)}
     starts = {}
@@ -170,19 +175,21 @@ def measure_in_turns(setting: Setting, venv: Path, folder: Path) -> list[dict[st
     records = {
         name: read_record(command, setting.total_steps, folder / name) for name, command in commands.items()
     }
-    rounds = []
-    for pair in pairs:
-        taken: dict[str, Any] = {}
-        for turn in pair:
-            steps, seconds = steps_within(turn, records[turn.name]["times"], setting.warmup)
-            if steps > 0:
-                facts = {name: value for name, value in records[turn.name].items() if name != "times"}
-                tokens = steps * setting.batch * setting.sequence
-                speed = {"tokens_per_second": round(tokens / seconds, 1), "steps": steps}
-                taken[turn.name] = {**speed, **facts, "foreign_cpu": round(turn.foreign_cpu, 3)}
-        if len(taken) == len(pair):
-            rounds.append(taken)
-    return rounds
+    times = {name: record.pop("times")[:-1] for name, record in records.items()}
+    for record in records.values():
+        record["losses"] = record["losses"][:COMPARED_STEPS]
+    tokens = setting.batch * setting.sequence
+    return [
+        {
+            name: {
+                "tokens_per_second": round(block.steps[name] * tokens / BLOCK_SECONDS, 1),
+                **record,
+                "foreign_cpu": round(block.foreign_cpu[name], 3),
+            }
+            for name, record in records.items()
+        }
+        for block in blocks(pairs, times, setting.warmup, BLOCK_SECONDS)
+    ]
 
 
 def default_setting(axis: str, ranks: int, precision: str) -> Setting:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common import describe_environments, estimate, table, undisturbed
 from benchmarks.parallel.axes import AXES
-from benchmarks.parallel.contenders import Setting
+from benchmarks.parallel.contenders import BLOCK_SECONDS, COMPARED_STEPS, Setting
 from benchmarks.parallel.context import Traffic
 from benchmarks.train.report import LOSS_LIMITS, loss_difference, ratios
 
@@ -47,7 +47,8 @@ def report(pieces: Sequence[Piece]) -> str:
 _PREFACE = f"""\
 Ratio: wanma's tokens per second over the other's, median of the pairs with its 95 % bootstrap interval; the
 goal is an interval not below {GOAL}. Tokens per second: medians. Loss difference: the largest relative one of
-any step.
+any step; in turns, of the first {COMPARED_STEPS}. In turns: both contenders live at once, and each is stopped
+while the other runs; a pair is {BLOCK_SECONDS:.0f} s of both.
 """
 _CONTEXT = """\
 ## Context parallel beside the unsharded step
@@ -203,10 +204,11 @@ def _stated_difference(piece: Piece) -> str:
 
 def _describe(piece: Piece) -> str:
     settings = piece["settings"]
+    turns = f", in turns of {settings['turn_seconds']:g} s" if settings.get("turn_seconds") else ""
     return (
         f"{settings['ranks']} ranks, {settings['precision']}: {settings['batch']} × {settings['sequence']} "
         f"tokens per step, vocabulary {settings['vocabulary']:,}, {settings['steps']} steps after "
-        f"{settings['warmup']}"
+        f"{settings['warmup']}{turns}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Contenders in turns: one runs while the other is stopped, and only whole steps of a turn count."""
+"""Contenders in turns: one runs while the other is stopped, and its clock stands still while it is itself."""
 
 import importlib
 import sys
@@ -44,14 +44,31 @@ def test_one_contender_runs_while_the_other_is_stopped(turns, tmp_path):
     # Second before first in every other pair, so that two turns of one follow each other.
     assert [ours.began < theirs.began for ours, theirs in pairs[:2]] == [True, False]
     assert len(times(tmp_path, "ours")) == len(times(tmp_path, "theirs")) == 100, "both came to their ends"
-    assert sum(turns.steps_within(pair[0], times(tmp_path, "ours"), 1)[0] for pair in pairs) > 10
+    ends = {name: times(tmp_path, name) for name in starts}
+    found = turns.blocks(pairs, ends, 1, 0.1)
+    assert found
+    assert all(2 < block.steps[name] <= 11 for block in found for name in starts), "of 0.01 s each, at least"
 
 
-def test_only_whole_steps_of_a_turn_count(turns):
-    turn = turns.Turn("ours", 10.0, 20.0, 0.0)
-    assert turns.steps_within(turn, [5.0, 9.0, 11.0, 13.0, 19.0, 21.0], 1) == (2, 8.0)
-    assert turns.steps_within(turn, [5.0, 9.0, 11.0, 13.0, 19.0, 21.0], 4) == (1, 6.0)
-    assert turns.steps_within(turn, [9.0, 21.0], 1) == (0, 0.0)
+def test_a_clock_stands_still_while_the_other_contender_runs(turns):
+    def turn(name, began, foreign=0.0):
+        return turns.Turn(name, began, began + 4.0, foreign)
+
+    pairs = [
+        (turn("ours", 0.0), turn("theirs", 4.0)),
+        (turn("ours", 12.0, 0.5), turn("theirs", 8.0)),
+        (turn("ours", 16.0), turn("theirs", 20.0)),
+    ]
+    # On their own clocks: steps of 2 seconds each, and of 4; two of theirs go on through the other's turns.
+    ends = {"ours": [2.0, 4.0, 14.0, 16.0, 18.0, 20.0, 30.0], "theirs": [5.0, 9.0, 21.0, 40.0]}
+    first, second = turns.blocks(pairs, ends, 1, 3.0)
+    assert (first.steps, second.steps) == ({"ours": 1.5, "theirs": 0.75}, {"ours": 1.5, "theirs": 0.75})
+    assert (first.foreign_cpu["ours"], second.foreign_cpu["ours"]) == (0.5, 0.5)
+    assert first.foreign_cpu["theirs"] == 0.0
+    halves = turns.blocks(pairs, ends, 1, 1.0)
+    assert [block.steps["ours"] for block in halves] == [0.5] * 7
+    assert [block.steps["theirs"] for block in halves] == [0.25] * 7
+    assert turns.blocks(pairs, ends, 1, 9.0) == []
 
 
 def test_a_contender_that_fails_is_an_error_with_its_last_words(turns, tmp_path):
