@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from support.command import share_compiled
 from wanma.api.calibrate import calibrate, calibration_table
 from wanma.api.learning import learn
 from wanma.cli.main import main
@@ -30,6 +31,7 @@ def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    share_compiled(tmp_path / "cache")
     told: list[str] = []
     measured, path = calibrate(ranks=[2], seconds=3.0, progress=told.append)
     (found,) = measured
@@ -55,9 +57,10 @@ def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
     Console(file=shown, width=140).print(calibration_table(measured))
     assert cpu_model()[:10] in shown.getvalue()
 
-    job = tmp_path / "job.toml"
+    job, corpus = tmp_path / "job.toml", tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"The square of {number} is {number**2}.\n" for number in range(2000)))
     job.write_text(
-        '[model]\npreset = "gpt-1m"\n\n[data]\ntext = ["stdlib"]\nsequence_length = 64\n\n'
+        f'[model]\npreset = "gpt-1m"\n\n[data]\ntext = ["{corpus}"]\nsequence_length = 64\n\n'
         "[train]\nsteps = 8\nglobal_batch = 4\n\n[parallel]\ndp_replicate = 2\n\n"
         '[cluster]\ndevice = "cpu"\n'
     )

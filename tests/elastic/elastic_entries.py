@@ -39,6 +39,7 @@ def describe(worker: Any, payload: bytes) -> None:
         "arguments": Path("/proc/self/cmdline").read_bytes().decode(errors="replace").split("\0"),
         "session": os.getsid(0),
         "pid": os.getpid(),
+        "name": Path("/proc/self/comm").read_text().strip(),
         "ignores_interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
         "store": type(worker.store).__name__,
         "sockets": [

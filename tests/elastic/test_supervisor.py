@@ -14,7 +14,7 @@ import pytest
 
 from wanma.elastic.failure import killed_hint
 from wanma.elastic.node import Node
-from wanma.elastic.processes import process_state
+from wanma.elastic.processes import be_called, process_state
 from wanma.elastic.supervisor import run_node
 from wanma.hardware.limits import memory_kills
 
@@ -24,6 +24,18 @@ NO_MEMORY_KILL = killed_hint(memory_kills())
 
 def is_gone(pid: int) -> bool:
     return process_state(pid) in ("gone", "dead")
+
+
+def test_a_process_is_called_by_the_first_name_that_the_kernel_can_hold() -> None:
+    own = Path("/proc/self/comm")
+    before = own.read_text().strip()
+    try:
+        be_called("wanma rank 9999", "rank 9999")
+        assert own.read_text() == "wanma rank 9999\n"
+        be_called("wanma rank 10000", "rank 10000")
+        assert own.read_text() == "rank 10000\n"
+    finally:
+        be_called(before)
 
 
 def test_a_run_that_ends_well_passes_on_the_events_of_rank_0(run: Any) -> None:
@@ -55,6 +67,7 @@ def test_a_worker_is_settled_in_before_its_entry_runs(run: Any, tmp_path: Path, 
         (1, 1, 2, 0),
     ]
     assert [a["store"] for a in about] == ["TCPStore", "NoneType"]
+    assert [a["name"] for a in about] == ["wanma rank 0", "wanma rank 1"]
     for one in about:
         assert one["generation"] == 1
         assert one["threads"] == 2

@@ -172,6 +172,7 @@ def test_a_missing_file_is_told_with_the_job_files_nearby(
         "  job files nearby: examples/gpt.toml"
     )
     assert "Did you mean 'examples/gpt.toml'" in refusal(Path("gpt"))
+    assert "Did you mean" not in refusal(Path("nope.toml")), "that both end in .toml makes them no more alike"
 
 
 def test_a_folder_a_binary_file_and_an_endless_nesting_are_no_job_files(tmp_path: Path) -> None:

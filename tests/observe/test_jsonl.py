@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from wanma.job.errors import WanmaError
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.append import AppendFile
-from wanma.observe.jsonl import JsonLinesSink, to_line, trim_lines
+from wanma.observe.jsonl import JsonLinesSink, last_record, to_line, trim_lines
 
 Record = Callable[..., dict[str, Any]]
 
@@ -79,6 +79,9 @@ def test_trimming_keeps_exactly_the_lines_before_the_first_step(
     path = tmp_path_factory.mktemp("trim") / "lines"
     lines = [to_line({"step": step, "text": "x" * size}) for step, size in enumerate(sizes)]
     path.write_bytes(b"".join(lines) + torn.replace(b"\n", b""))
+    last = last_record(path)
+    assert (last["step"] if last is not None else -1) == len(lines) - 1
+    assert last_record(path.with_name("none")) is None
     trim_lines(path, lambda record: record["step"] < first)
     assert path.read_bytes() == b"".join(lines[:first])
 

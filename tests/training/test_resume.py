@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,16 @@ def test_a_run_of_which_no_checkpoint_is_whole_stops_rather_than_begin_anew(tmp_
     again["checkpoint"]["resume"] = False
     assert [step["step"] for step in run_job(run, again, plan).steps] == [1, 2, 3, 4, 5, 6]
     assert len(list(run.glob("checkpoints-before-1/step-*"))) == 2
+
+
+def test_a_run_whose_checkpoints_somebody_has_removed_says_that_it_begins_anew(tmp_path: Path) -> None:
+    plan, run = Plan(micro_batch=6), tmp_path / "run"
+    run_job(run, job(tmp_path, steps=4), plan)
+    said = f"this run has recorded 4 steps, and {run}/checkpoints has no checkpoint: it begins anew"
+    assert said not in (run / "events.jsonl").read_text()
+    shutil.rmtree(run / "checkpoints")
+    assert [step["step"] for step in run_job(run, job(tmp_path, steps=4), plan).steps] == [1, 2, 3, 4]
+    assert said in (run / "events.jsonl").read_text()
 
 
 def test_another_optimizer_is_refused_as_that_and_not_as_another_model(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+from wanma.hardware.interfaces import ANYWHERE, local_address
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
@@ -24,7 +25,11 @@ class Place:
 
 
 def resolve(rendezvous: str) -> Place:
-    """Raises `WanmaError` for a host without an address, or for 'every address'."""
+    """HOST:PORT's address; of this machine's own name one that others reach, if it has any.
+
+    Raises:
+        WanmaError: the host has no address, or it is 'every address'.
+    """
     host, _, port = rendezvous.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -35,7 +40,12 @@ def resolve(rendezvous: str) -> Place:
             EXIT_USAGE,
         ) from error
     family, _, _, _, address = found[0]
-    place = Place(rendezvous, family, (str(address[0]), int(address[1])))
+    given = str(address[0])
+    if host == socket.gethostname() and ipaddress.ip_address(given).is_loopback:
+        # Debian gives a machine's own name 127.0.1.1, where the others do not reach it.
+        given = next(filter(None, map(local_address, ANYWHERE)), given)
+        family = socket.AF_INET6 if ":" in given else socket.AF_INET
+    place = Place(rendezvous, family, (given, int(address[1])))
     if ipaddress.ip_address(place.address[0]).is_unspecified:
         raise WanmaError(
             f"cluster.rendezvous: {rendezvous!r} is every machine's address",

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from wanma.job.errors import WanmaError
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_NAME_BYTES = 15
+"""Of a process's name, what the kernel keeps."""
 _STATES = {
     "T": "stopped (SIGSTOP?)",
     "t": "held by a debugger",
@@ -37,6 +39,13 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def be_called(*names: str) -> None:
+    """Take the first of `names` that is short enough as this process's, by which `ps -e`, `top` and `pgrep`
+    list it: the ranks of a run have one and the same command line."""
+    name = next((name for name in names if len(name.encode()) <= _NAME_BYTES), names[-1])
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def process_state(pid: int) -> str:

@@ -30,7 +30,7 @@ from wanma.elastic.messages import (
     Message,
     Paused,
 )
-from wanma.elastic.processes import die_with_parent
+from wanma.elastic.processes import be_called, die_with_parent
 from wanma.elastic.protocol import Framer, decode
 from wanma.job.claims import Fence
 from wanma.job.imports import import_object
@@ -114,6 +114,7 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
     failure: Failure | None = None
     try:
         _redirect(log)
+        be_called(f"wanma rank {spec.rank}", f"rank {spec.rank}")
         print(_header(spec, born), flush=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
         _settle(spec)

@@ -24,7 +24,7 @@ from typing import Literal
 from wanma.hardware.compiler import cpp_compiler
 from wanma.hardware.cpu_peak import measure_cpu_peak, peak_file
 from wanma.hardware.discover import discover, list_gpus
-from wanma.hardware.interfaces import VARIABLES, default_ways, interfaces
+from wanma.hardware.interfaces import ANYWHERE, VARIABLES, default_ways, interfaces, local_address
 from wanma.hardware.limits import cpu_model, usable_cores, usable_memory_bytes
 from wanma.hardware.native import COLLECTIVES, built
 from wanma.hardware.probes import disk_write_seconds, loopback_gloo
@@ -254,15 +254,20 @@ def _network_variables(known: Collection[str], environment: Mapping[str, str]) -
 
 def _own_name() -> list[Finding]:
     """Debian gives a machine's own name an address that others cannot reach."""
+    name = socket.gethostname()
     try:
-        address = socket.gethostbyname(socket.gethostname())
+        address = socket.gethostbyname(name)
     except OSError:
         return []  # a name without an address misleads nobody
     if not ipaddress.ip_address(address).is_loopback:
         return []
-    advice = "give cluster.rendezvous as an address rather than by this machine's name"
-    text = f"{socket.gethostname()} is {address} here, where other machines do not reach it"
-    return [Finding("host name", "ok", text, advice)]
+    taken = next(filter(None, map(local_address, ANYWHERE)), None)
+    if taken is None:
+        advice = "give cluster.rendezvous as an address rather than by this machine's name"
+        text = f"{name} is {address} here, where other machines do not reach it"
+        return [Finding("host name", "ok", text, advice)]
+    text = f"{name} is {address} here, where others do not reach it: as cluster.rendezvous it means {taken}"
+    return [Finding("host name", "ok", text)]
 
 
 def _loopback() -> Finding:

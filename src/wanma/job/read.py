@@ -49,9 +49,9 @@ def _read(path: Path, what: str, starter: str | None) -> str:
 
 
 def _similar(path: Path) -> str:
-    """The closest name among the job files nearby."""
-    near = {file.name: file for file in reversed(_job_files(path))}
-    names = (path.name, f"{path.name}.toml")
+    """The closest name among the job files nearby; that all end alike makes none of them close."""
+    near = {file.stem: file for file in reversed(_job_files(path))}
+    names = dict.fromkeys((path.stem, path.name))
     close = [name for one in names for name in difflib.get_close_matches(one, near, n=1, cutoff=0.6)]
     return f" Did you mean '{near[close[0]]}'?" if close else ""
 

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,25 +115,38 @@ def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = _line_start(file, end)
-            file.seek(start)
-            if _accepted(file.read(end - start), keep):
-                break
-            end = start
+        size = file.seek(0, os.SEEK_END)
+        end = next((end for record, end in _backwards(file) if keep(record)), 0)
         if end < size:
             file.truncate(end)
 
 
-def _accepted(line: bytes, keep: Callable[[dict[str, Any]], bool]) -> bool:
-    if not line.endswith(b"\n"):
-        return False
+def last_record(path: Path) -> dict[str, Any] | None:
+    """Of the last whole line that parses; None where there is none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return next((record for record, _ in _backwards(file)), None)
+
+
+def _backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, offset of its line's end) of all whole lines that parse, the last one first."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = _line_start(file, end)
+        file.seek(start)
+        line = file.read(end - start)
+        record = _parsed(line) if line.endswith(b"\n") else None
+        if isinstance(record, dict):
+            yield record, end
+        end = start
+
+
+def _parsed(line: bytes) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(line)
     except ValueError:
-        return False
-    return isinstance(record, dict) and keep(record)
+        return None
 
 
 def _line_start(file: Any, end: int) -> int:

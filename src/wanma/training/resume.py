@@ -20,9 +20,11 @@ from wanma.checkpoint.snapshot import look
 from wanma.data.ramp import samples_before
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
+from wanma.observe.jsonl import last_record
 from wanma.training.between_sites import left_out
 from wanma.training.published import published_names, start_from_published
 from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
@@ -96,6 +98,11 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
         messages += [f"weights from {choice.start_from}", *notes]
     if not carries_on:
         _set_aside(folder, worker, messages)
+    elif worker.restart is None and worker.rank == 0:
+        recorded = last_record(RunDirectory(worker.run_directory).metrics)
+        if recorded is not None:
+            text = f"this run has recorded {recorded['step']} steps, and {folder} has no checkpoint"
+            messages.append(f"{text}: it begins anew")
     return Resumed("beginning", messages)
 
 

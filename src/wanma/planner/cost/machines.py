@@ -256,7 +256,7 @@ def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
         (_local(ranks),),
         # A kernel runs in the thread that issues it: its launch is counted above, and nothing runs ahead.
         dispatch_seconds=0.0,
-        start_seconds=_GLOO_START_SECONDS,
+        start_seconds=_SHARED_START_SECONDS,
         doubt=_UNMEASURED_PROCESSOR,
         assumed=(f"{cpu.name} was never measured here; `wanma cluster --calibrate` takes a minute",),
     )
@@ -266,11 +266,12 @@ _CORE_BANDWIDTH = 5e9
 """Bytes per second of memory for each core of an unknown processor; EPYC 7742 has 3.2, Grace 7.1."""
 _CALL_SECONDS = 5e-6
 """Of an operator on a CPU, beside its work: PyTorch's dispatcher and autograd."""
-_GLOO_START_SECONDS = 60e-6
-_GLOO_STEP_SECONDS = 100e-6
-_GLOO_BYTES_PER_SECOND = 1.8e9
-"""Between processes of one machine over TCP, both measured with two ranks of Gloo: 1 MB is reduced in 0.9 ms,
-64 MB in 36 ms."""
+_SHARED_START_SECONDS = 20e-6
+_SHARED_STEP_SECONDS = 15e-6
+_SHARED_BYTES_PER_SECOND = 4.4e9
+"""Between processes of one machine over the memory that they share, measured with two ranks: 64 KiB are summed
+in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, where there is no compiler, takes
+three to eight times as long."""
 
 
 def _threads(node: Node, ranks: int, threads: int | None) -> int:
@@ -278,7 +279,7 @@ def _threads(node: Node, ranks: int, threads: int | None) -> int:
 
 
 def _local(ranks: int) -> Link:
-    return Link(ranks, _GLOO_STEP_SECONDS, _GLOO_BYTES_PER_SECOND)
+    return Link(ranks, _SHARED_STEP_SECONDS, _SHARED_BYTES_PER_SECOND)
 
 
 def _network(node: Node, here: int) -> list[Link]:
