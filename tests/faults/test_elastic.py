@@ -19,6 +19,7 @@ JOB = (
     "text.toml",
     f"train.steps={STEPS}",
     "train.schedule=constant",
+    f"checkpoint.every_steps={SHORT}",
     f"checkpoint.keep_every_steps={SHORT}",
     "train.precision=fp64",
     "model.layers=2",
