@@ -1,6 +1,6 @@
 """Forecasts beside real runs on this machine's processors: 3 models that no calibration has seen.
 
-    python -m benchmarks.planner.real --calibrate         # a minute at rest; again for a quieter one
+    python -m benchmarks.planner.real --calibrate         # a minute, at rest
     python -m benchmarks.planner.real --minutes 5         # carries on with the rounds that are left
     python -m benchmarks.planner.real --memory --minutes 5   # only peaks, of few steps; needs no quiet
     python -m benchmarks.planner.real --report
@@ -32,7 +32,7 @@ from benchmarks.planner.real_report import report, steps_that_count
 from wanma.data.open import prepare
 from wanma.hardware.discover import discover
 from wanma.job.load import load_job
-from wanma.planner.measure.calibration import Calibration, load_calibration
+from wanma.planner.measure.calibration import load_calibration
 
 STATE = RESULTS / "planner-real.json"
 RANKS = (1, 2, 4)
@@ -61,23 +61,16 @@ def main() -> None:
 
 
 def _calibrate(state: dict[str, Any], seconds: float) -> None:
-    """Measure each number of ranks for `seconds`; what other programs disturbed less than before counts."""
-    kept = Calibration.from_json(state["calibration"]) if "calibration" in state else Calibration()
-    for ranks in RANKS:
-        with tempfile.TemporaryDirectory() as folder:
-            output, log = Path(folder) / "calibration.json", Path(folder) / "output.log"
-            command = ["-m", "wanma", "cluster", "--calibrate", "--ranks", str(ranks)]
-            command += ["--seconds", str(seconds), "--output", str(output)]
-            run_command([sys.executable, *command], os.environ, log, TIMEOUT_SECONDS + 3 * seconds)
-            (new,) = load_calibration(output).measured
-        earlier = [one for one in kept.measured if one.key == new.key]
-        better = not earlier or new.disturbed <= earlier[0].disturbed
-        if better:
-            kept = kept.with_measured(new)
-        print(
-            f"{ranks} ranks: {new.disturbed} of {len(new.points)} disturbed{'' if better else ', not kept'}"
-        )
-    state["calibration"] = kept.to_json()
+    """Measure each number of ranks for `seconds`, in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, log = Path(folder) / "calibration.json", Path(folder) / "output.log"
+        command = ["-m", "wanma", "cluster", "--calibrate", "--ranks", ",".join(map(str, RANKS))]
+        command += ["--seconds", str(len(RANKS) * seconds), "--output", str(output)]
+        run_command([sys.executable, *command], os.environ, log, TIMEOUT_SECONDS + 3 * len(RANKS) * seconds)
+        calibration = load_calibration(output)
+    for one in calibration.measured:
+        print(f"{one.ranks} ranks: {one.disturbed} of {len(one.points)} disturbed")
+    state["calibration"] = calibration.to_json()
     state["machine"] = machine()
     _save(state)
 

@@ -11,16 +11,18 @@ import pytest
 from rich.console import Console
 
 from support.command import share_compiled
-from wanma.api.calibrate import calibrate, calibration_table
+from wanma.api.calibrate import Found, calibrate, calibration_table, quickest
 from wanma.api.learning import learn
 from wanma.cli.main import main
 from wanma.hardware.discover import discover
 from wanma.hardware.limits import cpu_model
+from wanma.job.cluster import Node
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.planner.cost.compute import product_seconds
 from wanma.planner.cost.machines import machine_of
-from wanma.planner.measure.calibration import load_calibration
+from wanma.planner.measure.calibration import Measured, Point, load_calibration
 
 ON_CPU = not discover().nodes[0].devices
 
@@ -30,8 +32,8 @@ ON_CPU = not discover().nodes[0].devices
 def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     share_compiled(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     told: list[str] = []
     measured, path = calibrate(ranks=[2], seconds=3.0, progress=told.append)
     (found,) = measured
@@ -71,6 +73,35 @@ def test_this_machine_is_measured_and_a_run_on_it_is_learned_from(
     ]
     assert missed[1] <= missed[0]
     assert load_calibration().correction(cpu_model()).runs == 1
+
+
+def test_of_what_was_measured_several_times_the_least_counts() -> None:
+    def found(*seconds: float, disturbed: int) -> Found:
+        points = tuple(Point("product", (64, 64, number), one, "fp32") for number, one in enumerate(seconds))
+        return Found(points, disturbed, None)
+
+    best = quickest([found(1.0, 5.0, disturbed=2), found(3.0, 4.0, disturbed=1)])
+    assert [point.seconds for point in best.points] == [1.0, 4.0]
+    assert [point.shape[-1] for point in best.points] == [0, 1]
+    assert best.disturbed == 1
+
+
+def test_numbers_of_ranks_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def measured(_node: Node, _plan: Plan, seconds: float) -> Found:
+        told[-1] += f" for {seconds:g} s"
+        return Found((), 0, None)
+
+    def fitted(_node: Node, plan: Plan, _found: Found) -> Measured:
+        return Measured("a processor", plan.world_size, 1, machine_of(discover()))
+
+    monkeypatch.setattr("wanma.api.calibrate._measure", measured)
+    monkeypatch.setattr("wanma.api.calibrate._fitted", fitted)
+    calibrate(ranks=[1, 2], seconds=24.0, output=tmp_path / "kept.json", progress=told.append)
+    threads = max(discover().nodes[0].cores // 2, 1)
+    one, two = f"1 rank of {max(discover().nodes[0].cores, 1)} threads", f"2 ranks of {threads} threads"
+    assert told == [f"measuring {ranks}, {turn} of 2 for 6 s" for turn in (1, 2) for ranks in (one, two)]
 
 
 def test_too_little_time_is_refused_with_what_would_do(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,8 +37,23 @@ PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
 DEFAULT_SECONDS = 60.0
 LEAST_SECONDS = 2.0
 """For each number of ranks: with less, no operator runs long enough to be timed."""
+PASS_SECONDS, MOST_PASSES = 5.0, 3
+"""The numbers of ranks are measured in turn, so many times, where each time has so long: what slows a machine
+for a minute, as neighbours do whom it does not see, would otherwise fall on one of them alone, and plans on
+more or fewer ranks be compared by it."""
 SILENCE_SECONDS = 300.0
 """Beyond the measuring itself: processes start, kernels are built, collectives connect."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of one measurement have found."""
+
+    points: tuple[Point, ...]
+    disturbed: int
+    """As of `microbenchmarks.Measurements`."""
+    processors: int | None
+    """Of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +100,17 @@ def calibrate(
             f"give at least {LEAST_SECONDS * len(counts):g}, or fewer --ranks",
         )
     kept = load_calibration(output)  # before the work, so that a damaged file is told of at once
-    measured = []
-    for count in counts:
-        plan = plainest_plan(node, count)
-        each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
-        progress(f"measuring {count} {'rank' if count == 1 else 'ranks'}{each_has}")
-        measured.append(_measure(node, plan, each))
+    passes = min(max(int(each / PASS_SECONDS), 1), MOST_PASSES) if len(counts) > 1 else 1
+    plans = [plainest_plan(node, count) for count in counts]
+    found: list[list[Found]] = [[] for _ in plans]
+    for turn in range(passes):
+        for number, plan in enumerate(plans):
+            each_has = f" of {plan.threads_per_rank} threads" if plan.device == "cpu" else ""
+            of_several = f", {turn + 1} of {passes}" if passes > 1 else ""
+            what = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+            progress(f"measuring {what}{each_has}{of_several}")
+            found[number].append(_measure(node, plan, each / passes))
+    measured = [_fitted(node, plan, quickest(of)) for plan, of in zip(plans, found, strict=True)]
     return measured, save_calibration(kept.with_measured(*measured), output)
 
 
@@ -165,17 +185,26 @@ def calibration_table(measured: Iterable[Measured]) -> RenderableType:
     return table
 
 
-def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
+def quickest(passes: Sequence[Found]) -> Found:
+    """What was measured several times: of each point the least, for others only ever slow a machine down."""
+    points = tuple(
+        min(of_one, key=lambda point: point.seconds)
+        for of_one in zip(*(found.points for found in passes), strict=True)
+    )
+    return replace(passes[0], points=points, disturbed=min(found.disturbed for found in passes))
+
+
+def _measure(node: Node, plan: Plan, seconds: float) -> Found:
     ranks = plan.world_size
-    shared = 1.0 if node.devices else max(ranks * plan.threads_per_rank / node.cores, 1.0)
     # Runs are kept below the folder where they are started: its disk is the one that they use.
     here = Path.cwd() if os.access(Path.cwd(), os.W_OK) else None
+    request = Request(plan, seconds, _threads_per_core(node, plan), here)
     with tempfile.TemporaryDirectory(prefix="wanma-calibrate-") as folder:
         outcome = run_local(
             Launch(
                 run_directory=Path(folder),
                 entry=ENTRY,
-                payload=pickle.dumps(Request(plan, seconds, shared, here)),
+                payload=pickle.dumps(request),
                 preload=PRELOAD,
                 ranks_per_node=ranks,
                 threads_per_rank=plan.threads_per_rank,
@@ -192,25 +221,34 @@ def _measure(node: Node, plan: Plan, seconds: float) -> Measured:
         Point(operator, tuple(shape), taken, precision)
         for operator, shape, taken, precision in result["points"]
     )
+    return Found(points, result["disturbed"], result["processors"])
+
+
+def _fitted(node: Node, plan: Plan, found: Found) -> Measured:
     name = device_name(node, plan)
     machine = fitted_machine(
         name,
-        points,
-        ranks,
-        processors=result["processors"],
+        found.points,
+        plan.world_size,
+        processors=found.processors,
         known=_known(node),
-        shared=shared,
+        shared=_threads_per_core(node, plan),
     )
     return Measured(
         device=name,
-        ranks=ranks,
+        ranks=plan.world_size,
         threads=0 if node.devices else plan.threads_per_rank,
         machine=machine,
         host=machine_text(node),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        points=points,
-        disturbed=result["disturbed"],
+        points=found.points,
+        disturbed=found.disturbed,
     )
+
+
+def _threads_per_core(node: Node, plan: Plan) -> float:
+    """Of a CPU, at least one; as of `microbenchmarks.measure`."""
+    return 1.0 if node.devices else max(plan.world_size * plan.threads_per_rank / node.cores, 1.0)
 
 
 def _known(node: Node) -> Chip | None:

@@ -270,8 +270,8 @@ _SHARED_START_SECONDS = 20e-6
 _SHARED_STEP_SECONDS = 15e-6
 _SHARED_BYTES_PER_SECOND = 4.4e9
 """Between processes of one machine over the memory that they share, measured with two ranks: 64 KiB are
-summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, where there is no compiler, takes
-three to eight times as long."""
+summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, where there is no compiler,
+takes three to eight times as long."""
 
 
 def _threads(node: Node, ranks: int, threads: int | None) -> int:
