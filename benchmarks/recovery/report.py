@@ -151,7 +151,7 @@ def _copies(piece: Piece, name: str) -> tuple[str, str]:
         every = taken["auto"]["every"] if name == "auto" else int(name)
         copies += taken[name]["copies"]
         shares += [copy / every for copy in taken[name]["copies"]]
-    return (f"{_share(estimate(copies), 1)}", _share(estimate(shares), 2)) if copies else ("–", "–")
+    return (_share(estimate(copies)), _share(estimate(shares), 2)) if copies else ("–", "–")
 
 
 def _share(found: Estimate, digits: int = 1) -> str:

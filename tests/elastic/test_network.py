@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from wanma.elastic import network
 from wanma.elastic.network import listen_anywhere, listen_at, resolve
 from wanma.elastic.secret import meeting_secret
+from wanma.hardware.interfaces import Way
 from wanma.job.errors import WanmaError
 
 
@@ -23,14 +25,15 @@ def test_a_machine_s_own_name_means_an_address_that_others_reach(monkeypatch: py
     monkeypatch.setattr("socket.gethostname", lambda: "horse")
     here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: here)
-    monkeypatch.setattr(network, "local_address", {"192.0.2.1": "10.0.0.5"}.get)
+    way = Way("eth0", "10.0.0.5", "by the default route")
+    monkeypatch.setattr(network, "default_ways", lambda: [way])
     place = resolve("horse:29500")
     assert (place.text, place.address, place.loopback) == ("horse:29500", ("10.0.0.5", 29500), False)
     assert resolve("localhost:29500").loopback
-    monkeypatch.setattr(network, "local_address", {"2001:db8::1": "fd00::5"}.get)
+    monkeypatch.setattr(network, "default_ways", lambda: [replace(way, address="fd00::5")])
     place = resolve("horse:29500")
     assert (place.family, place.address) == (socket.AF_INET6, ("fd00::5", 29500))
-    monkeypatch.setattr(network, "local_address", {}.get)
+    monkeypatch.setattr(network, "default_ways", list)
     assert resolve("horse:29500").loopback, "without a network there are no others"
 
 

@@ -83,15 +83,15 @@ def test_the_network_is_told_with_the_interface_that_several_machines_would_use(
     monkeypatch.setattr(doctor, "interfaces", lambda: known)
     monkeypatch.setattr(doctor, "default_ways", lambda _: [Way("eth0", "10.0.0.5", "by the default route")])
     monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
-    monkeypatch.setattr(doctor, "local_address", {}.get)
     network, way, name = doctor._network()
     assert network.text == "eth0 10.0.0.5, lo 127.0.0.1"
     assert way.text == "eth0 (10.0.0.5), by the default route; a run takes the route to cluster.rendezvous"
+    assert "127.0.1.1 here, where others do not reach it" in name.text
+    assert "as cluster.rendezvous it means 10.0.0.5" in name.text
+    monkeypatch.setattr(doctor, "default_ways", lambda _: [])
+    *_, name = doctor._network()
     assert "127.0.1.1 here, where other machines do not reach it" in name.text
     assert "as an address" in name.advice
-    monkeypatch.setattr(doctor, "local_address", {"2001:db8::1": "fd00::5"}.get)
-    *_, name = doctor._network()
-    assert "as cluster.rendezvous it means fd00::5" in name.text
 
 
 def test_an_interface_in_the_environment_that_is_not_there_is_pointed_out() -> None:

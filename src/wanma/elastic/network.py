@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-from wanma.hardware.interfaces import ANYWHERE, local_address
+from wanma.hardware.interfaces import default_ways
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
@@ -43,7 +43,7 @@ def resolve(rendezvous: str) -> Place:
     given = str(address[0])
     if host == socket.gethostname() and ipaddress.ip_address(given).is_loopback:
         # Debian gives a machine's own name 127.0.1.1, where the others do not reach it.
-        given = next(filter(None, map(local_address, ANYWHERE)), given)
+        given = next((way.address for way in default_ways()), given)
         family = socket.AF_INET6 if ":" in given else socket.AF_INET
     place = Place(rendezvous, family, (given, int(address[1])))
     if ipaddress.ip_address(place.address[0]).is_unspecified:

@@ -16,7 +16,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from typing import Literal
 from wanma.hardware.compiler import cpp_compiler
 from wanma.hardware.cpu_peak import measure_cpu_peak, peak_file
 from wanma.hardware.discover import discover, list_gpus
-from wanma.hardware.interfaces import ANYWHERE, VARIABLES, default_ways, interfaces, local_address
+from wanma.hardware.interfaces import VARIABLES, Way, default_ways, interfaces
 from wanma.hardware.limits import cpu_model, usable_cores, usable_memory_bytes
 from wanma.hardware.native import COLLECTIVES, built
 from wanma.hardware.probes import disk_write_seconds, loopback_gloo
@@ -232,7 +232,7 @@ def _network() -> list[Finding]:
     if ways := default_ways(known):
         text = f"{ways[0]}; a run takes the route to cluster.rendezvous"
         found.append(Finding("several machines", "ok", text, "cluster.interface names another one"))
-    return [*found, *_network_variables({one.name for one in known}, os.environ), *_own_name()]
+    return [*found, *_network_variables({one.name for one in known}, os.environ), *_own_name(ways)]
 
 
 def _network_variables(known: Collection[str], environment: Mapping[str, str]) -> list[Finding]:
@@ -252,7 +252,7 @@ def _network_variables(known: Collection[str], environment: Mapping[str, str]) -
     return found
 
 
-def _own_name() -> list[Finding]:
+def _own_name(ways: Sequence[Way]) -> list[Finding]:
     """Debian gives a machine's own name an address that others cannot reach."""
     name = socket.gethostname()
     try:
@@ -261,13 +261,12 @@ def _own_name() -> list[Finding]:
         return []  # a name without an address misleads nobody
     if not ipaddress.ip_address(address).is_loopback:
         return []
-    taken = next(filter(None, map(local_address, ANYWHERE)), None)
-    if taken is None:
+    if not ways:
         advice = "give cluster.rendezvous as an address rather than by this machine's name"
         text = f"{name} is {address} here, where other machines do not reach it"
         return [Finding("host name", "ok", text, advice)]
-    text = f"{name} is {address} here, where others do not reach it: as cluster.rendezvous it means {taken}"
-    return [Finding("host name", "ok", text)]
+    text = f"{name} is {address} here, where others do not reach it: as cluster.rendezvous it means "
+    return [Finding("host name", "ok", text + ways[0].address)]
 
 
 def _loopback() -> Finding:
