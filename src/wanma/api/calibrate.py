@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ENTRY = "wanma.api.calibrate:measure_worker"
-PRELOAD = ("torch", "wanma.planner.measure.microbenchmarks", "wanma.parallel.mesh")
+PRELOAD = ("torch", "wanma.planner.measure.microbenchmarks", "wanma.api.calibrate_program")
 RESULT = "measured.json"
 PRECISIONS = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("bf16", "fp16", "fp32")}
 DEFAULT_SECONDS = 60.0
@@ -123,6 +123,7 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
     import torch
     import torch.distributed as dist
 
+    from wanma.api.calibrate_program import program_cases
     from wanma.parallel.mesh import process_grid
     from wanma.planner.measure.microbenchmarks import measure
 
@@ -135,7 +136,13 @@ def measure_worker(worker: Worker, payload: bytes) -> None:
         everyone = dist.group.WORLD
         assert everyone is not None  # the grid has joined it
         found = measure(
-            everyone, grid.device, PRECISIONS[plan.device], request.seconds, request.shared, request.folder
+            everyone,
+            grid.device,
+            PRECISIONS[plan.device],
+            request.seconds,
+            request.shared,
+            request.folder,
+            program_cases(worker, request.shared) if plan.device == "cpu" else (),
         )
         processors = None
         if grid.device.type == "cuda":
@@ -171,13 +178,14 @@ def calibration_table(measured: Iterable[Measured]) -> RenderableType:
             if any(point.precision == name for point in one.points)
         ]
         link = machine.links[-1]
+        operator = max(machine.dispatch_seconds, chip.launch_seconds) + machine.program.kernel_seconds
         table.add_row(
             one.device,
             str(one.ranks),
             str(one.threads or "–"),
             ", ".join(rates),
             f"{chip.bandwidth_bytes_per_second * chip.bandwidth_share / 1e9:.3g}",
-            f"{max(machine.dispatch_seconds, chip.launch_seconds) * 1e6:.3g}",
+            f"{operator * 1e6:.3g}",
             f"{link.bandwidth_bytes_per_second / 1e9:.3g}" if one.ranks > 1 else "–",
             f"{link.latency_seconds * 1e6:.3g}" if one.ranks > 1 else "–",
             f"{one.ranks * machine.host.disk_bytes_per_second / 1e9:.3g}" if not machine.host.doubt else "–",

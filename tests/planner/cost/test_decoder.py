@@ -23,6 +23,7 @@ from wanma.planner.cost.communication import (
 )
 from wanma.planner.cost.data_parallel import INTERFERENCE
 from wanma.planner.cost.decoder import stage_blocks, step_time
+from wanma.planner.cost.machine import Program
 from wanma.planner.cost.operators import CPU_LOSS_16_BITS, Software
 
 MODEL = DecoderDimensions(16, 4096, 32, 8, 14336, 32000)
@@ -299,3 +300,33 @@ def test_on_a_cpu_exponentials_take_longer_than_their_bytes() -> None:
     tokens, logits = 32 * 4096, 99_000
     more = (CPU_LOSS_16_BITS[0] + CPU_LOSS_16_BITS[1] - Software().loss_bytes) * tokens * logits / 0.8e12
     assert of_loss("cpu") - of_loss("cuda") == pytest.approx(more, rel=0.01)
+
+
+def test_a_cpus_program_is_counted_for_each_kernel_block_and_micro_batch() -> None:
+    """Beside what kernels and collectives take, and only where a plan has it."""
+    plain = replace(PLAN, device="cpu")
+    one = machine(8)
+
+    def more(plan: Plan, program: Program, batch: int = 8) -> float:
+        seconds = [
+            step_time(MODEL, 4096, plan, batch, replace(one, program=of)).seconds
+            for of in (Program(), program)
+        ]
+        return seconds[1] - seconds[0]
+
+    of_kernels = more(plain, Program(kernel_seconds=1e-3))
+    assert of_kernels == pytest.approx(8 * more(plain, Program(kernel_seconds=1e-3), batch=1))
+    assert of_kernels > 8 * MODEL.layers * 50 * 1e-3  # there are more in a block, forward and backward
+    again = more(replace(plain, recompute="full"), Program(kernel_seconds=1e-3))
+    assert 1.2 * of_kernels < again < 1.5 * of_kernels
+
+    split = replace(plain, tp=2, sequence=True)
+    tensor = Program(tensor_seconds=1e-3)
+    assert more(plain, tensor) == 0.0
+    assert more(split, tensor) == pytest.approx(8 * MODEL.layers * 1e-3)
+    assert more(replace(split, recompute="full"), tensor) == pytest.approx(8 * MODEL.layers * 4 / 3 * 1e-3)
+
+    for shard, seconds in (("optimizer", 0.0), ("gradients", 1e-3), ("parameters", 5e-3)):
+        sharded = replace(plain, dp_shard=2, shard=shard)
+        took = more(sharded, Program(gradients_seconds=1e-3, parameters_seconds=5e-3))
+        assert took == pytest.approx(4 * MODEL.layers * seconds), shard

@@ -14,7 +14,7 @@ from support.machines import machine
 from wanma.job.errors import WanmaError
 from wanma.planner.cost.communication import Group, all_reduce_seconds
 from wanma.planner.cost.compute import product_seconds, streaming_seconds
-from wanma.planner.cost.machine import AttentionCurve, Host, Link, Machine
+from wanma.planner.cost.machine import AttentionCurve, Host, Link, Machine, Program
 from wanma.planner.measure.calibration import (
     FACTOR_BOUNDS,
     Calibration,
@@ -35,7 +35,13 @@ def measured(device: str = "CPU", ranks: int = 2, threads: int = 1, dispatch: fl
     links = (Link(ranks, 1e-5, 1e9, 4096.0),)
     points = (Point("product", (8, 16, 32), 1e-5, "fp32"), Point("all_reduce", (2, 4096), 2e-4))
     return Measured(
-        device, ranks, threads, Machine(chip, links, dispatch_seconds=dispatch), "a host", "2026", points
+        device,
+        ranks,
+        threads,
+        Machine(chip, links, dispatch_seconds=dispatch, program=Program(1e-5, 5e-3, 2e-3, 3e-3)),
+        "a host",
+        "2026",
+        points,
     )
 
 
@@ -67,6 +73,13 @@ def test_keys_of_another_version_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(value))
     with pytest.raises(WanmaError, match="unknown key colour"):
         load_calibration(path)
+
+
+def test_a_file_without_a_program_is_loaded_without_one() -> None:
+    value = json.loads(json.dumps(Calibration((measured(),)).to_json()))
+    del value["measured"][0]["machine"]["program"]
+    (older,) = Calibration.from_json(value).measured
+    assert older.machine == replace(measured().machine, program=Program())
 
 
 def test_a_file_without_a_host_is_loaded_with_the_usual_one() -> None:
@@ -121,6 +134,9 @@ def test_corrections_scale_what_they_name(compute: float, communication: float) 
     assert stream[1] == pytest.approx(compute * stream[0])
     assert reduce[1] == pytest.approx(communication * reduce[0])
     assert corrected.dispatch_seconds == pytest.approx(compute * found.dispatch_seconds)
+    assert vars(corrected.program) == pytest.approx(
+        {name: compute * seconds for name, seconds in vars(found.program).items()}
+    )
 
 
 @given(factors, factors)

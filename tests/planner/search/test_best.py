@@ -16,6 +16,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost import pipeline
+from wanma.planner.cost.machine import Program
 from wanma.planner.cost.pipeline import Pipelined, StageCost, _play
 from wanma.planner.forecast import forecast
 from wanma.planner.problem import Problem
@@ -106,6 +107,18 @@ def test_the_best_plans_and_the_front_are_those_of_every_plan(
     assert found.considered == sum(1 for _ in plans(space, given.workload))
     assert found.best is not None
     assert found.best.forecast == forecast(given, found.best.plan)
+
+
+@pytest.mark.parametrize("shared", [1.0, 2.0])
+def test_what_programs_take_of_a_cpu_is_searched_as_it_is_forecast(shared: float) -> None:
+    given = problem(job(global_batch=4), TINY)
+    taken = replace(given.machine, program=Program(1e-5, 5e-3, 2e-3, 4e-3), shared=shared)
+    given = replace(given, machine=taken)
+    space = small_space(given, devices=(4,), cp=(1,))
+    found = search(given, space, keep=6, tolerance=0.0)
+    assert [one.plan for one in found.candidates] == [
+        one.plan for one in best_of_layouts(every_one(given, space))[:6]
+    ]
 
 
 @settings(max_examples=8, deadline=None)

@@ -63,6 +63,13 @@ class DataParallel:
             return gather, gather + reduce
         return exposed(gather, forward), exposed(gather + reduce, backward)
 
+    def program_seconds(self) -> float:
+        """What the program takes for each block and micro-batch, beside its collectives."""
+        if self.shards.size == 1 or not self.is_by_block:
+            return 0.0
+        program = self.machine.program
+        return program.parameters_seconds if self.gathers_again else program.gradients_seconds
+
     def _of_block(self, parameters: float) -> tuple[float, float]:
         """(gather, reduce), with what a CPU copies for them."""
         reduces = self.is_by_block and self.shards.size > 1

@@ -133,6 +133,36 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Program:
+    """What a training program takes of a CPU beside its kernels, which run in the same thread.
+
+    A device of its own computes meanwhile: there these are nothing, and `Machine.dispatch_seconds` counts.
+    """
+
+    kernel_seconds: float = 0.0
+    """For each kernel: modules, views and autograd's records around it, beside `Chip.launch_seconds`."""
+    tensor_seconds: float = 0.0
+    """For each block and micro-batch under tensor parallelism, forward and backward: parameters that are
+    taken out of and gradients that are put into tensors of all ranks, beside the collectives."""
+    gradients_seconds: float = 0.0
+    """Likewise where a block's gradients are reduced on their own: FSDP2's hooks."""
+    parameters_seconds: float = 0.0
+    """Likewise where its parameters are gathered as well."""
+
+    def scaled(self, factor: float) -> Program:
+        return Program(
+            self.kernel_seconds * factor,
+            self.tensor_seconds * factor,
+            self.gradients_seconds * factor,
+            self.parameters_seconds * factor,
+        )
+
+
+FORWARD_OF_PROGRAM = 1 / 3
+"""Of what a program takes for a block, the part of forward: backward has about two calls for each of its."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """Equal devices, and the levels of the network between them, innermost first."""
 
@@ -157,6 +187,7 @@ class Machine:
     assumed: tuple[str, ...] = ()
     """In words, what nobody measured and where its figures come from."""
     host: Host = Host()
+    program: Program = Program()
     unknown: str = ""
     """Why no time can be forecast, and the way out; empty where it can."""
 

@@ -18,7 +18,7 @@ from wanma.job.plan import Plan
 from wanma.planner.cost.communication import Group, all_gather_seconds
 from wanma.planner.cost.compute import product_rate, streaming_seconds
 from wanma.planner.cost.data_parallel import DataParallel, exposed
-from wanma.planner.cost.machine import Machine
+from wanma.planner.cost.machine import FORWARD_OF_PROGRAM, Machine
 from wanma.planner.cost.moving import (
     is_moving,
     master_bytes,
@@ -271,34 +271,43 @@ def stage_cost(
         both = part.backward_inputs + part.backward_weights
         back = _with_host(both, part.kernels_backward, machine, software)
         scale = back / both if both else 1.0
+        beside_tensor = machine.program.tensor_seconds if plan.tp > 1 and is_block else 0.0
+        tensor_forward = part.tensor_forward + FORWARD_OF_PROGRAM * beside_tensor
+        tensor_backward = part.tensor_backward + (1 - FORWARD_OF_PROGRAM) * beside_tensor
         tensor_again = share * part.tensor_again
+        if part.tensor_again:
+            tensor_again += share * FORWARD_OF_PROGRAM * beside_tensor
         expert_forward, expert_backward = part.expert_forward, part.expert_backward
         if software.expert_overlap:
             expert_forward = exposed(expert_forward, ahead)
             expert_backward = exposed(expert_backward, back)
         gathered_forward, gathered_backward = data.per_micro_batch(
-            size, ahead + part.tensor_forward, again + back + part.tensor_backward
+            size, ahead + tensor_forward, again + back + tensor_backward
         )
+        if is_block:
+            beside_data = data.program_seconds()
+            gathered_forward += FORWARD_OF_PROGRAM * beside_data
+            gathered_backward += (1 - FORWARD_OF_PROGRAM) * beside_data
         if moves:
             kept = (1 - share) * part.kept_bytes + share * part.kept_again_bytes
             moved_forward, moved_backward = data.moved(
                 size,
                 kept,
-                ahead + part.tensor_forward,
-                again + back + part.tensor_backward,
+                ahead + tensor_forward,
+                again + back + tensor_backward,
                 micro_batches,
                 is_block=is_block,
             )
             ahead_kinds["moving"] += count * moved_forward
             back_kinds["moving"] += count * moved_backward
         ahead_kinds["compute"] += count * (ahead + data.casting_seconds(size))
-        ahead_kinds["tensor"] += count * part.tensor_forward
+        ahead_kinds["tensor"] += count * tensor_forward
         ahead_kinds["context"] += count * part.context_forward
         ahead_kinds["expert"] += count * expert_forward
         ahead_kinds["data"] += count * gathered_forward
         adding = data.adding_seconds(size, micro_batches)
         back_kinds["compute"] += count * (again + back + adding)
-        back_kinds["tensor"] += count * (part.tensor_backward + tensor_again)
+        back_kinds["tensor"] += count * (tensor_backward + tensor_again)
         back_kinds["context"] += count * part.context_backward
         back_kinds["expert"] += count * expert_backward
         back_kinds["data"] += count * gathered_backward
@@ -310,5 +319,8 @@ def stage_cost(
 
 
 def _with_host(seconds: float, kernels: int, machine: Machine, software: Software) -> float:
-    """The device waits where the host needs longer to issue kernels than they take."""
-    return seconds if software.graphs else max(seconds, kernels * machine.dispatch_seconds)
+    """The device waits where the host needs longer to issue kernels than they take. A CPU is its own host
+    and does one after the other."""
+    if software.graphs:
+        return seconds
+    return max(seconds, kernels * machine.dispatch_seconds) + kernels * machine.program.kernel_seconds

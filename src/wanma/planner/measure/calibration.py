@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from wanma.job.errors import WanmaError
 from wanma.job.run_directory import write_json
-from wanma.planner.cost.machine import AttentionCurve, Chip, Host, Link, Machine, ProductCurve
+from wanma.planner.cost.machine import AttentionCurve, Chip, Host, Link, Machine, ProductCurve, Program
 
 VERSION = 1
 """Of the file's layout."""
@@ -38,6 +38,10 @@ Operator = Literal[
     "tensor_scatter",
     "all_to_all",
     "send",
+    "blocks",
+    "blocks_tensor",
+    "blocks_gradients",
+    "blocks_parameters",
     "to_host",
     "host_stream",
     "file_read",
@@ -55,7 +59,7 @@ class Point:
     shape: tuple[int, ...]
     """product: (m, n, k); stream: (bytes read and written); attention: (sequences, queries, heads, width of
     one); dispatch: (kernels); a collective: (ranks, bytes), counted as `communication` counts
-    them; what is of a host (`measure.host`): (bytes moved)."""
+    them; blocks (`measure.program`): (ranks, blocks); what is of a host (`measure.host`): (bytes moved)."""
     seconds: float
     precision: str = ""
     """Of what computes."""
@@ -126,6 +130,7 @@ class Corrections:
             chip=chip,
             links=links,
             dispatch_seconds=machine.dispatch_seconds * self.compute,
+            program=machine.program.scaled(self.compute),
             start_seconds=machine.start_seconds * self.communication,
             # The optimizer streams through the memory whose rate was corrected above.
             optimizer_factor=machine.optimizer_factor * self.optimizer / self.compute,
@@ -277,6 +282,7 @@ def _machine(value: Mapping[str, Any]) -> Machine:
     chip["tiles"] = tuple((rows, columns, share) for rows, columns, share in chip["tiles"])
     links = tuple(Link(**link) for link in value["links"])
     host = Host(**value["host"]) if "host" in value else Host()  # files of earlier versions have none
+    program = Program(**value.get("program", {}))  # likewise
     factors = {name: (latency, moving) for name, (latency, moving) in value["collective_factors"].items()}
     return Machine(
         **{
@@ -284,6 +290,7 @@ def _machine(value: Mapping[str, Any]) -> Machine:
             "chip": Chip(**chip),
             "links": links,
             "host": host,
+            "program": program,
             "collective_factors": factors,
             "assumed": tuple(value["assumed"]),
         }

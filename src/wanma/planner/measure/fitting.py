@@ -27,6 +27,7 @@ from wanma.planner.cost.compute import attention_seconds, product_seconds
 from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
 from wanma.planner.measure.calibration import Measured, Operator, Point
 from wanma.planner.measure.host import fitted_host
+from wanma.planner.measure.program import fitted_program
 
 FILLS = (0.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0, 2560.0)
 SHARES = tuple(0.01 * percent for percent in range(2, 101))
@@ -87,7 +88,9 @@ def fitted_machine(
         shared=shared,
         host=fitted_host(points),
     )
-    return _with_links(machine, points, ranks) if ranks > 1 else machine
+    if ranks > 1:
+        machine = _with_links(machine, points, ranks)
+    return replace(machine, program=fitted_program(machine, points))
 
 
 def with_collectives(measured: Measured, points: Sequence[Point]) -> Measured:

@@ -7,7 +7,7 @@ affair.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,7 @@ def measure(
     seconds: float,
     shared: float = 1.0,
     folder: Path | None = None,
+    more: Sequence[Case] = (),
 ) -> Measurements:
     """Measure every operator, those that compute in each of `precisions`, and every collective of `group`.
 
@@ -90,13 +91,14 @@ def measure(
         seconds: for all rounds, about; up to as many again where other programs disturb them.
         shared: threads of all ranks for each core of a CPU.
         folder: on the disk to measure; None: neither that nor the host's memory is.
+        more: to measure beside these.
     """
     native = _native(group, device, precisions)
-    cases = list(_cases(group, device, native, shared))
+    cases = [*_cases(group, device, native, shared), *more]
     if folder is not None:
         # By the wall's clock: a disk is waited for.
         cases += [
-            _Case(operator, shape, "", _timed(device, 1.0, make))
+            Case(operator, shape, "", _timed(device, 1.0, make))
             for operator, shape, make in host_cases(device, folder)
         ]
     taken = in_turn(cases, seconds, group)
@@ -108,7 +110,7 @@ def measure(
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """One operator or collective, yet to be measured."""
 
     operator: Operator
@@ -120,7 +122,7 @@ class _Case:
 
 def _cases(
     group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], shared: float
-) -> Iterator[_Case]:
+) -> Iterator[Case]:
     on_cpu = device.type == "cpu"
     timed = partial(_timed, device, shared)
     products, streams, attentions, buffers = (
@@ -137,17 +139,17 @@ def _cases(
         for of_attention in attentions:
             yield from _attention(device, of_attention, name, timed)
     for elements in streams:
-        yield _Case("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
-    yield _Case("dispatch", (DISPATCHED,), "", timed(partial(_dispatch, device)))
+        yield Case("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
+    yield Case("dispatch", (DISPATCHED,), "", timed(partial(_dispatch, device)))
     if group.size() == 1:
         return
     for collective in COLLECTIVES:
         for size in buffers:
             run = partial(collective_seconds, collective, size, group, device)
-            yield _Case(collective, (group.size(), size), "", run)
+            yield Case(collective, (group.size(), size), "", run)
 
 
-def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Timing) -> Iterator[_Case]:
+def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Timing) -> Iterator[Case]:
     """A linear layer's three: forward, the gradient of its input, and that of its weight; the matrices lie
     as they do there."""
     m, n, k = shape
@@ -156,14 +158,14 @@ def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Tim
         noise[number * third :][: rows * columns].view(rows, columns)
         for number, (rows, columns) in enumerate(((m, k), (n, k), (m, n)))
     )
-    yield _Case("product", (m, n, k), name, timed(lambda: lambda: F.linear(x, weight)))
-    yield _Case("product", (m, k, n), name, timed(lambda: lambda: gradient @ weight))
-    yield _Case("product", (n, k, m), name, timed(lambda: lambda: gradient.t() @ x))
+    yield Case("product", (m, n, k), name, timed(lambda: lambda: F.linear(x, weight)))
+    yield Case("product", (m, k, n), name, timed(lambda: lambda: gradient @ weight))
+    yield Case("product", (n, k, m), name, timed(lambda: lambda: gradient.t() @ x))
 
 
 def _attention(
     device: torch.device, shape: tuple[int, int, int, int], name: str, timed: _Timing
-) -> Iterator[_Case]:
+) -> Iterator[Case]:
     def parts() -> list[Tensor]:
         made = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
         return [part.transpose(1, 2) for part in made]
@@ -178,8 +180,8 @@ def _attention(
         gradient = torch.randn_like(attended)
         return lambda: torch.autograd.grad(attended, (query, key, value), gradient, retain_graph=True)
 
-    yield _Case("attention", shape, name, timed(forward))
-    yield _Case("attention_backward", shape, name, timed(backward))
+    yield Case("attention", shape, name, timed(forward))
+    yield Case("attention_backward", shape, name, timed(backward))
 
 
 def _stream(device: torch.device, elements: int) -> Callable[[], object]:

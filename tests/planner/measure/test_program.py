@@ -1,0 +1,71 @@
+"""What a program takes beside its kernels: found again in what a machine that has it would measure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wanma.planner.cost.compute import attention_seconds, product_seconds
+from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve, Program
+from wanma.planner.measure.calibration import Point
+from wanma.planner.measure.fitting import CPU_TILES
+from wanma.planner.measure.program import BLOCKS, fitted_program, micro_batch_seconds, plans
+
+CPU = Machine(
+    Chip(
+        "a CPU",
+        {"fp32": 100e9},
+        10e9,
+        1,
+        {"fp32": ProductCurve(0.9, 16.0)},
+        AttentionCurve(1.0, 0.0, 1.0),
+        {"fp32": AttentionCurve(0.4, 96.0, 0.8)},
+        bandwidth_share=1.0,
+        launch_seconds=6e-6,
+        tiles=CPU_TILES,
+    ),
+    (Link(4, 5e-5, 4e9),),
+    dispatch_seconds=0.0,
+    start_seconds=0.0,
+)
+TRUTH = Program(2e-5, 5e-3, 2e-3, 3.5e-3)
+
+
+def points(ranks: int, program: Program) -> list[Point]:
+    """What CPU would measure, had it no noise and this program."""
+    machine = replace(CPU, program=program)
+    return [
+        Point(operator, (ranks, BLOCKS), micro_batch_seconds(machine, plan))
+        for operator, plan in plans(ranks).items()
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_was_put_in_is_found_again(ranks: int) -> None:
+    found = fitted_program(CPU, points(ranks, TRUTH))
+    assert vars(found) == pytest.approx(vars(TRUTH))
+
+
+def test_what_a_machine_says_of_programs_already_does_not_count() -> None:
+    again = fitted_program(replace(CPU, program=Program(1.0, 1.0, 1.0, 1.0)), points(2, TRUTH))
+    assert vars(again) == pytest.approx(vars(TRUTH))
+
+
+def test_one_rank_splits_nothing_and_three_cannot_split_in_two() -> None:
+    assert list(plans(1)) == ["blocks"]
+    assert "blocks_tensor" not in plans(3)
+    found = fitted_program(CPU, points(1, TRUTH))
+    assert found == Program(kernel_seconds=found.kernel_seconds)
+    assert found.kernel_seconds == pytest.approx(TRUTH.kernel_seconds)
+
+
+def test_what_took_no_longer_than_its_kernels_takes_nothing() -> None:
+    quick = [replace(point, seconds=point.seconds / 10) for point in points(2, Program())]
+    assert fitted_program(CPU, quick) == Program()
+
+
+def test_without_blocks_among_the_points_there_is_nothing() -> None:
+    product = Point("product", (64, 64, 64), product_seconds(CPU.chip, 64, 64, 64, "fp32"), "fp32")
+    attended = attention_seconds(CPU.chip, 4, 64, 64, 4, 32, precision="fp32")
+    assert fitted_program(CPU, [product, Point("attention", (4, 64, 4, 32), attended, "fp32")]) == Program()
