@@ -95,7 +95,8 @@ def _move(x: Tensor, source: Placement, target: Placement, ranks: int, group: st
         return x.view_as(x)
     if torch.compiler.is_compiling():
         return _sent(x, source, target, ranks, group)
-    with waiting("tensor"):
+    # Gradients go by `_Convert`: the operators' own autograd, which is written in Python, would only look on.
+    with waiting("tensor"), torch._C._AutoDispatchBelowAutograd():
         return _sent(x, source, target, ranks, group)
 
 

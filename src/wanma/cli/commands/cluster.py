@@ -19,7 +19,7 @@ examples:
   wanma cluster "8x8 H100 SXM, 4x100G" > cluster.toml   a file to edit
   wanma plan JOB.toml --cluster cluster.toml            plan for it
   wanma cluster --devices                             what can be named
-  wanma cluster --calibrate                           measure this machine, a minute; forecasts then use it
+  wanma cluster --calibrate                           measure this machine in some minutes, for forecasts
 """
 
 

@@ -18,7 +18,7 @@ from wanma.hardware.catalogue import find_named
 from wanma.hardware.kinds import PCIE_4
 from wanma.job.cluster import Cluster, Device, Level, Node
 from wanma.planner.cost.curves import GENERATIONS, PROCESSOR
-from wanma.planner.cost.machine import AttentionCurve, Chip, Host, Link, Machine
+from wanma.planner.cost.machine import AttentionCurve, Chip, Host, Link, Machine, Program
 from wanma.planner.measure.calibration import Calibration
 
 
@@ -257,8 +257,9 @@ def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
         # A kernel runs in the thread that issues it: its launch is counted above, and nothing runs ahead.
         dispatch_seconds=0.0,
         start_seconds=_SHARED_START_SECONDS,
+        program=_PROGRAM,
         doubt=_UNMEASURED_PROCESSOR,
-        assumed=(f"{cpu.name} was never measured here; `wanma cluster --calibrate` takes a minute",),
+        assumed=(f"{cpu.name} was never measured here; `wanma cluster --calibrate` takes some minutes",),
     )
 
 
@@ -266,6 +267,9 @@ _CORE_BANDWIDTH = 5e9
 """Bytes per second of memory for each core of an unknown processor; EPYC 7742 has 3.2, Grace 7.1."""
 _CALL_SECONDS = 5e-6
 """Of an operator on a CPU, beside its work: PyTorch's dispatcher and autograd."""
+_PROGRAM = Program(2.5 * _CALL_SECONDS, 450 * _CALL_SECONDS, 170 * _CALL_SECONDS, 300 * _CALL_SECONDS)
+"""So many operators' time takes what surrounds one, and a block that is split or sharded, as calibrations of a
+Xeon of 2 cores have it (benchmarks/results/planner-real.json)."""
 _SHARED_START_SECONDS = 20e-6
 _SHARED_STEP_SECONDS = 15e-6
 _SHARED_BYTES_PER_SECOND = 4.4e9
