@@ -268,8 +268,8 @@ _CORE_BANDWIDTH = 5e9
 _CALL_SECONDS = 5e-6
 """Of an operator on a CPU, beside its work: PyTorch's dispatcher and autograd."""
 _PROGRAM = Program(2.5 * _CALL_SECONDS, 450 * _CALL_SECONDS, 170 * _CALL_SECONDS, 300 * _CALL_SECONDS)
-"""So many operators' time takes what surrounds one, and a block that is split or sharded, as calibrations of a
-Xeon of 2 cores have it (benchmarks/results/planner-real.json)."""
+"""So many operators' time takes what surrounds one, and a block that is split or sharded: as calibrations of
+a Xeon of 2 cores have it (benchmarks/results/planner-real.json)."""
 _SHARED_START_SECONDS = 20e-6
 _SHARED_STEP_SECONDS = 15e-6
 _SHARED_BYTES_PER_SECOND = 4.4e9
