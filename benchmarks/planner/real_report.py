@@ -58,7 +58,7 @@ def report(state: Mapping[str, Any]) -> str:
     ]
     if checked:
         parts += ["## Models that no calibration has seen\n", _table(checked, calibration, after)]
-        parts += [_memory_verdict(checked, calibration)]
+        parts += [_memory_verdict(checked, calibration, after)]
         parts += [_verdict(checked, calibration, "by measured rates"), _verdict(checked, after, "corrected")]
     if taught:
         parts += ["\n## Models that taught\n", _table(taught, calibration, after)]
@@ -209,19 +209,20 @@ def _verdict(rows: Sequence[Row], calibration: Calibration, how: str) -> str:
     return "\n".join(told) + "\n"
 
 
-def _memory_verdict(rows: Sequence[Row], calibration: Calibration) -> str:
-    errors = [
-        forecast_of(row, calibration).memory_bytes / row.observed.memory_bytes - 1
-        for row in rows
-        if row.observed.memory_bytes
-    ]
-    if not errors:
-        return "Memory: not measured yet.\n"
-    mean = sum(map(abs, errors)) / len(errors)
-    return (
-        f"Memory: {len(errors)} of {len(rows)} plans measured, mean error {mean:.1%}, {min(errors):+.1%} "
-        f"to {max(errors):+.1%}.\n"
-    )
+def _memory_verdict(rows: Sequence[Row], before: Calibration, after: Calibration) -> str:
+    told = []
+    for calibration in (before, after):
+        errors = [
+            forecast_of(row, calibration).memory_bytes / row.observed.memory_bytes - 1
+            for row in rows
+            if row.observed.memory_bytes
+        ]
+        if not errors:
+            return "Memory: not measured yet.\n"
+        mean = sum(map(abs, errors)) / len(errors)
+        told.append(f"mean error {mean:.1%}, {min(errors):+.1%} to {max(errors):+.1%}")
+    count = sum(bool(row.observed.memory_bytes) for row in rows)
+    return f"Memory: {count} of {len(rows)} plans measured, {told[0]}; corrected {told[1]}.\n"
 
 
 def _corrections(calibration: Calibration) -> str:
