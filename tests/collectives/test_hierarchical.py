@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +103,7 @@ def left_alone(worker: Worker) -> str:
     with process_grid(worker, Plan(dp_replicate=4), 60) as grid:
         group = grid.axis("dp_replicate").get_group()
         sum_over_nodes(torch.ones(4), group, [[0, 1], [2, 3]])  # all connections are made
+        dist.barrier(group)  # nobody leaves, nor hears of it, while others are at that sum
         if worker.rank == 3:
             return "left"
         try:
