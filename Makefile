@@ -4,7 +4,7 @@
 #
 # PYTHON=python3.12   another interpreter       JOB=mine.toml   another job
 # ARGS="train.steps=20"   passed on to wanma or pytest
-# AT_ONCE=1               test files that run beside each other: 3, for many wait, or 1 on a single core
+# AT_ONCE=1               test files that run beside each other: 2, or 1 on a single core
 # PIP_ARGS="..."        handed to pip, e.g. the index of PyTorch's small CPU builds
 
 PYTHON   ?= python3
@@ -12,7 +12,7 @@ VENV     ?= .venv
 JOB      ?= examples/gpt.toml
 ARGS     ?=
 PIP_ARGS ?=
-AT_ONCE  ?= $(shell expr 1 + 2 \* \( $$(nproc) \> 1 \))
+AT_ONCE  ?= $(shell expr 1 + \( $$(nproc) \> 1 \))
 READY    := $(VENV)/.ready
 BIN      := $(VENV)/bin
 
