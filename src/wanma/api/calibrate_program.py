@@ -61,7 +61,7 @@ def _micro_batch(worker: Worker, plan: Plan) -> Callable[[], object]:
 
 
 def _seconds(run: Callable[[], object], shared: float, seconds: float) -> float:
-    """Of one run, on the slowest rank; all ranks run as often, for they wait for each other inside."""
+    """Of one run, on this rank; all ranks run as often, for they wait for each other inside."""
     everyone = dist.group.WORLD
     assert everyone is not None
     ranks = everyone.size()
