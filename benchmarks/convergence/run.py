@@ -73,7 +73,8 @@ sequence_length = {self.sequence}
 [train]
 steps = {self.steps}
 global_batch = {self.batch}
-learning_rate = 2e-3
+learning_rate = 1e-3
+final_learning_rate_share = 0.0
 warmup_steps = 100
 validation_samples = 1024
 seed = {seed}
@@ -210,7 +211,7 @@ def parse() -> argparse.Namespace:
     add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="default: all")
     add("--seeds", type=int, default=3, help="default 3")
     add("--steps", type=int, default=2000, help="default 2000")
-    add("--batch", type=int, default=4, help="sequences per step (default 4)")
+    add("--batch", type=int, default=8, help="sequences per step (default 8)")
     add("--sequence", type=int, default=64, help="tokens of a sequence (default 64)")
     add("--minutes", type=float, default=float("inf"), help="start no run after this; run again to carry on")
     add("--report", action="store_true", help="only print the report")
