@@ -22,6 +22,7 @@ from benchmarks.planner.memory import RUNS_HEADING
 from wanma.job.plan import Plan
 from wanma.job.sections import ModelSection
 from wanma.models.workload import section_dimensions, section_workload
+from wanma.planner.cost.operators import Software
 from wanma.planner.memory.ranks import CPU_RUNTIME_BYTES, memory_of_ranks
 
 STATE = RESULTS / "planner-memory-runs.json"
@@ -56,6 +57,9 @@ class Run(NamedTuple):
         return f"{self.model}, {sizes}, {self.precision}"
 
 
+GLOO = {"collectives": "gloo"}
+"""What ranks without a C++ compiler exchange tensors by."""
+
 RUNS = (
     Run("deep", {"micro_batch": 8}),
     Run("deep", {"micro_batch": 2}),
@@ -76,6 +80,13 @@ RUNS = (
     Run("wide", {"pp": 4, "micro_batch": 1}, is_fitted=False),
     Run("deep", {"dp_replicate": 4, "micro_batch": 2}, is_fitted=False),
     Run("wide", {"dp_shard": 2, "shard": "gradients", "micro_batch": 2}, "bf16", is_fitted=False),
+    Run("wide", {"micro_batch": 2}, "bf16", is_fitted=False),
+    Run("deep", {"dp_shard": 2, "shard": "optimizer", "micro_batch": 4}, "bf16", is_fitted=False),
+    Run("deep", {"dp_shard": 2, "micro_batch": 2, **GLOO}, is_fitted=False),
+    Run("wide", {"dp_shard": 2, "shard": "optimizer", "micro_batch": 2, **GLOO}, is_fitted=False),
+    Run("wide", {"dp_shard": 2, "shard": "gradients", "micro_batch": 2, **GLOO}, "bf16", is_fitted=False),
+    Run("wide", {"tp": 2, "micro_batch": 8, **GLOO}, is_fitted=False),
+    Run("deep", {"dp_replicate": 4, "micro_batch": 2, **GLOO}, is_fitted=False),
 )
 
 
@@ -165,6 +176,11 @@ def report(state: dict[str, Any]) -> str:
             "adamw",
             micro_batches=plan.accumulation(BATCH),
             dimensions=section_dimensions(section, None),
+            software=Software(
+                fused=plan.compile,
+                shares_memory=run.parallel.get("collectives") != "gloo",
+                logits_copies=1.0,  # as of every decoder of ours: `planner.problem`
+            ),
         )[0].forecast
         error = forecast.memory_bytes / measured - 1
         errors[run.is_fitted].append(error)

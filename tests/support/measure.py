@@ -22,6 +22,7 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
     Gradients and gathered parameters are looked at between the operators of each block; what shares
     storage counts once.
     """
+    from wanma.collectives.shared.backend import allocated_bytes
     from wanma.data.loader import Loader
     from wanma.data.open import open_data
     from wanma.models.build import model_spec
@@ -93,6 +94,7 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
                 updater.step(1e-3)
                 updater.zero_gradients()
         note("optimizer", size(updater.state_tensors().values()))
+        note("buffers", allocated_bytes())
     return peaks
 
 

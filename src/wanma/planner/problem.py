@@ -25,7 +25,7 @@ are forecast; where runs said what they had reserved, forecasts were at most 3 %
 (benchmarks/results/planner-memory.md)."""
 HOST_SHARE = 0.85
 """Of a machine's own memory, which the system and other programs need too; forecasts for processors were up
-to 6 % below real runs (likewise)."""
+to 5 % below real runs (likewise)."""
 
 KEPT_SHARE = 0.15
 """Of a machine's memory, what files that change in every step may fill: beyond it Linux has programs wait
@@ -103,6 +103,7 @@ def problem_of(
         optimizer_flops=update.flops,
         optimizer_exchanged_bytes=update.exchanged_bytes,
         state_bytes=state_bytes / max(trained, 1.0),
+        shares_memory=job.parallel.collectives != "gloo" and job.cluster.nodes == 1,
         logits_copies=1.0 if dimensions is not None else 2.0,
     )
     memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from wanma.planner.memory.state import Parameters, State, state_of
 
 PSI = 1_000_000.0
 MEGATRON = Software(weights="copies")
+GLOO = Software(shares_memory=False)
 
 
 def state(plan: Plan, software: Software | None = None, micro_batches: int = 1) -> State:
@@ -56,7 +58,9 @@ def test_shards_take_what_zero_says_of_its_third_stage_beside_the_blocks_that_ar
     assert found.parameters - found.gathered == 4 * PSI / n
     assert found.gathered == 2 * 2 * PSI / 10  # one block computes, the next one comes
     assert found.optimizer == 8 * PSI / n
-    assert found.final == pytest.approx(4 * PSI / n + 6 * PSI / 10)
+    # The sum for a unit's shard is made beside those of earlier micro-batches.
+    beside = 4 * PSI / 10 / n if micro_batches > 1 else 0
+    assert found.final == pytest.approx(4 * PSI / n + 6 * PSI / 10 + beside)
     assert found.accumulated == (4 * PSI / n if micro_batches > 1 else 0)
 
 
@@ -79,8 +83,43 @@ def test_what_rounding_to_8_bits_lost_is_kept_for_every_gradient() -> None:
 
 def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:
     plan = Plan(dp_shard=4, shard="parameters")
-    assert state(plan).receiving == pytest.approx(4 * PSI / 10 * 3 / 4)
-    assert state(Plan(dp_shard=4, shard="parameters", device="cuda")).receiving == 0
+    assert state(plan, GLOO).receiving == pytest.approx(4 * PSI / 10 * 3 / 4)
+    assert state(plan).receiving == 0  # they are read where they are
+    assert state(Plan(dp_shard=4, shard="parameters", device="cuda"), GLOO).receiving == 0
+
+
+def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None:
+    def of(ends: float, **more: Any) -> State:
+        parameters = Parameters(blocks=PSI, experts=0.0, ends=ends, block=PSI / 10)
+        plan = Plan(dp_shard=2, **more)
+        arguments = {"micro_batches": 1, "weight_average": False, "trained_share": 1.0}
+        return state_of(parameters, plan, "adamw", software=Software(), **arguments)
+
+    # Ends and the first block are gathered before the ends' place is free again.
+    assert of(2 * PSI, shard="parameters").buffers == 4 * (2 * PSI + PSI / 10)
+    # In 16 bits what is reduced in fp32 is larger.
+    assert of(2 * PSI, shard="gradients", precision="bf16").buffers == 4 * 2 * PSI
+    # A small embedding leaves no room for the second block.
+    assert of(PSI / 100, shard="parameters").buffers == pytest.approx(4 * (PSI / 100 + 2 * PSI / 10))
+    # All parameters are one unit.
+    assert of(2 * PSI, shard="optimizer").buffers == 4 * 3 * PSI
+    assert of(2 * PSI, shard="parameters", device="cuda").buffers == 0
+
+
+def test_replicas_sum_small_gradients_in_memory_that_they_share() -> None:
+    parameters = Parameters(blocks=PSI, experts=0.0, ends=0.0, block=PSI / 10, small=PSI / 4)
+
+    def of(software: Software, **more: Any) -> State:
+        arguments = {"micro_batches": 1, "weight_average": False, "trained_share": 1.0}
+        plan = Plan(dp_replicate=2, bucket_bytes=1000, **more)
+        return state_of(parameters, plan, "adamw", software=software, **arguments)
+
+    shared, gloo = of(Software()), of(GLOO)
+    assert shared.buffers == 4 * PSI / 4
+    assert shared.final == 4 * PSI * 3 / 4
+    assert gloo.buffers == 0
+    assert gloo.final == 4 * PSI + 1000  # one bucket is copied at a time
+    assert of(Software(), compression="int8").buffers == 0
 
 
 def test_experts_are_shared_by_the_ranks_that_have_the_same() -> None:

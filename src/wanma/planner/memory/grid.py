@@ -117,19 +117,21 @@ def _of_rank(
     at_last_block = at_first_layer + block + in_block
     at_head = kept + head + logits
     in_blocks = np.maximum(held["reducing"] + at_first_block[:, None], held["made"] + at_last_block[:, None])
-    outside = np.maximum(held["last"] + at_head[:, None], held["added"] + at_first_layer[:, None])
-    in_backward = np.maximum(in_blocks, outside)
     at_end = held["final"] + held["receiving"] - held["let_go"]
-    peak = np.maximum(held["accumulated"] + np.maximum(at_loss[:, None], in_backward), at_end)
-    peak = peak + boundary
-    lasting, shares = held["parameters"] + held["optimizer"], unused_shares(plan, setting.software)
-    of_state = (
-        shares.lasting * lasting + shares.gathered * held["gathered"] + shares.exchanged * held["exchanged"]
+    before = held["accumulated"] + np.maximum(
+        at_loss[:, None], np.maximum(in_blocks, held["last"] + at_head[:, None])
     )
-    of_state = of_state + shares.scattered * held["final"]
-    summed = shares.summed * kept if plan.tp > 1 else np.zeros_like(kept)
-    used = lasting + held["runtime"] + peak
-    whole: Array = used + shares.passing * peak + of_state + summed[:, None]
+    peak = np.maximum(before, held["accumulated"] + held["added"] + at_first_layer[:, None])
+    peak = np.maximum(peak, at_end)
+    let_go = np.maximum(held["last"], (kept - at_first_layer)[:, None])
+    hole = np.maximum(logits, np.where(held["accumulated"] > 0, let_go, 0.0))
+    late = held["late"] * (held["late"] > hole)
+    late = late + held["late_buffer"] * (held["late_buffer"] > hole)
+    on_top = np.maximum(before + late - peak, 0.0)
+    peak = peak + boundary
+    shares = unused_shares(plan, setting.software)
+    used = held["parameters"] + held["optimizer"] + held["buffers"] + held["runtime"] + peak
+    whole: Array = used + shares.passing * peak + shares.gathered * held["gathered"] + shares.late * on_top
     return whole
 
 

@@ -37,42 +37,32 @@ NCCL_GROUP_BYTES = 256 << 20
 class Unused(NamedTuple):
     """What an allocator holds beyond the tensors, as shares of them."""
 
-    lasting: float
-    """Of parameters and optimizer state, with what is gathered of them."""
     gathered: float
-    """Of the latter once more."""
-    exchanged: float
-    """Of one unit's buffers (`State.exchanged`)."""
-    scattered: float
-    """Of all gradients, as backward ends."""
+    """Of what is gathered of the parameters."""
     passing: float
     """Of gradients, activations, logits and buffers at their peak."""
-    summed: float
-    """Of the kept activations once more, where tensor ranks sum in every block."""
+    late: float
+    """Of what is made as backward ends, where nothing as large has left a place for it."""
 
 
-_ON_GPU = Unused(0.0, 0.12, 0.0, 0.0, 0.12, 0.0)
+_ON_GPU = Unused(0.12, 0.12, 0.0)
 """Of torch's allocator: 10 to 16 % of what comes and goes in torchtitan's runs of December 2024, which say
 what they reserved (benchmarks/results/planner-memory.md)."""
 
-_ON_CPU = Unused(0.0, 0.0, 0.2, 0.2, 0.2, 0.2)
+_ON_CPU = Unused(0.0, 0.1, 1.0)
 """Of glibc's heap, which keeps what was freed, with the settings of `elastic.heap`. What lasts is made
-before the first step and lies below all else, without holes (`training.optimizer`). Recorded allocations of
-nine runs and what was alive at their peaks say where the rest has its holes; a fifth of each is the least
-with which none of the fitted runs of benchmarks/planner/memory_runs.py needs more than its forecast.
+before the first step and lies below all else, without holes (`training.optimizer`).
 
 *Passing*: while an aligned tensor is placed, its place needs up to 96 bytes more than it will have, so that
 one between two that stay is too small for the next of its size; and a large place is filled by what is
-small. 4 to 23 % of what comes and goes on one rank.
+small. A tenth is the least with which none of the fitted runs of benchmarks/planner/memory_runs.py needs
+2 % more than its forecast.
 
-*Scattered*: gradients lie where backward found room, and until the update nothing larger than the holes
-between them has room there.
-
-*Exchanged*: FSDP2 gathers into one buffer and copies out of it, beside each other; and what it reduces
-gradients in finds no room of its size where shards of earlier gradients lie between the holes.
-
-*Summed*: a sum over tensor ranks leaves the places of its parts and of the collective's copy of them, in
-each half of a block.
+*Late*: gradients lie where backward found room, and until the update nothing larger than the holes between
+them has room there. An embedding's gradient, made last of all, and the buffer in which a unit's gradients
+are reduced find a place of their size only where something as large was freed: the logits; or, if the places
+of gradients are those of earlier micro-batches, a head's gradient that was added to them, or activations.
+Else the heap grows by all of it.
 """
 
 
@@ -174,6 +164,8 @@ class RankMemory(NamedTuple):
     moments: tuple[Moment, ...]
     """At the loss, as backward goes through the head, its first block and its last, as it comes to what is
     before the blocks, and as it ends."""
+    on_top: float
+    """Of what is made as backward ends, what has no place within the peak of the moments before."""
     plan: Plan
     software: Software
 
@@ -185,19 +177,12 @@ class RankMemory(NamedTuple):
     def total(self) -> float:
         """On the device, at its peak, beside what CUDA or Python take."""
         lasting, passing = self.state.parameters + self.state.optimizer, max(map(sum, self.moments))
-        return lasting + passing + self._fragmentation(passing)
+        return lasting + self.state.buffers + passing + self._fragmentation(passing)
 
     def _fragmentation(self, passing: float) -> float:
-        lasting = self.state.parameters + self.state.optimizer
         shares = unused_shares(self.plan, self.software)
-        of_state = (
-            shares.lasting * lasting
-            + shares.gathered * self.state.gathered
-            + shares.exchanged * self.state.exchanged
-            + shares.scattered * self.state.final
-        )
-        summed = shares.summed * self.kept if self.plan.tp > 1 else 0.0
-        return of_state + shares.passing * passing + summed
+        of_state = shares.gathered * self.state.gathered
+        return of_state + shares.passing * passing + shares.late * self.on_top
 
     @property
     def forecast(self) -> Forecast:
@@ -212,7 +197,7 @@ class RankMemory(NamedTuple):
             runtime_bytes=runtime_bytes(self.plan),
             host_bytes=int(away["host"]),
             disk_bytes=int(away["disk"]),
-            buffers_bytes=int(peak.buffers),
+            buffers_bytes=int(peak.buffers + self.state.buffers),
             fragmentation_bytes=int(self._fragmentation(sum(peak))),
         )
 
@@ -309,12 +294,18 @@ def _rank_memory(
     )
     at_first_layer = Moment(state.accumulated + state.added, later * activations.kept, 0.0, boundary)
     at_end = Moment(state.final, 0.0, 0.0, boundary + state.receiving, -state.let_go)
+    moments = (at_loss, at_head, at_first_block, at_last_block, at_first_layer, at_end)
+    hole = logits
+    if state.accumulated:  # gradients are where those of earlier micro-batches are, and nothing lies between
+        hole = max(logits, state.last, (1 - later) * activations.kept)
+    late = sum(size for size in (state.late, state.late_buffer) if size > hole)
     return RankMemory(
         state,
         activations.kept,
         activations.away,
         activations.working,
-        (at_loss, at_head, at_first_block, at_last_block, at_first_layer, at_end),
+        moments,
+        max(max(map(sum, moments[:4])) + late - max(map(sum, moments)), 0.0),
         plan,
         step.software,
     )
@@ -327,17 +318,22 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
         stages: blocks of each kind in every stage.
     """
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
-    shared = experts = block = shapes = 0.0
+    bucket = plan.bucket_bytes / (8 if plan.precision == "fp64" else 4)
+    shared = experts = block = shapes = small = 0.0
     for index, kind in enumerate(table.kinds):
         count = sum(stages[number][index] for number in numbers)
         shared += count * kind.shared
         experts += count * kind.experts
+        small += count * (kind.shared + kind.experts - sum(size for size in kind.matrices if size >= bucket))
         if count:
             block = max(block, kind.shared + kind.experts)
             shapes = max(shapes, kind.shared + kind.expert)
     last = table.last if len(stages) - 1 in numbers else 0.0
-    first = table.first if 0 in numbers else 0.0
-    return Parameters(shared, experts, first + last, block, shapes + last, first)
+    first, embedding = (table.first, table.embedding) if 0 in numbers else (0.0, 0.0)
+    small += sum(size for size in (first, last) if size < bucket)
+    return Parameters(
+        shared, experts, first + last, block, shapes + last, first, embedding=embedding, small=max(small, 0.0)
+    )
 
 
 class _Activations(NamedTuple):

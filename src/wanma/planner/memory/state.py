@@ -33,6 +33,10 @@ class Parameters(NamedTuple):
     """Of its products' matrices, one of every shape."""
     first: float = 0.0
     """Of what comes before the blocks, such as an embedding: backward comes to it last."""
+    embedding: float = 0.0
+    """Of that, what is one tensor."""
+    small: float = 0.0
+    """In tensors smaller than a bucket of gradients (`Plan.bucket_bytes`)."""
 
     @property
     def held(self) -> float:
@@ -46,9 +50,8 @@ class State(NamedTuple):
     """With what is gathered of them."""
     gathered: float
     """Of them, what is gathered for a step."""
-    exchanged: float
-    """Of the largest unit of communication what is copied to be gathered; and, where gradients of earlier
-    micro-batches are there already, what its own are reduced in."""
+    buffers: float
+    """Memory that ranks share to exchange tensors in, this one's part: once it was used it stays."""
     optimizer: float
     """With an averaged copy of the weights, what compressed gradients lost so far, and what sites keep."""
     accumulated: float
@@ -67,6 +70,10 @@ class State(NamedTuple):
     """Of what is gathered, what is no longer there then."""
     receiving: float
     """Beside `final`, parts that come from others."""
+    late: float
+    """Of one tensor, the gradient that backward makes last."""
+    late_buffer: float
+    """What the last unit's gradients are reduced in, but for what has room where others were let go of."""
     host: float
     disk: float
 
@@ -122,7 +129,16 @@ def state_of(
     shards = sharded_blocks + sharded_ends
     if software.weights == "copies":
         return _copies(mine, shards, elements, trained_share, software)
-    return _shards(mine, shards, elements, plan, micro_batches, weight_average, trained_share)
+    return _shards(
+        mine,
+        shards,
+        elements,
+        plan,
+        micro_batches,
+        weight_average,
+        trained_share,
+        shares_memory=software.shares_memory and plan.device == "cpu",
+    )
 
 
 def _copies(
@@ -134,7 +150,7 @@ def _copies(
     return State(
         parameters=2 * mine.held,
         gathered=0.0,
-        exchanged=0.0,
+        buffers=0.0,
         optimizer=4 * (elements + shards * trained_share),
         accumulated=gradients,
         last=0.0,
@@ -144,6 +160,8 @@ def _copies(
         final=gradients,
         let_go=0.0,
         receiving=0.0,
+        late=0.0,
+        late_buffer=0.0,
         host=0.0,
         disk=0.0,
     )
@@ -157,6 +175,8 @@ def _shards(
     micro_batches: int,
     weight_average: bool,
     trained_share: float,
+    *,
+    shares_memory: bool,
 ) -> State:
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
@@ -181,43 +201,61 @@ def _shards(
     waiting = mine.ends - mine.first
     behind = max(1 - (mine.first + mine.block) / mine.held, 0.0) if mine.held else 0.0
     accumulates = micro_batches > 1 and (plan.pp > 1 or whole_kind)
+    # What a unit is gathered into and what its gradients are reduced in is memory that ranks share. What is
+    # no block is gathered first, and stays there until the first block is; where this is larger, the next
+    # one has no room in the place that the ends leave.
+    buffers, reduced = 0.0, float(master)
+    if shares_memory and plan.shard_ranks > 1:
+        together = mine.ends + mine.block * (2 if mine.block > mine.ends else 1)
+        buffers, reduced = max((mine.held if one_unit else together) * compute, unit * master), 0.0
     if accumulates:
         accumulated = mine.held * master
-        copied = 0.0 if one_unit or compute == master else unit * compute
         block = 0.0 if one_unit else mine.block
         reducing = 0.0 if compute == master else (waiting + block) * compute
         made = reducing
-        final = accumulated + unit * master
+        final = accumulated + unit * reduced
     else:
         accumulated = shards * master if micro_batches > 1 else 0.0
-        copied = 0.0 if one_unit else unit * (compute + master)
-        reducing = waiting * compute + (0.0 if one_unit else mine.block * (compute + master))
+        reducing = waiting * compute + (0.0 if one_unit else mine.block * (compute + reduced))
         made = mine.held * behind * compute if one_unit else reducing
         if micro_batches == 1 and not one_unit:
             made += behind * shards * master
         if one_unit and plan.shard_ranks == 1:
             final = mine.held * (compute + master)
         else:
-            final = shards * master + unit * (compute + master)
+            final = shards * master + unit * (compute + reduced)
+            if accumulated:  # their sum, before it is added to those of earlier micro-batches
+                final += unit * master / plan.shard_ranks
     # Gloo's parts of a scattered sum come from all other ranks at once.
-    receiving = unit * master * (1 - 1 / plan.shard_ranks) if plan.device == "cpu" else 0.0
+    receiving = 0.0
+    if plan.device == "cpu" and not shares_memory:
+        receiving = unit * master * (1 - 1 / plan.shard_ranks)
     # FSDP2 lets go of what it gathered before it reduces; but where that stays from one micro-batch to the
     # next, gradients are reduced beside it, unless they wait for the last.
     let_go = gathered * compute if by_block or accumulates or micro_batches == 1 else 0.0
-
-    exchanged = unit * compute + (copied if accumulated else 0.0)
+    late, late_buffer = mine.embedding * compute, receiving
+    if reduced and not (one_unit and let_go >= unit * reduced):
+        late_buffer += unit * reduced
+    if reduced and accumulated and not accumulates:
+        late_buffer += unit * master / plan.shard_ranks
 
     added = 0.0
     if plan.computes_with_state:  # gradients are summed where backward has put them
-        gathered = exchanged = let_go = 0.0
+        gathered = let_go = 0.0
         reducing = 0.0 if accumulates else waiting * master
         made = 0.0 if accumulates else mine.held * behind * master
         added = mine.first * master if accumulates else 0.0
-        final = mine.held * master
+        final, late, late_buffer = mine.held * master, mine.embedding * master, 0.0
         if plan.replicas > 1:
             together = min(final, plan.bucket_bytes)
-            # What other ranks send of a bucket waits to be added up, one bucket at a time.
-            final += 2 * together if plan.hierarchical else together
+            if plan.hierarchical:  # what other ranks send of a bucket waits to be added up
+                final += 2 * together
+            elif shares_memory and not plan.compressions:
+                # Small gradients are summed in memory that the ranks share, and stay there.
+                buffers = mine.small * master
+                made, final = max(made - behind * buffers, 0.0), final - buffers
+            else:
+                final += together
 
     if plan.compressions and plan.data_ranks * plan.cp > 1:
         final += _COPIES * min(mine.held * master, COMPRESSED_TOGETHER_BYTES)
@@ -246,7 +284,7 @@ def _shards(
     return State(
         parameters=(0 if away else parameters) + gathered * compute,
         gathered=gathered * compute,
-        exchanged=exchanged,
+        buffers=buffers * trained_share,
         optimizer=state + average + remainder * trained_share + outer + under_way,
         accumulated=accumulated * trained_share,
         last=waiting * compute * trained_share,
@@ -256,6 +294,8 @@ def _shards(
         final=final * trained_share,
         let_go=let_go,
         receiving=receiving * trained_share,
+        late=late * trained_share,
+        late_buffer=late_buffer * trained_share,
         host=elsewhere["host"],
         disk=elsewhere["disk"],
     )

@@ -26,6 +26,8 @@ class BlockKind(NamedTuple):
     expert: float
     """Of one of them."""
     bytes: BlockBytes
+    matrices: tuple[float, ...] = ()
+    """Of each of its large tensors, on one rank of `tp` and `ep`; empty where nobody knows them."""
 
 
 class MemoryTable(NamedTuple):
@@ -46,6 +48,8 @@ class MemoryTable(NamedTuple):
     travelling: float
     """Bytes of what ranks exchange within a block: beside what it keeps, as it goes and as it comes."""
     trained_share: float
+    embedding: float = 0.0
+    """Of `first`, what is one tensor."""
 
 
 def table_key(plan: Plan) -> tuple[object, ...]:
@@ -84,7 +88,8 @@ def tabulate(
         sparse = layer.expert_parameters > 0
         parts = decoder_block(dimensions, sequence, plan, software, experts=sparse)
         whole = _whole_parameters(dimensions, plan, experts=sparse)
-        kinds.append(_kind(layer, plan, parts, whole, dimensions.experts))
+        kind = _kind(layer, plan, parts, whole, dimensions.experts)
+        kinds.append(kind._replace(matrices=_matrices(dimensions, plan, kind)))
     between = dimensions.hidden / (plan.tp if plan.sequence else 1)
     if dimensions.tie_embeddings and plan.pp > 1:
         last += dimensions.vocabulary * dimensions.hidden / plan.tp
@@ -97,6 +102,7 @@ def tabulate(
         tokens * between * compute,
         tokens * _travelling(dimensions, plan),
         workload.trained_share,
+        first,
     )
 
 
@@ -116,6 +122,20 @@ def _kind(layer: Layer, plan: Plan, parts: BlockBytes, whole: float = 0.0, exper
     return BlockKind(
         layer.count, split / plan.tp + whole, of_experts / plan.ep, of_experts / max(experts, 1), parts
     )
+
+
+def _matrices(dimensions: DecoderDimensions, plan: Plan, kind: BlockKind) -> tuple[float, ...]:
+    """Of one block, in elements; routed experts are three tensors."""
+    if dimensions.is_latent:
+        return ()
+    hidden, of_head = dimensions.hidden, dimensions.hidden * dimensions.head_width
+    queries = of_head * dimensions.heads / plan.tp
+    keys = of_head * dimensions.kv_heads / (1 if dimensions.kv_heads % plan.tp else plan.tp)
+    attention = (queries, keys, keys, queries)
+    if kind.experts:
+        shared = hidden * dimensions.expert_width * dimensions.shared_experts / plan.tp
+        return *attention, *(3 * (kind.experts / 3,)), *(3 * (shared,) if shared else ())
+    return *attention, *(3 * (hidden * dimensions.feed_forward / plan.tp,))
 
 
 def _whole_parameters(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> float:
