@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from support.ranks import run_ranks
 from wanma.collectives.compression import pieces as pieces_module
 from wanma.collectives.compression.blockwise import BlockwiseInt8
+from wanma.collectives.compression.by_nodes import ByNodes, Levels, cut, shared_out
 from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
 from wanma.collectives.compression.pieces import Memory, Piece
 from wanma.collectives.compression.power_sgd import first_q
@@ -259,6 +261,92 @@ def test_buckets_that_are_cut_to_be_made_smaller_lose_nothing_either(scattered: 
         got = sum(whole_sums(outcome, step, index, scattered) for step in range(STEPS))
         owed = sum(of_rank["errors"][index] for of_rank in outcome)
         torch.testing.assert_close(got + owed, given, rtol=1e-5, atol=1e-5 * float(given.abs().max()))
+
+
+# ------------------------------------------------------------ by machines first
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_sums_by_machines_owe_what_they_leave_out_and_are_the_same_bits_everywhere(kind: Compression) -> None:
+    outcome = run_ranks(by_machines, 4, (kind,))
+    for index, which in enumerate(tensors_of(kind, scattered=False)):
+        given = sum(gradient(step, rank, which) for step in range(STEPS) for rank in range(4))
+        assert isinstance(given, Tensor)
+        first, *others = (torch.tensor([of[index] for of in rank["sums"]]) for rank in outcome)
+        for other in others:
+            assert torch.equal(first, other)
+        got, largest = first.sum(0), float(given.abs().max())
+        if kind in KEEP_ERRORS:
+            owed = torch.tensor([rank["errors"][index] for rank in outcome]).sum(0)
+            assert float(owed.abs().max()) > 1e-4 * largest, "the method left nothing out"
+            torch.testing.assert_close(got + owed, given, rtol=1e-5, atol=1e-5 * largest)
+        else:
+            most = 20 * ROUNDING[kind] * largest
+            torch.testing.assert_close(got, given, rtol=0.0, atol=most + 1e-5 * largest)
+
+
+def test_powersgd_by_machines_is_powersgd_of_machines() -> None:
+    """Each matrix has one owner on a machine: only what is owed is added in another order."""
+    for rank in run_ranks(by_machines, 4, ("powersgd",)):
+        for one, other in (("sums", "of machines"), ("q", "q of machines")):
+            close = partial(torch.testing.assert_close, rtol=1e-4)
+            for mine, theirs in zip(flat(rank[one]), flat(rank[other]), strict=True):
+                close(mine, theirs, atol=1e-4 * float(theirs.abs().max()))
+
+
+def flat(nested: Any) -> list[Tensor]:
+    """The innermost lists."""
+    if not isinstance(nested[0], list):
+        return [torch.tensor(nested)]
+    return [found for one in nested for found in flat(one)]
+
+
+def by_machines(worker: Worker, kind: Compression) -> dict[str, Any]:
+    """`STEPS` exchanges of one of four ranks on two machines; and of the machines, as if each were a rank."""
+    with process_grid(worker, Plan(dp_replicate=4), 60) as grid:
+        group = grid.axis("dp_replicate").get_group()
+        pairs = {(0, 1): dist.new_group([0, 1]), (2, 3): dist.new_group([2, 3])}
+        across = {(0, 2): dist.new_group([0, 2]), (1, 3): dist.new_group([1, 3])}
+        mine = [next(g for ranks, g in of.items() if worker.rank in ranks) for of in (pairs, across)]
+        plain, which = method_of(kind, SHARE), tensors_of(kind, scattered=False)
+        method = ByNodes(plain, Levels(*mine), cuts=kind != "powersgd")
+        memories, of_machines = ([memory_of(kind, one, 1) for one in which] for _ in range(2))
+        found: dict[str, Any] = {"sums": [], "of machines": []}
+        for step in range(STEPS):
+            values = [gradient(step, worker.rank, one).view(1, -1) for one in which]
+            sums = [one.clone() for one in values]
+            for one in sums:
+                dist.all_reduce(one, group=mine[0])
+            for name, how, over, given, kept in (
+                ("sums", method, group, values, memories),
+                ("of machines", plain, mine[1], sums, of_machines),
+            ):
+                pieces = [
+                    Piece(one, None, columns(number), memory)
+                    for one, number, memory in zip(given, which, kept, strict=True)
+                ]
+                how.all_reduce(pieces, over)
+                found[name].append([one[0].tolist() for one in given])
+        found["errors"] = [m.error[0].tolist() for m in memories if m is not None and m.error is not None]
+        for name, kept in (("q", memories), ("q of machines", of_machines)):
+            found[name] = [m.q.tolist() for m in kept if m is not None and m.q is not None]
+        return found
+
+
+def test_each_element_of_a_bucket_has_one_owner() -> None:
+    pieces = [Piece(torch.zeros(1, length)) for length in (1000, 3, 700, 256)]
+    for ranks in (1, 2, 3, 8):
+        for parts in (cut(pieces, ranks), shared_out(pieces, ranks)):
+            assert all(0 <= part.owner < ranks for part in parts)
+            places: set[tuple[int, int]] = set()
+            for part in parts:
+                own = {(part.owner, part.offset + at) for at in range(part.stop - part.start)}
+                assert not own & places
+                places |= own
+            for piece in pieces:
+                of_it = sorted((part.start, part.stop) for part in parts if part.piece is piece)
+                assert [start for start, _ in of_it] == [0, *(stop for _, stop in of_it[:-1])]
+                assert of_it[-1][1] == piece.length
 
 
 def test_what_travels_is_as_small_as_it_says() -> None:

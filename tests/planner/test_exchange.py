@@ -92,6 +92,19 @@ def test_ranks_of_cp_are_replicas_too_and_tensor_ranks_are_not() -> None:
     assert why_not_hierarchical(Plan(dp_replicate=4, tp=2), 2) is None
 
 
+def test_compressed_sums_go_by_machines_where_these_have_as_many_replicas() -> None:
+    smaller = replace(FOUR, compression="int8")
+    slow = machines(bytes_per_second=1e7)
+    assert with_exchange(job(), smaller, slow).hierarchical
+    (told,) = exchange_reasons(replace(smaller, hierarchical=True), slow)
+    assert "instead of" in told
+    assert "among all replicas at once" in told
+    # Three pairs of tensor ranks on two machines of three: one has two of the first ranks, and one the other.
+    across = Plan(dp_replicate=3, tp=2)
+    assert why_not_hierarchical(across, 2) is None
+    assert "equally many replicas" in (why_not_hierarchical(replace(across, compression="int8"), 2) or "")
+
+
 def test_buckets_are_as_small_as_fill_the_network() -> None:
     near, far = machines(latency=1e-5), machines(latency=5e-2, bytes_per_second=1e9)
     assert fewest_bytes(FOUR, near) == LEAST_TOGETHER_BYTES

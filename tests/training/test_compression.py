@@ -21,7 +21,14 @@ LAYOUTS = {
     "shards": Plan(dp_shard=2, shard="parameters", micro_batch=2),
     "hybrid": Plan(dp_replicate=2, dp_shard=2, shard="gradients", micro_batch=2),
     "tensor": Plan(dp_replicate=2, tp=2, micro_batch=3),
+    "four replicas by machines": Plan(dp_replicate=4, micro_batch=2, hierarchical=True),
 }
+BY_MACHINES = {rank: {"ranks_by_node": (2, 2)} for rank in range(4)}
+"""What ranks know of their machines where plans sum by machines."""
+
+
+def run(directory: Path, job: dict[str, Any], plan: Plan) -> Outcome:
+    return run_job(directory, job, plan, workers=BY_MACHINES if plan.hierarchical else None)
 
 
 def job(folder: Path, steps: int = 4, **train: Any) -> dict[str, Any]:
@@ -62,6 +69,7 @@ def remainders(outcome: Outcome, step: int | None = None) -> dict[str, torch.Ten
 
 EVERYTHING = {
     "replicas": Plan(dp_replicate=2, micro_batch=2),
+    "replicas by machines": Plan(dp_replicate=4, micro_batch=1, hierarchical=True),
     "replicas in bf16": Plan(dp_replicate=2, micro_batch=2, precision="bf16"),
     "ZeRO 1": Plan(dp_shard=2, shard="optimizer", micro_batch=2),
     "ZeRO 2": Plan(dp_shard=2, shard="gradients", micro_batch=2),
@@ -84,8 +92,8 @@ def test_where_all_elements_are_chosen_the_sums_are_those_of_whole_gradients(
     if name.startswith("experts"):
         # Two experts, which four shards cannot have each whole ones of.
         task["model"] |= {"experts": 4 if plan.ep > 1 else 2, "experts_per_token": 1}
-    whole = run_job(tmp_path / "whole", task, plan)
-    chosen = run_job(tmp_path / "chosen", task, compressed(plan, "topk", compression_share=1.0))
+    whole = run(tmp_path / "whole", task, plan)
+    chosen = run(tmp_path / "chosen", task, compressed(plan, "topk", compression_share=1.0))
     assert chosen.losses == pytest.approx(whole.losses, rel=1e-5)
     assert chosen.norms == pytest.approx(whole.norms, rel=1e-4)
     kept = remainders(chosen)
@@ -104,15 +112,17 @@ def test_where_all_elements_are_chosen_the_sums_are_those_of_whole_gradients(
         ("hybrid", "powersgd"),
         ("hybrid", "topk"),
         ("tensor", "powersgd"),
+        ("four replicas by machines", "int8"),
+        ("four replicas by machines", "powersgd"),
     ],
 )
 def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(
     layout: str, kind: Compression, tmp_path: Path
 ) -> None:
     plan = compressed(LAYOUTS[layout], kind)
-    whole = run_job(tmp_path / "whole", job(tmp_path), plan)
-    run_job(tmp_path / "parts", job(tmp_path, steps=2), plan)
-    parts = run_job(tmp_path / "parts", job(tmp_path), plan)
+    whole = run(tmp_path / "whole", job(tmp_path), plan)
+    run(tmp_path / "parts", job(tmp_path, steps=2), plan)
+    parts = run(tmp_path / "parts", job(tmp_path), plan)
     assert parts.losses == whole.losses
     expected, got = whole.tensors(), parts.tensors()
     assert expected.keys() == got.keys()
@@ -129,15 +139,17 @@ def test_carrying_on_is_bitwise_the_same_as_never_having_stopped(
         ("shards", "four replicas"),
         ("four replicas", "hybrid"),
         ("hybrid", "tensor"),
+        ("four replicas by machines", "shards"),
+        ("four replicas", "four replicas by machines"),
     ],
 )
 def test_what_was_left_out_is_still_owed_on_another_layout(first: str, second: str, tmp_path: Path) -> None:
     """The step on the other layout is summed whole, so that what is owed is seen as it was taken over."""
-    run_job(tmp_path / "run", job(tmp_path, steps=2), compressed(LAYOUTS[first], "topk"))
+    run(tmp_path / "run", job(tmp_path, steps=2), compressed(LAYOUTS[first], "topk"))
     before = remainders(Outcome(tmp_path / "run"), step=2)
     for name, kept in before.items():
         assert kept.abs().max() > 0, name
-    seen = run_job(
+    seen = run(
         tmp_path / "run",
         job(tmp_path, steps=3),
         compressed(LAYOUTS[second], "topk", compression_from_step=3),
@@ -151,8 +163,7 @@ def test_what_was_left_out_is_still_owed_on_another_layout(first: str, second: s
 def test_other_ways_of_summing_leave_behind_what_they_cannot_keep_and_say_so(tmp_path: Path) -> None:
     plan = LAYOUTS["replicas"]
     run_job(tmp_path / "run", job(tmp_path, steps=2), compressed(plan, "topk"))
-    run = run_job(tmp_path / "run", job(tmp_path), plan)
-    assert not remainders(run)
+    assert not remainders(run_job(tmp_path / "run", job(tmp_path), plan))
     told = (tmp_path / "run" / "events.jsonl").read_text()
     assert "what compression left out of the gradients of" in told
     assert "is dropped" in told
@@ -223,6 +234,15 @@ def test_records_tell_what_was_sent_and_what_is_still_owed(tmp_path: Path) -> No
         assert whole == pytest.approx(4 * parameters, rel=0.001)  # two ranks send half of it twice
         assert 1.0 < 4 * step["gradient_bytes_sent"] / whole < 1.3
         assert 0 < step["compression_error_norm"] < step["grad_norm"]
+
+
+def test_between_machines_goes_what_one_rank_of_each_would_send(tmp_path: Path) -> None:
+    ended = run(tmp_path, job(tmp_path, steps=2), compressed(LAYOUTS["four replicas by machines"], "int8"))
+    parameters = sum(t.numel() for n, t in ended.tensors().items() if n.startswith("model."))
+    for step in ended.steps:
+        whole = step["gradient_bytes_sent"] + step["gradient_bytes_saved"]
+        assert whole == pytest.approx(4 * parameters / 2, rel=0.01)  # each of two ranks a half
+        assert 1.0 < 4 * step["gradient_bytes_sent"] / whole < 1.3
 
 
 # ------------------------------------------------------------ convergence

@@ -21,12 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from wanma.collectives.compression.by_nodes import ByNodes, Levels
 from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
 from wanma.collectives.compression.pieces import Memory, Method, Piece
 from wanma.collectives.compression.power_sgd import first_q, thin_rank
 from wanma.collectives.compression.whole import whole_bytes
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
+from wanma.parallel.data_sums import levels_of
+from wanma.parallel.mesh import Grid
 
 ERROR, Q = "error", "q"
 """Kinds of kept tensors."""
@@ -60,7 +63,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one step, on this rank."""
+    """Of one step, on this rank; of sums within machines first, what goes between them."""
 
     sent_bytes: int
     saved_bytes: int
@@ -73,10 +76,12 @@ class GradientCompression:
     Args:
         device: of the buffers that are exchanged.
         seed: of the job.
+        levels: where replicas sum within their machines first.
     """
 
-    def __init__(self, plan: Plan, seed: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, seed: int, device: torch.device, levels: Levels | None = None) -> None:
         self._plan, self._seed, self._device = plan, seed, device
+        self._levels = levels
         self._slots: dict[str, Slot] = {}
         self._memories: dict[str, Memory] = {}
         self._methods: dict[Compression, Method] = {}
@@ -115,7 +120,11 @@ class GradientCompression:
             method = self._method(kind)
             with torch.no_grad():
                 self._sent += (method.reduce_scatter if scatter else method.all_reduce)(bucket, group)
-            self._whole += whole_bytes(bucket, group.size(), scatter=scatter)
+            if self._levels is not None and not scatter:
+                each = whole_bytes(bucket, self._levels.between.size(), scatter=False)
+                self._whole += each // self._levels.within.size()
+            else:
+                self._whole += whole_bytes(bucket, group.size(), scatter=scatter)
 
     def end_step(self, *, applied: bool, unit: float) -> None:
         """After the update of a step.
@@ -181,7 +190,10 @@ class GradientCompression:
 
     def _method(self, kind: Compression) -> Method:
         if kind not in self._methods:
-            self._methods[kind] = method_of(kind, self._plan.compression_share)
+            method = method_of(kind, self._plan.compression_share)
+            if self._levels is not None:
+                method = ByNodes(method, self._levels, cuts=kind != "powersgd")
+            self._methods[kind] = method
         return self._methods[kind]
 
     def _memory(self, slot: Slot, device: torch.device) -> Memory:
@@ -202,9 +214,11 @@ class GradientCompression:
             memory.q.copy_(first_q(slot.name, columns, rank, self._seed))
 
 
-def open_compression(plan: Plan, seed: int, device: torch.device) -> GradientCompression | None:
-    """What `plan` asks for; None where gradients are summed as they are."""
-    return GradientCompression(plan, seed, device) if plan.compressions else None
+def open_compression(grid: Grid, seed: int) -> GradientCompression | None:
+    """What the plan asks for; None where gradients are summed as they are. Every rank calls it."""
+    if not grid.plan.compressions:
+        return None
+    return GradientCompression(grid.plan, seed, grid.device, levels_of(grid))
 
 
 def whole_slot(name: str, state: Callable[[], Tensor], shape: tuple[int, ...]) -> Slot:

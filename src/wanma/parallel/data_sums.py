@@ -8,8 +8,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from wanma.collectives.compression.by_nodes import Levels
 from wanma.collectives.hierarchical import nodes_of, sum_over_nodes
 from wanma.collectives.sums import Begin, InTurn, Join, join_for, over_group
+from wanma.job.plan import Plan
 from wanma.parallel.mesh import Grid
 
 
@@ -47,14 +49,39 @@ def data_sums(grid: Grid, *, beside_backward: bool) -> list[DataSums]:
     return sums
 
 
+def levels_of(grid: Grid) -> Levels | None:
+    """The replicas of this rank's part of the model, those of its machine and those with its place on the
+    others; None where the plan does not sum by machines first. Every rank calls it."""
+    if not grid.plan.hierarchical:
+        return None
+    within: dist.ProcessGroup | None = None
+    between: dist.ProcessGroup | None = None
+    for members in _replicas(grid.plan):
+        nodes = [[members[index] for index in node] for node in nodes_of(members, grid.ranks_by_node)]
+        for node in nodes:
+            group = dist.new_group(node)
+            within = group if grid.rank in node else within
+        for apart in zip(*nodes, strict=True):  # as many on each: `planner.exchange`
+            group = dist.new_group(list(apart))
+            between = group if grid.rank in apart else between
+    assert within is not None
+    assert between is not None
+    return Levels(within, between)
+
+
 def _own_group(grid: Grid) -> dist.ProcessGroup:
     """The replicas of this rank's part of the model; torch wants every rank to make every group."""
-    plan = grid.plan
     mine: dist.ProcessGroup | None = None
-    ranks = torch.arange(plan.world_size).view(plan.sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
-    for members in ranks.movedim(2, -1).flatten(0, -2).tolist():
+    for members in _replicas(grid.plan):
         group = dist.new_group(members)
         if grid.rank in members:
             mine = group
     assert mine is not None
     return mine
+
+
+def _replicas(plan: Plan) -> list[list[int]]:
+    """Ranks that hold the same part of the model, of each part."""
+    ranks = torch.arange(plan.world_size).view(plan.sites, plan.pp, plan.replicas, plan.shard_ranks, plan.tp)
+    found: list[list[int]] = ranks.movedim(2, -1).flatten(0, -2).tolist()
+    return found

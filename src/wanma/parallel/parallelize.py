@@ -148,7 +148,7 @@ def parallelize(
     if plan.pp > 1:
         layout = stage_layout(whole, spec.layout, plan)
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
-    compression = open_compression(plan, seed, grid.device)
+    compression = open_compression(grid, seed)
     data_parallel = tuple(
         _apply(part, spec, plan, grid, grid.communication, scratch, compression) for part in parts
     )

@@ -14,7 +14,11 @@ from wanma.job.plan import LEAST_TOGETHER_BYTES, REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job
 from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.cost.communication import Algorithm, Group, all_reduce_seconds
+from wanma.planner.cost.compression import Summing
 from wanma.planner.cost.machine import Machine
+
+_GRADIENT_BYTES = 4.0
+"""Of an element that is summed whole."""
 
 FULL_SHARE = 0.9
 """Of the rate of the largest messages, what a message attains that fills the network."""
@@ -53,8 +57,9 @@ def exchange_reasons(plan: Plan, machine: Machine) -> list[str]:
         return []
     by_machines, at_once = map(duration_text, _both_ways(plan, machine))
     size = bytes_text(REDUCED_TOGETHER_BYTES)
+    other = "among all replicas at once" if plan.compressions else "in a ring"
     return [
-        f"gradients are summed within machines first: {size} in {by_machines} instead of {at_once} in a ring"
+        f"gradients are summed within machines first: {size} in {by_machines} instead of {at_once} {other}"
     ]
 
 
@@ -84,13 +89,15 @@ def why_not_hierarchical(plan: Plan, nodes: int) -> str | None:
         return "between sites (parallel.synchronize) gradients are not summed"
     if plan.replicas == 1:
         return "no replicas sum gradients (parallel.dp_replicate = 1)"
-    if plan.compressions:
-        return "compressed gradients are summed among all replicas at once (parallel.compression)"
     if nodes == 1:
         return "all ranks are on one machine (cluster.nodes = 1)"
     if plan.placement or plan.world_size % nodes:
         return "the machines have unlike ranks"
     of_groups = [Counter(ranks) for ranks in _machines_of_replicas(plan, plan.world_size // nodes)]
+    if plan.compressions and any(len(set(counts.values())) > 1 for counts in of_groups):
+        return (
+            "gradients are made smaller (parallel.compression) only between machines of equally many replicas"
+        )
     if all(len(counts) == 1 for counts in of_groups):
         return "the replicas of each part of the model are on one machine"
     if all(max(counts.values()) == 1 for counts in of_groups):
@@ -130,9 +137,10 @@ def fewest_bytes(plan: Plan, machine: Machine) -> int:
 
 def _both_ways(plan: Plan, machine: Machine) -> tuple[float, float]:
     """Seconds of summing as much as one message ever takes: by machines, and in a ring."""
-    size, replicas = float(REDUCED_TOGETHER_BYTES), _replicas(plan)
-    by_machines = all_reduce_seconds(machine, replicas, size, "hierarchical")
-    return by_machines, all_reduce_seconds(machine, replicas, size, "ring")
+    replicas, elements = _replicas(plan), REDUCED_TOGETHER_BYTES / _GRADIENT_BYTES
+    summing = Summing(plan, machine, _GRADIENT_BYTES)
+    by_machines = summing.all_reduce(replicas, elements, "hierarchical")
+    return by_machines, summing.all_reduce(replicas, elements, "ring")
 
 
 def _replicas(plan: Plan) -> Group:

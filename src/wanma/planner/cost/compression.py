@@ -68,13 +68,21 @@ class Summing:
         """Seconds until every rank has the sum of all of `elements`.
 
         Args:
-            algorithm: of whole gradients; None: the fastest.
+            algorithm: of whole gradients; None: the fastest. Compressed ones go between machines alone where
+                it is "hierarchical".
         """
         kind, machine = self._kind(), self.machine
         if group.size == 1 or not elements:
             return 0.0
         if kind == "nothing":
             return all_reduce_seconds(machine, group, elements * self.whole_bytes, algorithm)
+        inside = group.inside(machine.links[0])
+        if algorithm == "hierarchical" and 1 < inside < group.size:
+            within, whole = Group(inside, group.stride), elements * self.whole_bytes
+            between = Group(-(-group.size // inside), group.stride * inside)
+            scattered = reduce_scatter_seconds(machine, within, whole)
+            gathered = all_gather_seconds(machine, within, whole)
+            return scattered + self.all_reduce(between, elements / inside) + gathered
         if kind == "topk":
             sent = elements * self.plan.compression_share * CHOSEN_BYTES
             return all_gather_seconds(machine, group, group.size * sent) + self._moving(kind, elements)
