@@ -22,7 +22,7 @@ train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -28,6 +28,10 @@ class Skips:
 
 _SKIPS = pytest.StashKey[Skips]()
 
+LONGEST_FIRST = ("faults", "parallel", "e2e", "training", "elastic", "api")
+"""Folders whose files take longest: where several files run beside each other, none of them comes last and
+alone."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -51,6 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = list(_marked(items, "full"))
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
+    items.sort(key=_place)
     if os.geteuid() != 0:
         for item in _marked(items, "root"):
             item.add_marker(pytest.mark.skip(reason="needs root"))
@@ -74,6 +79,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("skips that count as failures here")
         for name, reason in unwelcome:
             terminalreporter.line(f"{name}: {reason}")
+
+
+def _place(item: pytest.Item) -> int:
+    folder = item.path.parent.name
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def _unwelcome(config: pytest.Config) -> list[tuple[str, str]]:
