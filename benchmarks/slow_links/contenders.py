@@ -29,8 +29,10 @@ class Contender:
     """Steps from one exchange to the next: so many are measured at least, and whole numbers of so many."""
 
 
-_SELDOM = 50
+_SELDOM = 20
 _SITES = (f"sites = {NODES}", f"synchronize_every = {_SELDOM}")
+_OUTER = ("outer_rate = 0.8", "outer_momentum = 0.5")
+"""As `benchmarks/convergence` has them."""
 
 CONTENDERS = {
     "plain": Contender("exact, after backward, one ring", ("overlap = false", "hierarchical = false")),
@@ -47,11 +49,11 @@ CONTENDERS = {
         f"local SGD, mean of weights every {_SELDOM} steps", ('synchronize = "local_sgd"', *_SITES), _SELDOM
     ),
     "diloco": Contender(
-        f"DiLoCo, outer update every {_SELDOM} steps", ('synchronize = "diloco"', *_SITES), _SELDOM
+        f"DiLoCo, outer update every {_SELDOM} steps", ('synchronize = "diloco"', *_SITES, *_OUTER), _SELDOM
     ),
     "streaming": Contender(
         f"DiLoCo, two fragments every {_SELDOM} steps, beside 5 steps each",
-        ('synchronize = "diloco"', *_SITES, "fragments = 2", "overlap_steps = 5"),
+        ('synchronize = "diloco"', *_SITES, *_OUTER, "fragments = 2", "overlap_steps = 5"),
         _SELDOM,
     ),
 }
