@@ -211,8 +211,8 @@ def report(runs: list[dict[str, Any]]) -> str:
     return (
         "# What compressed, seldom and late exchanges make of the loss\n\n"
         f"Validation loss after {steps} steps; with whole gradients it has fallen from {first:.2f} to "
-        f"{last:.2f}. All ways have the same settings. Of what only sites have (a beginning together, rate and "
-        "momentum of the outer update) a few values were tried, with the first seed.\n\n"
+        f"{last:.2f}. All ways have the same settings. Of what only sites have (a beginning together, rate "
+        "and momentum of the outer update) a few values were tried, with the first seed.\n\n"
         f"{table(header, rows)}\n## The job\n\n```toml\n{next(iter(whole.values()))['job']}```\n\n"
         f"## Where and when\n\n- {', '.join(dict.fromkeys(run['machine'] for run in runs))}\n"
         f"- from {dates[0]} to {dates[-1]}\n- wanma at {commits}\n"
