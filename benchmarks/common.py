@@ -261,8 +261,8 @@ def describe_environments(pieces: Sequence[dict[str, Any]]) -> str:
         machine, versions = piece["environment"]["machine"], piece["environment"]["versions"]
         stated = ", ".join(f"{name} {version}" for name, version in versions.items())
         lines[f"- {machine}; {stated}"] = None
-    rounds = [taken for piece in pieces for taken in piece["pairs"]]
-    if rounds:
+    kept = [rounds for piece in pieces for rounds in (piece["pairs"], *piece.get("turns", {}).values())]
+    if rounds := [taken for some in kept for taken in some]:
         dates = sorted(taken["date"] for taken in rounds)
         lines[f"- measured from {dates[0]} to {dates[-1]}"] = None
         commits = list(dict.fromkeys(taken["commit"] for taken in rounds))

@@ -93,23 +93,30 @@ class Block:
     """A stretch of so many seconds in which each contender ran, in the turns of one and the same time."""
 
     steps: Mapping[str, float]
-    """That each contender made in it; of those at its ends, the part that lies in it."""
+    """That each of `times` made in it; of those at its ends, the part that lies in it."""
     foreign_cpu: Mapping[str, float]
     """CPUs that anything else used meanwhile, at most in a turn."""
 
 
 def blocks(
-    pairs: Sequence[tuple[Turn, Turn]], times: Mapping[str, Sequence[float]], warmup: int, seconds: float
+    pairs: Sequence[tuple[Turn, Turn]],
+    times: Mapping[str, Sequence[float]],
+    warmup: int,
+    seconds: float,
+    owners: Mapping[str, int] | None = None,
 ) -> list[Block]:
-    """What the contenders did while both were in their steps after `warmup` ones.
+    """What the contenders did while all were in their steps after `warmup` ones.
 
     Both run as often and for as long, so that the same second of their own clocks is nearly the same time.
 
     Args:
         times: when each contender's steps ended, in seconds since 1970.
         seconds: of a block, on each contender's own clock, which stands still while the contender does.
+        owners: whose turns the steps of each of `times` are made in: 0, the first contender's, or 1. None:
+            each has one, in order.
     """
-    turns = {name: [pair[which] for pair in pairs] for which, name in enumerate(times)}
+    owners = owners or {name: which for which, name in enumerate(times)}
+    turns = {name: [pair[owners[name]] for pair in pairs] for name in times}
     ends = {
         name: [_own_seconds(turns[name], time) for time in stamps if time <= turns[name][-1].ended]
         for name, stamps in times.items()

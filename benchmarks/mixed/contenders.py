@@ -6,23 +6,31 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import BenchmarkError, clean_environment, run_command
-from benchmarks.mixed.quota import held_back
+from benchmarks.mixed.quota import Held, held_back
 from benchmarks.recovery.watch import read_lines
+from benchmarks.turns import Start, blocks, take_turns
 from wanma.data.open import prepare
 from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory
 
 TIMEOUT_SECONDS = 900.0
+BLOCK_SECONDS = 10.0
+"""Of a round in turns, on each contender's clock."""
+WARMUP_STEPS = 3
+"""Before the first of them."""
 CONTENDERS = ("apart", "even", "planned", "dynamic", "changed")
 """apart: two trainings of one rank each, side by side, which exchange nothing: their sum is the ideal. even,
 planned: shares that stay, equal ones or in proportion to the quota. dynamic: shares that begin even and
 follow the ranks' times. changed: likewise, but the quota is set in the middle of the run."""
+
+IN_TURNS = ("even", "planned")
+"""Those that can be stopped and go on: shares that move follow measured times, which a stop would be in."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,13 @@ class Setting:
         # One more than is measured: the last step also saves the final checkpoint.
         return self.settle + self.steps + 1
 
+    def samples(self, contender: str, rank: int = 0) -> int:
+        """Of a step of a contender's run; of `apart` each rank has its own."""
+        return self.planned[rank] if contender == "apart" else self.batch
+
     def job(self, contender: str, rank: int = 0) -> str:
         """The job file of a contender; of `apart` each rank has its own."""
-        batch = self.planned[rank] if contender == "apart" else self.batch
+        batch = self.samples(contender, rank)
         shares = f"batch_shares = {list(self.planned)}" if contender == "planned" else ""
         balance = "on" if contender in ("dynamic", "changed") else "off"
         return f"""\
@@ -116,28 +128,14 @@ def measure(setting: Setting, contender: str, venv: Path, folder: Path) -> dict[
     Raises:
         BenchmarkError: a command failed, or the quota was never set.
     """
-    names = ("first", "second") if contender == "apart" else ("run",)
-    runs = [RunDirectory(folder / name) for name in names]
-    commands = []
-    for rank, run in enumerate(runs):
-        job = folder / f"{run.path.name}.toml"
-        job.write_text(setting.job(contender, rank))
-        train = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(run.path)]
-        commands.append(shlex.join(train))
-    change = setting.settle if contender == "changed" else 0
-    # Of two trainings apart the second one is the slow one, whose only rank is 0.
-    with ExitStack() as stack:
-        rank = 0 if contender == "apart" else 1
-        held = stack.enter_context(held_back(runs[-1], rank, setting.quota, after_step=change))
+    training = Training(setting, contender, folder)
+    with training.held_back() as held:
         finished = run_command(
-            ["sh", "-c", "pids=''; " + "".join(f"{one} & pids=\"$pids $!\"; " for one in commands)
-             + "for pid in $pids; do wait $pid || exit 1; done"],
-            clean_environment(venv),
-            folder / "output.log",
-            TIMEOUT_SECONDS,
-        )  # fmt: skip
+            training.command, clean_environment(venv), folder / "output.log", TIMEOUT_SECONDS
+        )
     if held.since is None:
         raise BenchmarkError(f"{contender}: the quota was never set; the run was over before")
+    runs, change = training.runs, training.change
     lines = [read_lines(run.metrics) for run in runs]
     events = read_lines(runs[-1].events)
     sample: dict[str, Any] = {
@@ -153,6 +151,82 @@ def measure(setting: Setting, contender: str, venv: Path, folder: Path) -> dict[
         sample["step_seconds"] = [round(line["step_seconds"], 4) for line in lines[0]]
         sample["step_tokens"] = setting.batch * setting.sequence
     return sample
+
+
+def measure_in_turns(
+    setting: Setting, contender: str, venv: Path, folder: Path, turn_seconds: float
+) -> list[dict[str, Any]]:
+    """Train with shares that stay and as the ideal does, at once, of which one runs at a time.
+
+    Returns:
+        a round for each block of `BLOCK_SECONDS`.
+
+    Raises:
+        BenchmarkError: as of `measure`.
+    """
+    trainings, starts = {}, {}
+    for name in ("apart", contender):
+        (folder / name).mkdir()
+        trainings[name] = Training(setting, name, folder / name)
+        log = folder / name / "output.log"
+        starts[name] = Start(trainings[name].command, clean_environment(venv), log)
+    with ExitStack() as stack:
+        held = [stack.enter_context(training.held_back()) for training in trainings.values()]
+        pairs = take_turns(starts, turn_seconds, TIMEOUT_SECONDS)
+    if any(one.since is None for one in held):
+        raise BenchmarkError(f"{contender}: a quota was never set")
+    times: dict[str, list[float]] = {}
+    owners: dict[str, int] = {}
+    tokens: dict[str, int] = {}
+    for owner, (name, training) in enumerate(trainings.items()):
+        for rank, run in enumerate(training.runs):
+            stream = f"{name} {rank}"
+            times[stream] = [line["time"] for line in read_lines(run.metrics)][:-1]
+            owners[stream] = owner
+            tokens[stream] = setting.samples(name, rank) * setting.sequence
+    rounds = []
+    for block in blocks(pairs, times, WARMUP_STEPS, BLOCK_SECONDS, owners):
+        taken: dict[str, Any] = {}
+        for owner, name in enumerate(trainings):
+            mine = [stream for stream, of in owners.items() if of == owner]
+            speed = sum(block.steps[stream] * tokens[stream] for stream in mine) / BLOCK_SECONDS
+            foreign = max(block.foreign_cpu[stream] for stream in mine)
+            taken[name] = {
+                "tokens_per_second": round(speed, 1),
+                "moves": [],
+                "foreign_cpu": round(foreign, 3),
+            }
+        rounds.append(taken)
+    return rounds
+
+
+class Training:
+    """One contender's commands, and its runs: of `apart` two, each of one rank.
+
+    Args:
+        folder: of its jobs and runs.
+    """
+
+    def __init__(self, setting: Setting, contender: str, folder: Path) -> None:
+        self._quota = setting.quota
+        self.change = setting.settle if contender == "changed" else 0
+        """Steps before the quota is set."""
+        names = ("first", "second") if contender == "apart" else ("run",)
+        self.runs = [RunDirectory(folder / name) for name in names]
+        commands = []
+        for rank, run in enumerate(self.runs):
+            job = folder / f"{run.path.name}.toml"
+            job.write_text(setting.job(contender, rank))
+            train = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(run.path)]
+            commands.append(shlex.join(train))
+        begin = "".join(f'{one} & pids="$pids $!"; ' for one in commands)
+        self.command = ["sh", "-c", f"pids=''; {begin}for pid in $pids; do wait $pid || exit 1; done"]
+
+    def held_back(self) -> AbstractContextManager[Held]:
+        """While inside, the slow rank has its quota, from when its process is there."""
+        # Of two trainings apart the second one is the slow one, whose only rank is 0.
+        rank = len(self.runs) % 2
+        return held_back(self.runs[-1], rank, self._quota, after_step=self.change)
 
 
 def together(runs: Sequence[Sequence[Mapping[str, Any]]], settle: int) -> float:

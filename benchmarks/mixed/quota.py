@@ -14,8 +14,8 @@ from benchmarks.common import BenchmarkError
 from wanma.job.run_directory import RunDirectory
 
 ROOT = Path("/sys/fs/cgroup/cpu")
-PERIOD_MICROSECONDS = 100_000
-"""In which the kernel gives out a quota."""
+PERIOD_MICROSECONDS = 10_000
+"""In which the kernel gives out a quota: so short that a rank is slower, and not away for part of a step."""
 POLL_SECONDS = 0.02
 
 

@@ -25,7 +25,7 @@ Piece = dict[str, Any]
 
 def report(pieces: Sequence[Piece]) -> str:
     """All that was measured."""
-    measured = [piece for piece in pieces if undisturbed(piece)]
+    measured = [piece for piece in pieces if undisturbed(piece) or piece.get("turns")]
     if not measured:
         return "Nothing has been measured yet.\n"
     parts = [
@@ -37,8 +37,10 @@ def report(pieces: Sequence[Piece]) -> str:
     for piece in measured:
         setting = piece["settings"]
         parts.append(f"## The second rank has {setting['quota']} % of a core\n")
-        parts.append(_speeds(piece))
-        parts.append(_recoveries(piece))
+        if undisturbed(piece):
+            parts += [_speeds(piece), _recoveries(piece)]
+        if piece.get("turns"):
+            parts.append(_in_turns(piece))
     parts += ["## Where and when\n", describe_environments(measured)]
     return "\n".join(parts)
 
@@ -65,6 +67,31 @@ def recoveries(piece: Piece) -> list[int | None]:
     return [
         steps_to_recover(taken["changed"], GOAL * taken["apart"]["tokens_per_second"])
         for taken in undisturbed(piece)
+    ]
+
+
+def in_turns_text(piece: Piece, name: str) -> str:
+    """A contender's part of the ideal, stopped in turns with it."""
+    rounds = _quiet(piece, name)
+    if not rounds:
+        return "no undisturbed round yet"
+    found = estimate([one[name]["tokens_per_second"] / one["apart"]["tokens_per_second"] for one in rounds])
+    return f"{found} of {len(rounds)} rounds"
+
+
+def _in_turns(piece: Piece) -> str:
+    told = "; ".join(f"{TITLES[name]} {in_turns_text(piece, name)}" for name in piece["turns"])
+    return (
+        "Of the ideal, both alive at once and stopped in turns, so that what slows the machine for longer "
+        f"slows both: {told}.\n"
+    )
+
+
+def _quiet(piece: Piece, name: str) -> list[dict[str, Any]]:
+    return [
+        one
+        for one in piece["turns"].get(name, [])
+        if not any(isinstance(sample, dict) and sample["disturbed"] for sample in one.values())
     ]
 
 

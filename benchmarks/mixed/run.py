@@ -11,6 +11,7 @@ to the results file, so that it can be run bit by bit. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import datetime
 import platform
 import sys
 import tempfile
@@ -28,13 +29,21 @@ from benchmarks.common import (  # after the path is set
     Noise,
     Results,
     carry_out,
+    commit,
     common_parser,
     machine,
     take_pairs,
 )
-from benchmarks.mixed.contenders import CONTENDERS, Setting, measure, prepare_data
+from benchmarks.mixed.contenders import (
+    CONTENDERS,
+    IN_TURNS,
+    Setting,
+    measure,
+    measure_in_turns,
+    prepare_data,
+)
 from benchmarks.mixed.quota import why_no_quotas
-from benchmarks.mixed.report import report, summary
+from benchmarks.mixed.report import in_turns_text, report, summary
 
 
 def main() -> None:
@@ -60,6 +69,10 @@ def run(options: argparse.Namespace) -> None:
         piece["environment"] = environment
         piece["job"] = setting.job("even")
         prepare_data(setting)
+        if options.turn_seconds is not None:
+            in_turns(setting, piece, options)
+            results.save(report(results.pieces))
+            continue
         print(f"a quota of {setting.quota}%: {len(piece['pairs'])} rounds so far", flush=True)
         complete = take_pairs(
             piece,
@@ -73,6 +86,19 @@ def run(options: argparse.Namespace) -> None:
         if not complete:
             print("the time is over; run the same command again to carry on")
             return
+
+
+def in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespace) -> None:
+    """Contenders whose shares stay, each beside the ideal; their rounds are kept apart from the others."""
+    facts = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
+    for name in IN_TURNS:
+        with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+            rounds = measure_in_turns(setting, name, options.venv, Path(folder), options.turn_seconds)
+        for taken in rounds:
+            for sample in taken.values():
+                sample["disturbed"] = sample["foreign_cpu"] > options.foreign_limit
+        piece.setdefault("turns", {}).setdefault(name, []).extend({**facts, **taken} for taken in rounds)
+        print(f"  {name}: {in_turns_text(piece, name)}", flush=True)
 
 
 def _sample(setting: Setting, name: str, venv: Path) -> dict[str, Any]:
@@ -109,6 +135,12 @@ def parse() -> argparse.Namespace:
     add("--sequence", type=int, default=128)
     add("--batch", type=int, default=26, help="samples of a step (default 26)")
     add("--micro-batch", type=int, default=4)
+    add(
+        "--turn-seconds",
+        type=float,
+        help="have the ideal and a contender whose shares stay live beside each other and stop them in turn, "
+        "after so long: on a machine that others slow down. --steps are then those of a whole run",
+    )
     return parser.parse_args()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.common import BenchmarkError
-from benchmarks.mixed.contenders import CONTENDERS, Setting, together
+from benchmarks.mixed.contenders import CONTENDERS, Setting, Training, together
 from benchmarks.mixed.report import ratios, recoveries, report, steps_to_recover
 
 from wanma.job.sections import Job
@@ -72,3 +73,15 @@ def test_the_report_sets_every_contender_beside_the_ideal_of_its_own_round() -> 
     assert recoveries(piece) == [1, None]
     assert "round by round: 1, never" in report([piece])
     assert report([]) == "Nothing has been measured yet.\n"
+    taken = {"apart": sample(100), "planned": sample(95), "date": "2026-01-01", "commit": "abc"}
+    disturbed = {**taken, "planned": {**sample(1), "disturbed": True}}
+    in_turns = {**piece, "pairs": [], "turns": {"planned": [taken, disturbed]}}
+    assert "planned shares 0.95 (0.95–0.95) of 1 rounds" in report([in_turns])
+
+
+def test_the_ideals_two_trainings_are_one_contender(tmp_path: Path) -> None:
+    apart, even = (Training(SETTING, name, tmp_path) for name in ("apart", "even"))
+    assert [run.path.name for run in apart.runs] == ["first", "second"]
+    assert apart.command[2].count("wanma train") == 2
+    assert len(even.runs) == 1
+    assert [SETTING.samples("apart", rank) for rank in (0, 1)] == list(SETTING.planned)
