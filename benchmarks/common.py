@@ -235,6 +235,7 @@ class Results:
             if piece["settings"] == settings:
                 if fresh:
                     piece["pairs"] = []
+                    piece.pop("turns", None)
                 return piece
         self.pieces.append({"settings": dict(settings), "pairs": []})
         return self.pieces[-1]

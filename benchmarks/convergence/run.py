@@ -27,13 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: find `benchmarks`
 
 from benchmarks.common import RESULTS, BenchmarkError, commit, machine, run_command, table
+from benchmarks.slow_links.contenders import OUTER
 
 STATE = RESULTS / "convergence.json"
 TIMEOUT_SECONDS = 3600.0
 WHOLE = "none"
 
 _SELDOM = ("synchronize_every = 20", "synchronous_steps = 200")
-_OUTER = ("outer_rate = 0.8", "outer_momentum = 0.5")
 
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     WHOLE: ("whole gradients", ()),
@@ -48,11 +48,11 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "diloco": (
         "DiLoCo, likewise",
-        ('synchronize = "diloco"', *_SELDOM, *_OUTER),
+        ('synchronize = "diloco"', *_SELDOM, *OUTER),
     ),
     "streaming": (
         "DiLoCo, likewise, in 2 fragments beside 5 steps each",
-        ('synchronize = "diloco"', *_SELDOM, *_OUTER, "fragments = 2", "overlap_steps = 5"),
+        ('synchronize = "diloco"', *_SELDOM, *OUTER, "fragments = 2", "overlap_steps = 5"),
     ),
     "local_sgd_at_once": (
         "local SGD, every 20 steps from the first on",

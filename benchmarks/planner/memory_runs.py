@@ -178,7 +178,7 @@ def report(state: dict[str, Any]) -> str:
             dimensions=section_dimensions(section, None),
             software=Software(
                 fused=plan.compile,
-                shares_memory=run.parallel.get("collectives") != "gloo",
+                sharing_machines=int(run.parallel.get("collectives") != "gloo"),
                 logits_copies=1.0,  # as of every decoder of ours: `planner.problem`
             ),
         )[0].forecast

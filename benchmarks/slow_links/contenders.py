@@ -31,8 +31,8 @@ class Contender:
 
 _SELDOM = 20
 _SITES = (f"sites = {NODES}", f"synchronize_every = {_SELDOM}")
-_OUTER = ("outer_rate = 0.8", "outer_momentum = 0.5")
-"""As `benchmarks/convergence` has them."""
+OUTER = ("outer_rate = 0.8", "outer_momentum = 0.5")
+"""What `benchmarks/convergence` knows the loss of."""
 
 CONTENDERS = {
     "plain": Contender("exact, after backward, one ring", ("overlap = false", "hierarchical = false")),
@@ -49,11 +49,11 @@ CONTENDERS = {
         f"local SGD, mean of weights every {_SELDOM} steps", ('synchronize = "local_sgd"', *_SITES), _SELDOM
     ),
     "diloco": Contender(
-        f"DiLoCo, outer update every {_SELDOM} steps", ('synchronize = "diloco"', *_SITES, *_OUTER), _SELDOM
+        f"DiLoCo, outer update every {_SELDOM} steps", ('synchronize = "diloco"', *_SITES, *OUTER), _SELDOM
     ),
     "streaming": Contender(
         f"DiLoCo, two fragments every {_SELDOM} steps, beside 5 steps each",
-        ('synchronize = "diloco"', *_SITES, *_OUTER, "fragments = 2", "overlap_steps = 5"),
+        ('synchronize = "diloco"', *_SITES, *OUTER, "fragments = 2", "overlap_steps = 5"),
         _SELDOM,
     ),
 }

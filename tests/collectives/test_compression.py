@@ -336,17 +336,47 @@ def by_machines(worker: Worker, kind: Compression) -> dict[str, Any]:
 def test_each_element_of_a_bucket_has_one_owner() -> None:
     pieces = [Piece(torch.zeros(1, length)) for length in (1000, 3, 700, 256)]
     for ranks in (1, 2, 3, 8):
-        for parts in (cut(pieces, ranks), shared_out(pieces, ranks)):
-            assert all(0 <= part.owner < ranks for part in parts)
-            places: set[tuple[int, int]] = set()
-            for part in parts:
-                own = {(part.owner, part.offset + at) for at in range(part.stop - part.start)}
-                assert not own & places
-                places |= own
-            for piece in pieces:
-                of_it = sorted((part.start, part.stop) for part in parts if part.piece is piece)
-                assert [start for start, _ in of_it] == [0, *(stop for _, stop in of_it[:-1])]
-                assert of_it[-1][1] == piece.length
+        (run,) = pieces_module.runs(pieces, 1)
+        parts = cut(run, ranks)
+        places: set[tuple[int, int]] = set()
+        for part in parts:
+            assert 0 <= part.owner < ranks
+            own = {(part.owner, part.offset + at) for at in range(part.stop - part.start)}
+            assert not own & places
+            places |= own
+        for piece in pieces:
+            of_it = sorted((part.start, part.stop) for part in parts if part.piece is piece)
+            assert [start for start, _ in of_it] == [0, *(stop for _, stop in of_it[:-1])]
+            assert of_it[-1][1] == piece.length
+    assert shared_out([3, 1000, 700, 256], 2) == [1, 0, 1, 1]
+    assert shared_out([5, 5, 5], 1) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
+def test_a_machine_by_itself_leaves_nothing_out(kind: Compression) -> None:
+    for rank in run_ranks(by_itself, 2, (kind,)):
+        assert rank["sums"] == pytest.approx(rank["whole"], rel=1e-6)
+        assert not any(rank["errors"])
+        assert rank["sent"] == 0
+
+
+def by_itself(worker: Worker, kind: Compression) -> dict[str, Any]:
+    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+        group = grid.axis("dp_replicate").get_group()
+        alone = [dist.new_group([rank]) for rank in range(2)][worker.rank]
+        method = ByNodes(method_of(kind, SHARE), Levels(group, alone), cuts=kind != "powersgd")
+        memory, values = memory_of(kind, 0, 1), gradient(0, worker.rank, 0).view(1, -1)
+        whole = values.clone()
+        dist.all_reduce(whole, group=group)
+        sent = method.all_reduce([Piece(values, None, columns(0), memory)], group)
+        assert memory is not None
+        assert memory.error is not None
+        return {
+            "sums": values[0].tolist(),
+            "whole": whole[0].tolist(),
+            "errors": memory.error[0].tolist(),
+            "sent": sent,
+        }
 
 
 def test_what_travels_is_as_small_as_it_says() -> None:

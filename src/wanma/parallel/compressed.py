@@ -120,9 +120,8 @@ class GradientCompression:
             method = self._method(kind)
             with torch.no_grad():
                 self._sent += (method.reduce_scatter if scatter else method.all_reduce)(bucket, group)
-            if self._levels is not None and not scatter:
-                each = whole_bytes(bucket, self._levels.between.size(), scatter=False)
-                self._whole += each // self._levels.within.size()
+            if isinstance(method, ByNodes):
+                self._whole += method.take_whole_bytes()
             else:
                 self._whole += whole_bytes(bucket, group.size(), scatter=scatter)
 

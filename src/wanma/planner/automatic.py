@@ -19,6 +19,7 @@ from wanma.planner.capabilities import allowed_approximations, not_runnable
 from wanma.planner.compression import plan_fields
 from wanma.planner.cost.compression import LOOKED_AT
 from wanma.planner.cost.machines import is_measured
+from wanma.planner.exchange import bucket_of
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.measure.calibration import Calibration
 from wanma.planner.mixed.best import search_mixed
@@ -174,7 +175,9 @@ def _searches(
             problem = problem_of(job, cluster, workload, dimensions, calibration, ranks=ranks)
             threads = job.cluster.threads_per_rank or max(node.cores // ranks, 1)
             for start in _starts(problem, machines):
-                start = replace(start, threads_per_rank=threads)
+                # As in the end of the most replicas there can be: the size decides what memory they share.
+                buckets = bucket_of(job, replace(start, dp_replicate=world), problem.machine)
+                start = replace(start, threads_per_rank=threads, bucket_bytes=buckets)
                 yield (
                     problem,
                     Space.of_job(job, machines, dimensions, start=start, devices=[world], workload=workload),

@@ -106,6 +106,9 @@ def automatic(
     check_buckets(job, plan)
     if plan != best.plan:
         needed = forecast(problem, plan)
+        if needed.memory_bytes > problem.memory_bytes >= best.forecast.memory_bytes:
+            plan = replace(plan, bucket_bytes=best.plan.bucket_bytes)
+            needed = forecast(problem, plan)
     whole = with_pipeline_ranks(problem, plan, needed)
     told = (*reasons(found), *exchange_reasons(plan, problem.machine), *whole.reasons)
     return Planned(plan, replace(whole, reasons=told), found)

@@ -104,14 +104,16 @@ def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
     if not plan.compressions or max(plan.replicas, plan.shard_ranks) == 1:
         return ()
     whole = parameters / plan.tp / plan.pp
-    sent, plain = sent_bytes(plan, whole)
     kept = error_bytes(plan, whole, whole / plan.shard_ranks)
     where = "replicas" if plan.replicas > 1 else "shards"
+    text = f"gradients {compression_words(plan)}: "
     if plan.hierarchical:
-        told = f"gradients {compression_words(plan)} between machines, within which they are summed whole"
-        return (told + (f"; a rank keeps {bytes_text(kept)} of what is left out" if kept else ""),)
-    text = f"gradients {compression_words(plan)}: to sum them over {where} a rank sends about "
-    text += f"{bytes_text(sent)} instead of {bytes_text(plain)}"
+        text += "machines sum theirs whole, and send each other what one rank of each would"
+    else:
+        sent, plain = sent_bytes(plan, whole)
+        text += (
+            f"to sum them over {where} a rank sends about {bytes_text(sent)} instead of {bytes_text(plain)}"
+        )
     return (text + (f", and keeps {bytes_text(kept)} of what is left out" if kept else ""),)
 
 

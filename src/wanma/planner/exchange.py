@@ -46,9 +46,19 @@ def with_exchange(job: Job, plan: Plan, machine: Machine | None) -> Plan:
     if hierarchical and parallel.hierarchical == "auto" and machine is not None:
         by_machines, at_once = _both_ways(plan, machine)
         plan = replace(plan, hierarchical=by_machines < at_once)
-    if parallel.bucket_bytes is None and machine is not None and has_buckets(plan):
-        plan = replace(plan, bucket_bytes=fewest_bytes(plan, machine))
-    return plan
+    return replace(plan, bucket_bytes=bucket_of(job, plan, machine))
+
+
+def bucket_of(job: Job, plan: Plan, machine: Machine | None) -> int:
+    """Bytes that the plan's replicas sum in one message. Arguments as of `with_exchange`."""
+    if (
+        job.parallel.bucket_bytes is None
+        and machine is not None
+        and not machine.unknown
+        and has_buckets(plan)
+    ):
+        return fewest_bytes(plan, machine)
+    return plan.bucket_bytes
 
 
 def exchange_reasons(plan: Plan, machine: Machine) -> list[str]:

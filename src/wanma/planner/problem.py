@@ -103,7 +103,7 @@ def problem_of(
         optimizer_flops=update.flops,
         optimizer_exchanged_bytes=update.exchanged_bytes,
         state_bytes=state_bytes / max(trained, 1.0),
-        shares_memory=job.parallel.collectives != "gloo" and job.cluster.nodes == 1,
+        sharing_machines=0 if job.parallel.collectives == "gloo" else job.cluster.nodes,
         logits_copies=1.0 if dimensions is not None else 2.0,
     )
     memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from wanma.job.forecast import Layer, Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
+from wanma.models.dimensions import DecoderDimensions
+from wanma.models.workload import decoder_workload
 from wanma.planner.cost.operators import Software
 from wanma.planner.memory.grid import States, memory_grid
 from wanma.planner.memory.ranks import Setting, forecast_memory
@@ -30,16 +33,49 @@ RECOMPUTES: tuple[tuple[Recompute, float], ...] = (
 )
 
 
+DECODERS = {
+    "unknown": None,
+    "dense": DecoderDimensions(6, 256, 4, 4, 512, 4096),
+    "experts": DecoderDimensions(6, 256, 4, 4, 512, 4096, experts=4, experts_per_token=1),
+}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_grid_has_the_numbers_of_its_plans_one_by_one(pp: int, device: str) -> None:
-    plan = Plan(pp=pp, dp_replicate=2, micro_batch=2, device=device)  # type: ignore[arg-type]
+@pytest.mark.parametrize("model", DECODERS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("machines", [0, 1])
+def test_a_grid_has_the_numbers_of_its_plans_one_by_one(
+    pp: int, device: str, model: str, precision: str, micro_batches: int, machines: int
+) -> None:
+    given: dict[str, Any] = {"pp": pp, "device": device, "precision": precision, "micro_batch": 2}
+    plan, dimensions = Plan(dp_replicate=2, **given), DECODERS[model]
+    workload = MODEL if dimensions is None else decoder_workload(dimensions, 128)
     ways = [plan, replace(plan, dp_replicate=1, dp_shard=2, shard="optimizer")]
-    setting = Setting("adamw", 4, False, Software(), None)
-    found = memory_grid(tabulate(MODEL, plan), plan, RECOMPUTES, States(ways), setting)
-    assert found.shape == (len(RECOMPUTES), len(ways))
-    for row, (recompute, share) in enumerate(RECOMPUTES):
-        for column, way in enumerate(ways):
+    ways += [replace(ways[1], shard="parameters"), replace(plan, bucket_bytes=1 << 18)]
+    if model == "experts":
+        ways = [replace(way, ep=2) for way in ways]
+        plan = ways[0]
+    software = Software(sharing_machines=machines)
+    setting = Setting("adamw", micro_batches, False, software, None)
+    table = tabulate(workload, plan, dimensions, software)
+    for way in ways:  # each with its own buckets: those of a grid are one search's
+        found = memory_grid(table, way, RECOMPUTES, States([way]), setting)
+        assert found.shape == (len(RECOMPUTES), 1)
+        for row, (recompute, share) in enumerate(RECOMPUTES):
             alone = replace(way, recompute=recompute, recompute_share=share)
-            forecast = forecast_memory(MODEL, alone, "adamw", micro_batches=4)
-            assert found[row, column] == pytest.approx(forecast.memory_bytes, abs=16)
+            forecast = forecast_memory(
+                workload,
+                alone,
+                "adamw",
+                micro_batches=micro_batches,
+                dimensions=dimensions,
+                software=software,
+            )
+            assert found[row, 0] == pytest.approx(forecast.memory_bytes, abs=16)
+    whole = memory_grid(table, plan, RECOMPUTES, States(ways), setting)
+    assert whole.shape == (len(RECOMPUTES), len(ways))
+    for column, way in enumerate(ways):
+        one = memory_grid(table, way, RECOMPUTES, States([way]), setting)
+        assert whole[:, column] == pytest.approx(one[:, 0])

@@ -343,7 +343,7 @@ def test_backward_comes_to_its_last_block_beside_the_gradients_of_all_others() -
         Plan(dp_shard=2, shard="parameters"),
         "adamw",
         micro_batches=1,
-        software=Software(shares_memory=False),
+        software=Software(sharing_machines=0),
     )[0]
     assert over_gloo.moments[3].gradients - shared.moments[3].gradients == 50_000_000 * 4
 

@@ -16,7 +16,7 @@ from wanma.planner.memory.state import Parameters, State, state_of
 
 PSI = 1_000_000.0
 MEGATRON = Software(weights="copies")
-GLOO = Software(shares_memory=False)
+GLOO = Software(sharing_machines=0)
 
 
 def state(plan: Plan, software: Software | None = None, micro_batches: int = 1) -> State:
@@ -89,11 +89,14 @@ def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:
 
 
 def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None:
-    def of(ends: float, **more: Any) -> State:
+    arguments: dict[str, Any] = {"micro_batches": 1, "weight_average": False, "trained_share": 1.0}
+
+    def of(ends: float, share: float = 1.0, **more: Any) -> State:
         parameters = Parameters(blocks=PSI, experts=0.0, ends=ends, block=PSI / 10)
         plan = Plan(dp_shard=2, **more)
-        arguments = {"micro_batches": 1, "weight_average": False, "trained_share": 1.0}
-        return state_of(parameters, plan, "adamw", software=Software(), **arguments)
+        return state_of(
+            parameters, plan, "adamw", software=Software(), **{**arguments, "trained_share": share}
+        )
 
     # Ends and the first block are gathered before the ends' place is free again.
     assert of(2 * PSI, shard="parameters").buffers == 4 * (2 * PSI + PSI / 10)
@@ -104,10 +107,27 @@ def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None
     # All parameters are one unit.
     assert of(2 * PSI, shard="optimizer").buffers == 4 * 3 * PSI
     assert of(2 * PSI, shard="parameters", device="cuda").buffers == 0
+    # What is not trained is gathered all the same.
+    assert of(2 * PSI, shard="parameters", share=0.01).buffers == 4 * (2 * PSI + PSI / 10)
+    # Experts of which no other rank has a part are not.
+    experts = Parameters(blocks=PSI, experts=PSI, ends=2 * PSI, block=PSI / 5, routed=PSI / 10)
+    plan = Plan(dp_shard=2, ep=2, shard="parameters")
+    found = state_of(experts, plan, "adamw", software=Software(), **arguments)
+    assert found.buffers == pytest.approx(4 * (2 * PSI + PSI / 10))
+
+
+def test_ranks_of_several_machines_share_memory_within_each() -> None:
+    plan = Plan(dp_replicate=2, dp_shard=2, shard="parameters")
+    assert state(plan, Software(sharing_machines=2)).buffers == state(plan).buffers > 0
+    across = Plan(dp_shard=4, shard="parameters")
+    assert state(across, Software(sharing_machines=2)).buffers == 0
+    assert state(across, Software(sharing_machines=2)).receiving == state(across, GLOO).receiving
 
 
 def test_replicas_sum_small_gradients_in_memory_that_they_share() -> None:
-    parameters = Parameters(blocks=PSI, experts=0.0, ends=0.0, block=PSI / 10, small=PSI / 4)
+    # Three quarters are tensors larger than a bucket; one quarter nobody knows.
+    tensors = ((100.0, 7.0), (PSI / 8, 6.0))
+    parameters = Parameters(blocks=PSI, experts=0.0, ends=0.0, block=PSI / 10, tensors=tensors)
 
     def of(software: Software, **more: Any) -> State:
         arguments = {"micro_batches": 1, "weight_average": False, "trained_share": 1.0}

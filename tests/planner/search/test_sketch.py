@@ -28,15 +28,16 @@ MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_
     st.sampled_from([6, 8]),
     st.sampled_from([12, 24]),
     st.sampled_from(["nothing", "host", "disk"]),
+    st.sampled_from(["cuda", "cpu"]),
     st.data(),
 )
 def test_no_plan_is_faster_or_smaller_than_its_sketch(
-    dimensions: DecoderDimensions, devices: int, batch: int, away: Any, data: st.DataObject
+    dimensions: DecoderDimensions, devices: int, batch: int, away: Any, device: Any, data: st.DataObject
 ) -> None:
     given = problem(job(global_batch=batch), dimensions)
     space = Space.everything(given.job, given.cluster, dimensions, devices=(devices,))
     keys = ("offload_parameters", "offload_optimizer", "offload_activations")
-    space = replace(space, start=space.start.but(**dict.fromkeys(keys, away)))
+    space = replace(space, start=space.start.but(device=device, **dict.fromkeys(keys, away)))
     grid = data.draw(st.sampled_from(list(grids(space))))
     plan = data.draw(st.sampled_from(list(cores(space, grid, given.workload))))
     again, ways = recomputes(space, plan), States(states(space, grid))

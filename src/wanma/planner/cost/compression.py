@@ -44,6 +44,10 @@ KERNELS: Mapping[Compression, int] = MappingProxyType(
 )
 """Operations for each bucket, about."""
 
+BY_MACHINES_BYTES, BY_MACHINES_KERNELS = 36.0, 8
+"""Likewise of sums by machines, beside the method: gradients and what is owed are put into a buffer, and the
+sums taken out of another."""
+
 KEEP_ERRORS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
 """Methods with an error memory: as `collectives.compression`, which a test compares."""
 
@@ -82,7 +86,8 @@ class Summing:
             between = Group(-(-group.size // inside), group.stride * inside)
             scattered = reduce_scatter_seconds(machine, within, whole)
             gathered = all_gather_seconds(machine, within, whole)
-            return scattered + self.all_reduce(between, elements / inside) + gathered
+            filled = streaming_seconds(machine.chip, elements * BY_MACHINES_BYTES, BY_MACHINES_KERNELS)
+            return scattered + self.all_reduce(between, elements / inside) + gathered + filled
         if kind == "topk":
             sent = elements * self.plan.compression_share * CHOSEN_BYTES
             return all_gather_seconds(machine, group, group.size * sent) + self._moving(kind, elements)

@@ -92,8 +92,9 @@ class Software:
     backward (Korthikanti et al. 2022, section 4.2.2); else it keeps all of it."""
     boundary_buffers: bool = True
     """A stage has a place of its own for what each micro-batch of a step brings to it (torch's pipelines)."""
-    shares_memory: bool = True
-    """On a CPU: the ranks of a group exchange tensors in memory that all of them have; else over TCP."""
+    sharing_machines: int = 1
+    """On CPUs: machines, on each of which the ranks of a group exchange tensors in memory that all of them
+    have. 0: over TCP everywhere."""
     logits_copies: float = 2.0
     """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient, which in
     decoders of ours takes their place."""

@@ -318,21 +318,34 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
         stages: blocks of each kind in every stage.
     """
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
-    bucket = plan.bucket_bytes / (8 if plan.precision == "fp64" else 4)
-    shared = experts = block = shapes = small = 0.0
+    shared = experts = block = shapes = routed = 0.0
+    tensors: dict[float, float] = {}
     for index, kind in enumerate(table.kinds):
         count = sum(stages[number][index] for number in numbers)
         shared += count * kind.shared
         experts += count * kind.experts
-        small += count * (kind.shared + kind.experts - sum(size for size in kind.matrices if size >= bucket))
+        for size in kind.matrices:
+            tensors[size] = tensors.get(size, 0.0) + count
         if count:
             block = max(block, kind.shared + kind.experts)
             shapes = max(shapes, kind.shared + kind.expert)
+            routed = max(routed, kind.experts)
     last = table.last if len(stages) - 1 in numbers else 0.0
-    first, embedding = (table.first, table.embedding) if 0 in numbers else (0.0, 0.0)
-    small += sum(size for size in (first, last) if size < bucket)
+    first = table.first if 0 in numbers else 0.0
+    embedding = first if table.knows_ends else 0.0
+    for size in (first, last):
+        if table.knows_ends and size:
+            tensors[size] = tensors.get(size, 0.0) + 1
     return Parameters(
-        shared, experts, first + last, block, shapes + last, first, embedding=embedding, small=max(small, 0.0)
+        shared,
+        experts,
+        first + last,
+        block,
+        shapes + last,
+        first,
+        embedding=embedding,
+        routed=routed,
+        tensors=tuple(sorted(tensors.items())),
     )
 
 

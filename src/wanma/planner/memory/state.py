@@ -35,12 +35,18 @@ class Parameters(NamedTuple):
     """Of what comes before the blocks, such as an embedding: backward comes to it last."""
     embedding: float = 0.0
     """Of that, what is one tensor."""
-    small: float = 0.0
-    """In tensors smaller than a bucket of gradients (`Plan.bucket_bytes`)."""
+    routed: float = 0.0
+    """Of routed experts, those of its largest block."""
+    tensors: tuple[tuple[float, float], ...] = ()
+    """(elements, how many) of the large ones that are known one by one; the others may be of any size."""
 
     @property
     def held(self) -> float:
         return self.blocks + self.experts + self.ends
+
+    def smaller(self, elements: float) -> float:
+        """In tensors of fewer elements, as far as anybody knows."""
+        return max(self.held - sum(size * count for size, count in self.tensors if size >= elements), 0.0)
 
 
 class State(NamedTuple):
@@ -137,8 +143,18 @@ def state_of(
         micro_batches,
         weight_average,
         trained_share,
-        shares_memory=software.shares_memory and plan.device == "cpu",
+        shares_memory=_shares_memory(plan, software),
     )
+
+
+def _shares_memory(plan: Plan, software: Software) -> tuple[bool, bool]:
+    """Whether the ranks that share a model's state, and all replicas, have memory of one machine."""
+    if plan.device != "cpu" or not software.sharing_machines:
+        return False, False
+    if software.sharing_machines == 1:
+        return True, True
+    on_each, group = plan.world_size // software.sharing_machines, plan.shard_ranks * plan.tp
+    return (group <= on_each and on_each % group == 0), False
 
 
 def _copies(
@@ -176,7 +192,7 @@ def _shards(
     weight_average: bool,
     trained_share: float,
     *,
-    shares_memory: bool,
+    shares_memory: tuple[bool, bool],
 ) -> State:
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
@@ -203,17 +219,24 @@ def _shards(
     accumulates = micro_batches > 1 and (plan.pp > 1 or whole_kind)
     # What a unit is gathered into and what its gradients are reduced in is memory that ranks share. What is
     # no block is gathered first, and stays there until the first block is; where this is larger, the next
-    # one has no room in the place that the ends leave.
-    buffers, reduced = 0.0, float(master)
-    if shares_memory and plan.shard_ranks > 1:
-        together = mine.ends + mine.block * (2 if mine.block > mine.ends else 1)
-        buffers, reduced = max((mine.held if one_unit else together) * compute, unit * master), 0.0
+    # one has no room in the place that the ends leave. Experts of which nobody has another part are not
+    # exchanged there.
+    shards_share, replicas_share = shares_memory
+    buffers, reduced, alone = 0.0, float(master), 0.0
+    if shards_share and plan.shard_ranks > 1:
+        if mine.experts and plan.expert_ranks[1] == 1:
+            alone = mine.experts if one_unit else mine.routed
+        block = mine.block - (0.0 if one_unit else alone)
+        together = mine.ends + block * (2 if block > mine.ends else 1)
+        exchanged = mine.held - alone if one_unit else max(mine.ends, block)
+        gathering = (exchanged if one_unit else together) * compute
+        buffers, reduced = max(gathering, exchanged * master * trained_share), 0.0
     if accumulates:
         accumulated = mine.held * master
         block = 0.0 if one_unit else mine.block
         reducing = 0.0 if compute == master else (waiting + block) * compute
         made = reducing
-        final = accumulated + unit * reduced
+        final = accumulated + unit * reduced + alone * master
     else:
         accumulated = shards * master if micro_batches > 1 else 0.0
         reducing = waiting * compute + (0.0 if one_unit else mine.block * (compute + reduced))
@@ -223,12 +246,12 @@ def _shards(
         if one_unit and plan.shard_ranks == 1:
             final = mine.held * (compute + master)
         else:
-            final = shards * master + unit * (compute + reduced)
+            final = shards * master + unit * (compute + reduced) + alone * master
             if accumulated:  # their sum, before it is added to those of earlier micro-batches
                 final += unit * master / plan.shard_ranks
     # Gloo's parts of a scattered sum come from all other ranks at once.
     receiving = 0.0
-    if plan.device == "cpu" and not shares_memory:
+    if plan.device == "cpu" and not shards_share:
         receiving = unit * master * (1 - 1 / plan.shard_ranks)
     # FSDP2 lets go of what it gathered before it reduces; but where that stays from one micro-batch to the
     # next, gradients are reduced beside it, unless they wait for the last.
@@ -246,14 +269,15 @@ def _shards(
         made = 0.0 if accumulates else mine.held * behind * master
         added = mine.first * master if accumulates else 0.0
         final, late, late_buffer = mine.held * master, mine.embedding * master, 0.0
-        if plan.replicas > 1:
+        if plan.replicas > 1 and not plan.compressions:
             together = min(final, plan.bucket_bytes)
             if plan.hierarchical:  # what other ranks send of a bucket waits to be added up
                 final += 2 * together
-            elif shares_memory and not plan.compressions:
+            elif replicas_share:
                 # Small gradients are summed in memory that the ranks share, and stay there.
-                buffers = mine.small * master
-                made, final = max(made - behind * buffers, 0.0), final - buffers
+                small = mine.smaller(plan.bucket_bytes / master) * master
+                made, final = max(made - behind * small, 0.0), final - small
+                buffers = small * trained_share
             else:
                 final += together
 
@@ -284,7 +308,7 @@ def _shards(
     return State(
         parameters=(0 if away else parameters) + gathered * compute,
         gathered=gathered * compute,
-        buffers=buffers * trained_share,
+        buffers=buffers,
         optimizer=state + average + remainder * trained_share + outer + under_way,
         accumulated=accumulated * trained_share,
         last=waiting * compute * trained_share,

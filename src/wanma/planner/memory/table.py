@@ -48,8 +48,8 @@ class MemoryTable(NamedTuple):
     travelling: float
     """Bytes of what ranks exchange within a block: beside what it keeps, as it goes and as it comes."""
     trained_share: float
-    embedding: float = 0.0
-    """Of `first`, what is one tensor."""
+    knows_ends: bool = False
+    """Whether `first` and `last` are one tensor each, but for a norm."""
 
 
 def table_key(plan: Plan) -> tuple[object, ...]:
@@ -102,7 +102,7 @@ def tabulate(
         tokens * between * compute,
         tokens * _travelling(dimensions, plan),
         workload.trained_share,
-        first,
+        knows_ends=True,
     )
 
 
