@@ -303,8 +303,7 @@ def flat(nested: Any) -> list[Tensor]:
 
 def by_machines(worker: Worker, kind: Compression) -> dict[str, Any]:
     """`STEPS` exchanges of one of four ranks on two machines; and of the machines, as if each were a rank."""
-    with process_grid(worker, Plan(dp_replicate=4), 60) as grid:
-        group = grid.axis("dp_replicate").get_group()
+    with process_grid(worker, Plan(dp_replicate=4), 60):
         pairs = {(0, 1): dist.new_group([0, 1]), (2, 3): dist.new_group([2, 3])}
         across = {(0, 2): dist.new_group([0, 2]), (1, 3): dist.new_group([1, 3])}
         mine = [next(g for ranks, g in of.items() if worker.rank in ranks) for of in (pairs, across)]
@@ -317,15 +316,15 @@ def by_machines(worker: Worker, kind: Compression) -> dict[str, Any]:
             sums = [one.clone() for one in values]
             for one in sums:
                 dist.all_reduce(one, group=mine[0])
-            for name, how, over, given, kept in (
-                ("sums", method, group, values, memories),
-                ("of machines", plain, mine[1], sums, of_machines),
+            for name, sum_up, given, kept in (
+                ("sums", method.all_reduce, values, memories),
+                ("of machines", partial(plain.all_reduce, group=mine[1]), sums, of_machines),
             ):
                 pieces = [
                     Piece(one, None, columns(number), memory)
                     for one, number, memory in zip(given, which, kept, strict=True)
                 ]
-                how.all_reduce(pieces, over)
+                sum_up(pieces)
                 found[name].append([one[0].tolist() for one in given])
         found["errors"] = [m.error[0].tolist() for m in memories if m is not None and m.error is not None]
         for name, kept in (("q", memories), ("q of machines", of_machines)):
@@ -368,7 +367,7 @@ def by_itself(worker: Worker, kind: Compression) -> dict[str, Any]:
         memory, values = memory_of(kind, 0, 1), gradient(0, worker.rank, 0).view(1, -1)
         whole = values.clone()
         dist.all_reduce(whole, group=group)
-        sent = method.all_reduce([Piece(values, None, columns(0), memory)], group)
+        sent, _ = method.all_reduce([Piece(values, None, columns(0), memory)])
         assert memory is not None
         assert memory.error is not None
         return {

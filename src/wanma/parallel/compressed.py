@@ -119,11 +119,14 @@ class GradientCompression:
         for kind, bucket in by_method.items():
             method = self._method(kind)
             with torch.no_grad():
-                self._sent += (method.reduce_scatter if scatter else method.all_reduce)(bucket, group)
-            if isinstance(method, ByNodes):
-                self._whole += method.take_whole_bytes()
-            else:
-                self._whole += whole_bytes(bucket, group.size(), scatter=scatter)
+                if self._levels is not None and not scatter:
+                    by_nodes = ByNodes(method, self._levels, cuts=kind != "powersgd")
+                    sent, whole = by_nodes.all_reduce(bucket)
+                else:
+                    sent = (method.reduce_scatter if scatter else method.all_reduce)(bucket, group)
+                    whole = whole_bytes(bucket, group.size(), scatter=scatter)
+            self._sent += sent
+            self._whole += whole
 
     def end_step(self, *, applied: bool, unit: float) -> None:
         """After the update of a step.
@@ -189,10 +192,7 @@ class GradientCompression:
 
     def _method(self, kind: Compression) -> Method:
         if kind not in self._methods:
-            method = method_of(kind, self._plan.compression_share)
-            if self._levels is not None:
-                method = ByNodes(method, self._levels, cuts=kind != "powersgd")
-            self._methods[kind] = method
+            self._methods[kind] = method_of(kind, self._plan.compression_share)
         return self._methods[kind]
 
     def _memory(self, slot: Slot, device: torch.device) -> Memory:

@@ -60,7 +60,7 @@ class Part:
 
 
 class ByNodes:
-    """A `Method`: `method` between the nodes.
+    """Sums by `method` between the nodes.
 
     Args:
         cuts: whether `method` may be given a part of a tensor; else each tensor has one owner on a node.
@@ -70,29 +70,29 @@ class ByNodes:
         # To itself a node need not make anything smaller.
         self._method = method if levels.between.size() > 1 else Whole()
         self._levels, self._cuts = levels, cuts
-        self._whole_bytes = 0
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:  # noqa: ARG002  # its levels
-        """As of `Method`; returns the bytes that this rank sends to other nodes."""
+    def all_reduce(self, pieces: Sequence[Piece]) -> tuple[int, int]:
+        """Put the sum over all ranks into each piece's values; all call it alike.
+
+        Returns:
+            bytes that this rank sends to other nodes, and would send of the same parts as they are.
+        """
         if not self._cuts:
             return self._sum_in_place(pieces)
-        return sum(self._sum(cut(run, self._levels.within.size())) for run in runs(pieces, 1))
+        sent = whole = 0
+        for run in runs(pieces, 1):
+            of_run = self._sum(cut(run, self._levels.within.size()))
+            sent, whole = sent + of_run[0], whole + of_run[1]
+        return sent, whole
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
-        raise NotImplementedError("sums of which each rank gets its shard are not made by nodes first")
-
-    def take_whole_bytes(self) -> int:
-        """What this rank would have sent of the same parts as they are, since the last time."""
-        whole, self._whole_bytes = self._whole_bytes, 0
-        return whole
-
-    def _between(self, pieces: list[Piece]) -> int:
+    def _between(self, pieces: list[Piece]) -> tuple[int, int]:
         if not pieces:
-            return 0
-        self._whole_bytes += whole_bytes(pieces, self._levels.between.size(), scatter=False)
-        return self._method.all_reduce(pieces, self._levels.between)
+            return 0, 0
+        between = self._levels.between
+        whole = whole_bytes(pieces, between.size(), scatter=False)
+        return self._method.all_reduce(pieces, between), whole
 
-    def _sum(self, parts: Sequence[Part]) -> int:
+    def _sum(self, parts: Sequence[Part]) -> tuple[int, int]:
         """Of parts, each rank's beside each other in a row of one buffer."""
         within, me = self._levels.within, self._levels.within.rank()
         row = max(part.offset + aligned(part.stop - part.start) for part in parts)
@@ -117,7 +117,7 @@ class ByNodes:
             part.piece.values[0, part.start : part.stop] = sums[part.owner, part.place]
         return sent
 
-    def _sum_in_place(self, pieces: Sequence[Piece]) -> int:
+    def _sum_in_place(self, pieces: Sequence[Piece]) -> tuple[int, int]:
         """Of whole tensors, in their own memory."""
         within, me = self._levels.within, self._levels.within.rank()
         owners = shared_out([piece.length for piece in pieces], within.size())
