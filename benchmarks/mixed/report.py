@@ -32,7 +32,8 @@ def report(pieces: Sequence[Piece]) -> str:
         "# Mixed hardware: two ranks, one of them with a share of a core\n",
         "Tokens per second of one training on two ranks of a thread each. The ideal is the sum of two "
         "trainings of one rank each that run side by side under the same quota and exchange nothing, in the "
-        f"same round; its samples are split as planned. Goal: {GOAL} of it.\n",
+        "same round. Shares are planned so that both ranks take equally long, by what a sample and a step "
+        f"take each of them alone, and the ideal's samples are split so too. Goal: {GOAL} of it.\n",
     ]
     for piece in measured:
         setting = piece["settings"]
@@ -49,15 +50,16 @@ def summary(piece: Piece) -> str:
     """One line of ratios to the ideal."""
     if not undisturbed(piece):
         return "  no undisturbed round yet"
-    shown = [f"{name} {estimate(ratios(piece, name))}" for name in ("even", "planned", "dynamic")]
+    shown = [f"{name} {estimate(found)}" for name in TITLES if (found := ratios(piece, name))]
     return f"  of the ideal: {', '.join(shown)}; recovered after {recoveries(piece)} steps"
 
 
 def ratios(piece: Piece, contender: str) -> list[float]:
-    """Of a contender's tokens per second to the ideal's, round by round."""
+    """Of a contender's tokens per second to the ideal's, round by round of those that had it."""
     return [
         taken[contender]["tokens_per_second"] / taken["apart"]["tokens_per_second"]
         for taken in undisturbed(piece)
+        if contender in taken
     ]
 
 
@@ -67,6 +69,7 @@ def recoveries(piece: Piece) -> list[int | None]:
     return [
         steps_to_recover(taken["changed"], GOAL * taken["apart"]["tokens_per_second"])
         for taken in undisturbed(piece)
+        if "changed" in taken
     ]
 
 
@@ -76,7 +79,9 @@ def in_turns_text(piece: Piece, name: str) -> str:
     if not rounds:
         return "no undisturbed round yet"
     found = estimate([one[name]["tokens_per_second"] / one["apart"]["tokens_per_second"] for one in rounds])
-    return f"{found} of {len(rounds)} rounds"
+    shares = sorted({str(one[name]["planned_shares"]) for one in rounds})
+    planned = f", shares {' or '.join(shares)}" if name == "planned" else ""
+    return f"{found} of {len(rounds)} rounds{planned}"
 
 
 def _in_turns(piece: Piece) -> str:
@@ -114,15 +119,18 @@ def _speeds(piece: Piece) -> str:
         ["ideal", f"{estimate([one['apart']['tokens_per_second'] for one in rounds]).median:,.0f}", "", ""]
     ]
     for name, title in TITLES.items():
-        speeds = estimate([one[name]["tokens_per_second"] for one in rounds])
-        moves = "; ".join(f"{step}: {shares}" for step, shares in rounds[-1][name]["moves"])
+        if not (own := [one[name] for one in rounds if name in one]):
+            continue
+        speeds = estimate([sample["tokens_per_second"] for sample in own])
+        moves = "; ".join(f"{step}: {shares}" for step, shares in own[-1]["moves"])
         rows.append([title, f"{speeds.median:,.0f}", str(estimate(ratios(piece, name))), moves or "–"])
     header = ["", "tokens/s, median", "of the ideal (95 %)", "moves of the last round, after step: shares"]
     return table(header, rows)
 
 
 def _recoveries(piece: Piece) -> str:
-    found = recoveries(piece)
+    if not (found := recoveries(piece)):
+        return ""
     told = ", ".join("never" if steps is None else str(steps) for steps in found)
     return (
         f"Steps from the change of the quota in mid-run until {GOAL} of the ideal, round by round: {told} "

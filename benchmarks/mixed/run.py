@@ -38,8 +38,10 @@ from benchmarks.mixed.contenders import (
     CONTENDERS,
     IN_TURNS,
     Setting,
+    Shares,
     measure,
     measure_in_turns,
+    plan_shares,
     prepare_data,
 )
 from benchmarks.mixed.quota import why_no_quotas
@@ -67,16 +69,19 @@ def run(options: argparse.Namespace) -> None:
     for setting in settings(options):
         piece = results.piece(asdict(setting), options.fresh)
         piece["environment"] = environment
-        piece["job"] = setting.job("even")
+        piece["job"] = setting.job("even", setting.by_quota)
         prepare_data(setting)
+        planned = plan_shares(setting, options.venv)
+        print(f"a quota of {setting.quota}%: shares planned as {list(planned)}", flush=True)
         if options.turn_seconds is not None:
-            in_turns(setting, piece, options)
+            in_turns(setting, planned, piece, options)
             results.save(report(results.pieces))
             continue
-        print(f"a quota of {setting.quota}%: {len(piece['pairs'])} rounds so far", flush=True)
+        print(f"  {len(piece.get('pairs', []))} rounds so far", flush=True)
+        contenders = ("apart", *(name for name in CONTENDERS[1:] if name in options.contenders))
         complete = take_pairs(
             piece,
-            {name: partial(_sample, setting, name, options.venv) for name in CONTENDERS},
+            {name: partial(_sample, setting, name, planned, options.venv) for name in contenders},
             pairs=options.pairs,
             noise=Noise(options.foreign_limit, options.retries),
             deadline=deadline,
@@ -88,12 +93,14 @@ def run(options: argparse.Namespace) -> None:
             return
 
 
-def in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespace) -> None:
+def in_turns(setting: Setting, planned: Shares, piece: dict[str, Any], options: argparse.Namespace) -> None:
     """Contenders whose shares stay, each beside the ideal; their rounds are kept apart from the others."""
     facts = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
     for name in IN_TURNS:
         with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-            rounds = measure_in_turns(setting, name, options.venv, Path(folder), options.turn_seconds)
+            rounds = measure_in_turns(
+                setting, name, planned, options.venv, Path(folder), options.turn_seconds
+            )
         for taken in rounds:
             for sample in taken.values():
                 sample["disturbed"] = sample["foreign_cpu"] > options.foreign_limit
@@ -101,9 +108,9 @@ def in_turns(setting: Setting, piece: dict[str, Any], options: argparse.Namespac
         print(f"  {name}: {in_turns_text(piece, name)}", flush=True)
 
 
-def _sample(setting: Setting, name: str, venv: Path) -> dict[str, Any]:
+def _sample(setting: Setting, name: str, planned: Shares, venv: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        sample = measure(setting, name, venv, Path(folder))
+        sample = measure(setting, name, planned, venv, Path(folder))
     print(f"  {name}: {sample['tokens_per_second']:,.0f} tokens/s, moves {sample['moves']}", flush=True)
     return sample
 
@@ -128,6 +135,13 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(venv=Path(sys.prefix), pairs=5)
     add = parser.add_argument
     add("--quota", nargs="+", type=int, default=[30, 50], metavar="PERCENT", help="of a core (default 30 50)")
+    add(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS[1:],
+        default=CONTENDERS[1:],
+        help="of a round, beside the ideal (default all)",
+    )
     add("--steps", type=int, default=30, help="measured steps (default 30)")
     add("--settle", type=int, default=20, help="steps before them, in which shares may move (default 20)")
     add("--layers", type=int, default=4)
