@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
 def in_turns(setting: Setting, planned: Shares, piece: dict[str, Any], options: argparse.Namespace) -> None:
     """Contenders whose shares stay, each beside the ideal; their rounds are kept apart from the others."""
     facts = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit()}
-    for name in IN_TURNS:
+    for name in (name for name in IN_TURNS if name in options.contenders):
         with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
             rounds = measure_in_turns(
                 setting, name, planned, options.venv, Path(folder), options.turn_seconds
