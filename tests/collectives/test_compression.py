@@ -14,11 +14,12 @@ from torch import Tensor
 from support.ranks import run_ranks
 from wanma.collectives.compression import pieces as pieces_module
 from wanma.collectives.compression.blockwise import BlockwiseInt8
-from wanma.collectives.compression.by_nodes import ByNodes, Levels, cut, shared_out
+from wanma.collectives.compression.by_nodes import ByNodes, Levels, cut
 from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
 from wanma.collectives.compression.pieces import Memory, Piece
 from wanma.collectives.compression.power_sgd import first_q
 from wanma.collectives.compression.rounding import BFloat16, Float16
+from wanma.collectives.owners import shared_out
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
 from wanma.job.worker import Worker

@@ -60,7 +60,9 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
         mine = {id(parameter) for parameter in own}
 
         def look(*_: Any) -> None:
-            whole = [p._unsharded_param for p in managed if hasattr(p, "_unsharded_param")]
+            # What all ranks have in common is not gathered: each has its part of it.
+            gathered = [p for p in managed if not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")]
+            whole = [p._unsharded_param for p in gathered if hasattr(p, "_unsharded_param")]
             # What computes in the state's own memory holds gradients, and nothing else.
             whole += [p for p in module.parameters() if id(p) not in mine] if plan.computes_with_state else []
             note("parameters", size([*own, *([] if plan.computes_with_state else whole)]))
@@ -94,7 +96,9 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
                 updater.step(1e-3)
                 updater.zero_gradients()
         note("optimizer", size(updater.state_tensors().values()))
-        note("buffers", allocated_bytes())
+        computing = [shard._sharded_local_tensor for shard in managed if shard.param_dtype is None]
+        in_place = size(one for one in computing if hasattr(one, "fsdp_pre_all_gather"))
+        note("buffers", allocated_bytes() - in_place)
     return peaks
 
 

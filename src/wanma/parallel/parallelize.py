@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -19,6 +19,7 @@ from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
 from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
 from wanma.parallel.autocast import autocast_forward
+from wanma.parallel.common_weights import share_weights
 from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
@@ -102,6 +103,11 @@ class Parallel:
         """After the last backward of a step, where no pipeline drives them."""
         for part in self.data_parallel:
             part.end_backward()
+
+    def settle(self) -> None:
+        """After an evaluation, before weights change: until no rank computes with them. All ranks call it."""
+        for part in self.data_parallel:
+            part.settle()
 
     def rest(self) -> None:
         """Let the parameters be the state again, after a forward without backward."""
@@ -229,6 +235,8 @@ def _apply(
     elif plan.offload_parameters == "nothing":  # else FSDP2 has put everything where it belongs
         part.to(grid.device)
     offload_parameters(part, blocks, plan, scratch)
+    if isinstance(data_parallel, Sharded):
+        data_parallel = replace(data_parallel, weights=share_weights(part, plan, stopwatch))
     if spec.own_initialization and plan.precision in ("bf16", "fp16"):
         autocast_forward(part, DTYPES[plan.precision], grid.device)
     return data_parallel

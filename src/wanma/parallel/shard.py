@@ -43,6 +43,7 @@ from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
+from wanma.parallel.common_weights import CommonWeights
 from wanma.parallel.compressed import GradientCompression
 from wanma.parallel.compressed_shard import compress_unit, names_of
 from wanma.parallel.mesh import Grid
@@ -172,6 +173,8 @@ class Sharded:
     strays: Strays
     scalars: Whole | None
     """Parameters that are one number."""
+    weights: CommonWeights | None = None
+    """What this rank computes with, where it is the same memory on all ranks of the machine."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say what the backward of the next micro-batch communicates: all of it only at the last one.
@@ -193,6 +196,13 @@ class Sharded:
         self.strays.refuse()
         if self.scalars is not None:
             self.scalars.end_backward()
+        self.settle()
+
+    def settle(self) -> None:
+        """Until no rank computes with weights that this one may change: before an update, or when others have
+        been evaluated in their place. All ranks call it."""
+        if self.weights is not None:
+            self.weights.settle()
 
     def rest(self) -> None:
         """Let parameters be this rank's shards again: a forward without backward leaves them whole."""

@@ -150,6 +150,9 @@ class Whole:
             state: Any = held.state
             state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
 
+    def settle(self) -> None:
+        """As of `Sharded`: here every rank has its own."""
+
     def rest(self) -> None:
         """Let the module's parameters be the state again."""
         if self._computes:

@@ -86,6 +86,7 @@ class ForwardBackward:
                 loss_sum += some_loss
                 targets += some_targets
             self._parallel.rest()
+            self._parallel.settle()
             return loss_sum, targets, right if self._grid.counts_loss else self._zero()
         with torch.no_grad():
             for batch in batches:
@@ -96,6 +97,7 @@ class ForwardBackward:
                 if part.targets.ndim == 1 and not part.targets.is_floating_point():
                     right += (whole_output(output).argmax(dim=-1) == part.targets).sum()
         self._parallel.rest()
+        self._parallel.settle()
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:

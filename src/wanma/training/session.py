@@ -312,6 +312,7 @@ class Session:
                     loss_sum += of_batch
                     targets += number
             trainer.state.parallel.rest()
+            trainer.state.parallel.settle()
             return loss_sum, targets
 
         return partial(validate_with, trainer, data, evaluate)

@@ -30,6 +30,7 @@ from wanma.collectives.compression.pieces import (
     width_of,
 )
 from wanma.collectives.compression.whole import Whole, whole_bytes
+from wanma.collectives.owners import shared_out
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The second name is the older one: torch 2.13 warns of it, 2.11 knows no other."""
@@ -153,16 +154,6 @@ def cut(run: Sequence[Slice], ranks: int) -> list[Part]:
             parts.append(Part(one.piece, start, stop, owner, offset))
             start = stop
     return parts
-
-
-def shared_out(lengths: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each tensor: the longest first, to whoever has least."""
-    held = [0] * ranks
-    owners = [0] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        owners[index] = held.index(min(held))
-        held[owners[index]] += lengths[index]
-    return owners
 
 
 def _alone(part: Part, mine: Tensor) -> Piece:

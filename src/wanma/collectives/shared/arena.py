@@ -87,7 +87,7 @@ class Arena:
     ) -> None:
         self._library = load(library)
         self.rank, self.shape = rank, shape
-        layout = shape.ranks, shape.chunk_bytes, shape.heap_bytes
+        self._layout = layout = shape.ranks, shape.chunk_bytes, shape.heap_bytes
         self._descriptor = os.dup(descriptor)
         self._watched: list[int] = []
         self._mapping: mmap.mmap | None = None
@@ -101,7 +101,7 @@ class Arena:
         except (OSError, ValueError) as error:
             self._release()
             raise OSError(getattr(error, "errno", None), f"{error}") from error
-        base = ctypes.addressof(self._anchor)
+        self._base = base = ctypes.addressof(self._anchor)
         self.handle = self._library.wanma_open(
             base,
             rank,
@@ -137,9 +137,18 @@ class Arena:
         offset = self.take(size)
         if offset is None:
             return None
-        block: Any = (ctypes.c_char * size).from_address(self._heap_address + offset)
-        block.taken = _Taken(self, offset)  # the tensor's storage holds the block
-        return torch.frombuffer(block, dtype=dtype, count=max(elements, 1))[:elements]
+        return _tensor(self._heap_address + offset, elements, dtype, _Taken(self, offset))
+
+    def common(self, owner: int, offset: int, part: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two tensors of the same memory, which rank `owner` has taken in its heap: (ranks × part,), and of
+        it this rank's (part,).
+
+        On that rank the place is given back when both are gone.
+        """
+        address = self._base + self._library.wanma_heap_offset(owner, *self._layout) + offset
+        keeper: object = _Taken(self, offset) if owner == self.rank else self
+        mine = address + self.rank * part * dtype.itemsize
+        return _tensor(address, self.shape.ranks * part, dtype, keeper), _tensor(mine, part, dtype, keeper)
 
     def take(self, size: int) -> int | None:
         """Offset within this rank's heap of a place of `size` bytes; None as in `tensor`."""
@@ -182,6 +191,14 @@ class Arena:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
         self._watched, self._descriptor = [], -1
+
+
+def _tensor(address: int, elements: int, dtype: torch.dtype, keeper: object) -> Tensor:
+    """What lies at an address, for as long as there is a keeper."""
+    count = max(elements, 1)
+    block: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    block.keeper = keeper  # the tensor's storage holds the block
+    return torch.frombuffer(block, dtype=dtype, count=count)[:elements]
 
 
 class _Taken:

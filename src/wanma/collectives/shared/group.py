@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from wanma.collectives.owners import shared_out
 from wanma.collectives.shared.arena import Arena
 from wanma.collectives.shared.calls import (
     all_gather,
@@ -75,6 +76,8 @@ class SharedGroup(dist.ProcessGroup):
         self._record, self._messages = Record(), Messages(arena, weakref.proxy(self))
         self._completions = Completions()
         self._lock = threading.Lock()
+        self._common_bytes = 0
+        """By how much this rank's part of what all have in common is more than what it keeps of it."""
         self._held: deque[tuple[int, Any]] = deque()
         """(number, tensors) of collectives that may be under way: nobody else need keep them."""
         # Methods that are not here are the base class's, which asks the backend of a tensor's device; those
@@ -97,10 +100,39 @@ class SharedGroup(dist.ProcessGroup):
         found = self._arena.tensor(elements, dtype)
         return torch.empty(elements, dtype=dtype) if found is None else found
 
+    def allocate_common(self, parts: Sequence[tuple[int, torch.dtype]]) -> list[tuple[Tensor, Tensor] | None]:
+        """Tensors that all ranks have in common, each of as many parts as there are ranks: what one writes,
+        all read. Every rank calls it alike, and lets go of it when the others do.
+
+        Args:
+            parts: elements of one rank's part.
+
+        Returns:
+            of each, uninitialised, the whole (ranks × part,) and this rank's part of it (part,): the same
+            memory, of which autograd does not know. None where there is no room.
+        """
+        bytes_of = [self._ranks * elements * dtype.itemsize for elements, dtype in parts]
+        owners = shared_out(bytes_of, self._ranks)
+        self.barrier().wait()  # others have let go of what they had, as this one has
+        held = sum(size for size, owner in zip(bytes_of, owners, strict=True) if owner == self._me)
+        self._common_bytes += sum(bytes_of) // self._ranks - held
+        places = torch.full((len(parts),), -1, dtype=torch.int64)
+        for index, (size, owner) in enumerate(zip(bytes_of, owners, strict=True)):
+            if owner == self._me and (offset := self._arena.take(size)) is not None:
+                places[index] = offset
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self.allreduce([places], options).wait()
+        return [
+            None if place < 0 else self._arena.common(owner, place, elements, dtype)
+            for (elements, dtype), owner, place in zip(parts, owners, places.tolist(), strict=True)
+        ]
+
     @property
     def allocated_bytes(self) -> int:
-        """The most that `allocate` ever gave out at once."""
-        return self._arena.heap_bytes
+        """The most that `allocate` ever gave out at once, and this rank's part of what is common, whoever has
+        it in its heap."""
+        return self._arena.heap_bytes + self._common_bytes
 
     # ------------------------------------------------------------------ collectives
 

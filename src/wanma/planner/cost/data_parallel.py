@@ -47,6 +47,8 @@ class DataParallel:
         """Per parameter, as it is gathered to be computed with."""
         self.is_by_block = is_by_block(plan)
         self.gathers_again = gathers_again(plan)
+        self.has_common_weights = software.has_common_weights(plan)
+        """Nothing is gathered, but where shards are of another precision, which are written into a copy."""
         self.is_beside_compute = plan.device != "cpu"
         """Collectives of a CPU run on the cores that compute."""
         self.hides_sums = hides_sums(plan, machine)
@@ -76,7 +78,7 @@ class DataParallel:
         if not reduces and self.plan.offload_parameters == "nothing":
             return 0.0, 0.0
         whole, gather, reduce = parameters / self.plan.tp, 0.0, 0.0
-        if self.gathers_again:
+        if self.gathers_again and not self.has_common_weights:
             gather = all_gather_seconds(self.machine, self.shards, whole * self.weight_bytes)
             gather += 0.0 if self.is_beside_compute else self._copied(whole)
         if reduces:
@@ -191,10 +193,16 @@ class DataParallel:
         whole = parameters / self.plan.tp
         mine = whole * self.trained_share / self.shards.size
         reduce = self.summing.all_reduce(self.replicas, mine, self._algorithm())
+        rounding = 0.0
+        if self.has_common_weights and self.weight_bytes < 4.0:
+            parts = whole / self.shards.size
+            rounding = streaming_seconds(self.machine.chip, parts * (4.0 + self.weight_bytes))
         if self.is_by_block and self.gathers_again:
-            return reduce, 0.0  # the rest was done block by block
+            return reduce, rounding  # the rest was done block by block
         copies, gather = not self.is_beside_compute and not self.plan.computes_with_state, 0.0
-        if not self.gathers_again:
+        if self.has_common_weights:
+            gather = rounding
+        elif not self.gathers_again:
             changed = 0.0 if self.software.frozen else whole * self.weight_bytes
             gather = all_gather_seconds(self.machine, self.shards, changed)
             gather += weights_seconds(self.machine, self.plan, whole / self.shards.size)
@@ -228,9 +236,12 @@ def is_by_block(plan: Plan) -> bool:
 
 def block_key(plan: Plan) -> tuple[object, ...]:
     """Plans with the same key exchange, cast and add a block's parameters alike, in every micro-batch."""
-    by_block = (plan.shard, plan.shard_ranks) if is_by_block(plan) or gathers_again(plan) else None
+    exchanges = is_by_block(plan) or gathers_again(plan)
+    by_block = (plan.shard, plan.shard_ranks) if exchanges else None
+    # On which it depends whether a machine's ranks share the state.
+    on_machines = (plan.tp, plan.world_size) if exchanges and plan.device == "cpu" else None
     away = (plan.offload_parameters, plan.offload_optimizer, plan.offload_activations)
-    return plan.shard == "nothing", by_block, away
+    return plan.shard == "nothing", by_block, on_machines, away
 
 
 def exposed(communication: float, compute: float) -> float:

@@ -99,6 +99,19 @@ class Software:
     """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient, which in
     decoders of ours takes their place."""
 
+    def shares_memory(self, plan: Plan) -> tuple[bool, bool]:
+        """Whether the ranks that share a model's state, and all replicas, have memory of one machine."""
+        if plan.device != "cpu" or not self.sharing_machines:
+            return False, False
+        if self.sharing_machines == 1:
+            return True, True
+        on_each, group = plan.world_size // self.sharing_machines, plan.shard_ranks * plan.tp
+        return (group <= on_each and on_each % group == 0), False
+
+    def has_common_weights(self, plan: Plan) -> bool:
+        """Whether ranks that shard weights compute with one copy of them (`parallel.common_weights`)."""
+        return plan.shard_ranks > 1 and plan.offload_parameters == "nothing" and self.shares_memory(plan)[0]
+
 
 CPU_NORM, CPU_JOIN, CPU_SWIGLU, CPU_TURN = (10.0, 18.0), (6.0, 6.0), (12.0, 24.0), (5.0, 6.0)
 CPU_LOSS = (27.0, 23.0)

@@ -143,18 +143,9 @@ def state_of(
         micro_batches,
         weight_average,
         trained_share,
-        shares_memory=_shares_memory(plan, software),
+        shares_memory=software.shares_memory(plan),
+        has_common_weights=software.has_common_weights(plan),
     )
-
-
-def _shares_memory(plan: Plan, software: Software) -> tuple[bool, bool]:
-    """Whether the ranks that share a model's state, and all replicas, have memory of one machine."""
-    if plan.device != "cpu" or not software.sharing_machines:
-        return False, False
-    if software.sharing_machines == 1:
-        return True, True
-    on_each, group = plan.world_size // software.sharing_machines, plan.shard_ranks * plan.tp
-    return (group <= on_each and on_each % group == 0), False
 
 
 def _copies(
@@ -193,6 +184,7 @@ def _shards(
     trained_share: float,
     *,
     shares_memory: tuple[bool, bool],
+    has_common_weights: bool,
 ) -> State:
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
@@ -220,7 +212,8 @@ def _shards(
     # What a unit is gathered into and what its gradients are reduced in is memory that ranks share. What is
     # no block is gathered first, and stays there until the first block is; where this is larger, the next
     # one has no room in the place that the ends leave. Experts of which nobody has another part are not
-    # exchanged there.
+    # exchanged there. Weights that ranks have in common are not gathered at all: in 16 bits there is one copy
+    # of them beside the shards, in 32 these are it.
     shards_share, replicas_share = shares_memory
     buffers, reduced, alone = 0.0, float(master), 0.0
     if shards_share and plan.shard_ranks > 1:
@@ -230,7 +223,13 @@ def _shards(
         together = mine.ends + block * (2 if block > mine.ends else 1)
         exchanged = mine.held - alone if one_unit else max(mine.ends, block)
         gathering = (exchanged if one_unit else together) * compute
+        if has_common_weights:
+            gathered, gathering = (mine.routed if by_block else mine.experts) if alone else 0.0, 0.0
         buffers, reduced = max(gathering, exchanged * master * trained_share), 0.0
+        if has_common_weights and compute != master:
+            buffers += (mine.blocks + mine.ends) / plan.shard_ranks * compute
+            if mine.experts and not alone:
+                buffers += mine.experts / plan.expert_ranks[1] * compute
     if accumulates:
         accumulated = mine.held * master
         block = 0.0 if one_unit else mine.block

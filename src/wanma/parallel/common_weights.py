@@ -1,0 +1,181 @@
+"""Weights of which the ranks of one machine have one whole copy: each keeps its shard as its part of it.
+
+Ranks that shard parameters and share memory need not send them to each other. To gather them is to know that
+everybody has written its part, and what was gathered takes no memory of its own: a model that is sharded over
+the ranks of one machine lies there once, whole. In 16 bits the whole copy is beside the shards, and each rank
+rounds its part into it.
+
+FSDP2 asks a shard what is to be gathered and what became of it (`fsdp_pre_all_gather`,
+`fsdp_post_all_gather`, its way in for other formats of weights): here one element, and the whole tensor. What
+does not divide evenly, and what is split along another dim than the first, is gathered as usual.
+
+Ranks meet twice a step: before weights change, when nobody computes with them any more
+(`CommonWeights.settle`), and as the first are gathered after that, when all have been changed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import BarrierOptions
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from wanma.collectives.shared.backend import shared_group
+from wanma.collectives.shared.group import SharedGroup
+from wanma.collectives.stopwatch import Stopwatch
+from wanma.job.plan import Plan
+
+
+class CommonWeights:
+    """Of one rank: the groups whose ranks compute with the same tensors, and when they meet."""
+
+    def __init__(self, groups: Sequence[SharedGroup], stopwatch: Stopwatch) -> None:
+        self._groups, self._stopwatch = groups, stopwatch
+        self.tensors: list[Common] = []
+        self._may_have_changed = True
+        """Since ranks met: not all may have written their parts."""
+
+    def settle(self) -> None:
+        """Until no rank computes with the weights any more, so that each may change its part; all call it."""
+        self._meet()
+        self._may_have_changed = True
+
+    def gathered(self) -> None:
+        """Until all have changed what they were to change; all call it, before they compute."""
+        if self._may_have_changed:
+            for tensor in self.tensors:
+                tensor.write()
+            self._meet()
+            self._may_have_changed = False
+
+    def _meet(self) -> None:
+        with self._stopwatch.waiting("data"):
+            for group in self._groups:
+                options = BarrierOptions()
+                options.asyncOp = False
+                group.barrier(options)
+
+
+def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonWeights | None:
+    """Let ranks compute with common copies of what FSDP2 has sharded; every rank of a shard group calls it.
+
+    Values stay. None where there is nothing to have in common: other devices, ranks of several machines or
+    without shared memory, offloaded parameters.
+    """
+    if plan.device != "cpu" or plan.offload_parameters != "nothing":
+        return None
+    shards: dict[SharedGroup, list[Any]] = {}
+    for shard in (shard for unit in _units(model) for shard in _shards(unit)):
+        if _is_even(shard) and (group := shared_group(shard.mesh_info.shard_process_group)) is not None:
+            shards.setdefault(group, []).append(shard)
+    if not shards:
+        return None
+    weights, common = CommonWeights(tuple(shards), stopwatch), set()
+    for group, of_group in shards.items():
+        parts = [(shard.sharded_param._local_tensor.numel(), _computed_in(shard)) for shard in of_group]
+        for shard, found in zip(of_group, group.allocate_common(parts), strict=True):
+            if found is not None:
+                weights.tensors.append(Common(shard, *found))
+                common.add(id(shard))
+    for unit in _units(model):
+        if (of_unit := unit._get_fsdp_state()._fsdp_param_group) is not None:
+            is_all = common.issuperset(id(shard) for shard in of_unit.fsdp_params)
+            unit.set_custom_all_gather(_Gather(weights, None if is_all else of_unit._all_gather_comm))
+    return weights
+
+
+class _Gather(AllGather):
+    """Of a unit of which some is common, or all."""
+
+    def __init__(self, weights: CommonWeights, usual: AllGather | None) -> None:
+        self._weights, self._usual = weights, usual
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._usual is not None:
+            return self._usual.allocate(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        self._weights.gathered()
+        if self._usual is not None:
+            return self._usual(output_tensor, input_tensor, group, async_op)
+        return None  # what FSDP2 goes on with is one element of each parameter, which nobody reads
+
+
+class Common:
+    """One parameter's whole copy. Where it computes in the precision of the state, the shard itself becomes
+    this rank's part of it.
+
+    Args:
+        whole: what computes.
+        part: the memory of this rank's part of it as a tensor of its own. Were it a view, autograd would hold
+            a change to the shard against whoever computes with the whole.
+    """
+
+    @torch.no_grad()
+    def __init__(self, shard: Any, whole: Tensor, part: Tensor) -> None:
+        self._whole = whole.view(shard._orig_size)
+        self._part = part
+        self._token = torch.zeros(1, dtype=whole.dtype)
+        local: Any = shard.sharded_param._local_tensor
+        self._part.copy_(local.view(-1))
+        if local.dtype == whole.dtype:
+            local = self._part.view(local.size())
+            shard._sharded_param_data, shard.sharded_param._local_tensor = self._part, local
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before, self._after
+        shard._init_extensions()
+        self._local = weakref.ref(local)  # which has this object
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Bring this rank's part to what its shard has become."""
+        local = self._local()
+        if local is not None and local.data_ptr() != self._part.data_ptr():
+            self._part.copy_(local.view(-1))
+
+    def _before(self, _mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        return (self._token,), None
+
+    def _after(
+        self, _outputs: Any, _metadata: None, _dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        return (self._whole, ()) if out is None else None
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    yield from (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _shards(unit: FSDPModule) -> list[Any]:
+    """FSDP2's."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else group.fsdp_params
+
+
+def _is_even(shard: Any) -> bool:
+    """Whether a rank's shard is one stretch of the whole, as long as every other's, and gathered as it is."""
+    local = shard.sharded_param._local_tensor
+    parts = getattr(shard.mesh_info, "shard_mesh_size", 1)
+    return bool(
+        parts > 1
+        and shard.fsdp_placement.dim == 0
+        and local.numel() * parts == shard._orig_size.numel() > 0
+        and not hasattr(local, "fsdp_pre_all_gather")
+    )
+
+
+def _computed_in(shard: Any) -> torch.dtype:
+    dtype: torch.dtype = shard.mp_policy.param_dtype or shard.sharded_param.dtype
+    return dtype

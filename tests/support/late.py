@@ -1,0 +1,56 @@
+"""A rank that is late at a moment at which the others might go on without it: `run_job(..., patch=...)`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wanma.parallel import parallelize
+from wanma.parallel.common_weights import CommonWeights
+from wanma.training.forward_backward import ForwardBackward
+from wanma.training.optimizer import Updater
+
+SECONDS = 0.15
+
+
+def with_its_update() -> None:
+    step = Updater.step
+
+    def late(self: Any, *arguments: Any) -> None:
+        _wait()
+        step(self, *arguments)
+
+    Updater.step = late  # type: ignore[method-assign]
+
+
+def with_an_evaluation() -> None:
+    losses = ForwardBackward._forward
+
+    def late(self: Any, *arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            _wait()
+        return losses(self, *arguments)
+
+    ForwardBackward._forward = late  # type: ignore[method-assign]
+
+
+def with_its_update_and_nobody_waits() -> None:
+    with_its_update()
+    CommonWeights._meet = lambda _: None  # type: ignore[method-assign]
+
+
+def with_an_evaluation_and_nobody_waits() -> None:
+    with_an_evaluation()
+    CommonWeights._meet = lambda _: None  # type: ignore[method-assign]
+
+
+def nothing_is_common() -> None:
+    parallelize.share_weights = lambda *_: None
+
+
+def _wait() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(SECONDS)
