@@ -98,22 +98,28 @@ def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None
             parameters, plan, "adamw", software=Software(), **{**arguments, "trained_share": share}
         )
 
-    # Ends and the first block are gathered before the ends' place is free again.
-    assert of(2 * PSI, shard="parameters").buffers == 4 * (2 * PSI + PSI / 10)
-    # In 16 bits what is reduced in fp32 is larger.
-    assert of(2 * PSI, shard="gradients", precision="bf16").buffers == 4 * 2 * PSI
-    # A small embedding leaves no room for the second block.
-    assert of(PSI / 100, shard="parameters").buffers == pytest.approx(4 * (PSI / 100 + 2 * PSI / 10))
+    # Nothing is gathered; gradients of the largest unit are reduced.
+    found = of(2 * PSI, shard="parameters")
+    assert (found.buffers, found.gathered) == (4 * 2 * PSI, 0)
+    assert found.parameters == 4 * 3 * PSI / 2
+    # In 16 bits there is one copy of the weights beside the shards.
+    assert of(2 * PSI, shard="gradients", precision="bf16").buffers == 4 * 2 * PSI + 2 * 3 * PSI / 2
     # All parameters are one unit.
     assert of(2 * PSI, shard="optimizer").buffers == 4 * 3 * PSI
     assert of(2 * PSI, shard="parameters", device="cuda").buffers == 0
-    # What is not trained is gathered all the same.
-    assert of(2 * PSI, shard="parameters", share=0.01).buffers == 4 * (2 * PSI + PSI / 10)
-    # Experts of which no other rank has a part are not.
+    # What is not trained is not reduced.
+    assert of(2 * PSI, shard="parameters", share=0.01).buffers == pytest.approx(4 * 2 * PSI * 0.01)
+    # Offloaded parameters are gathered, ends and the first block before the ends' place is free again.
+    away = {"shard": "parameters", "offload_parameters": "disk"}
+    assert of(2 * PSI, **away).buffers == 4 * (2 * PSI + PSI / 10)
+    assert of(2 * PSI, share=0.01, **away).buffers == 4 * (2 * PSI + PSI / 10)
+    # A small embedding leaves no room for the second block.
+    assert of(PSI / 100, **away).buffers == pytest.approx(4 * (PSI / 100 + 2 * PSI / 10))
+    # Experts of which no other rank has a part are not exchanged, and computed with in a copy.
     experts = Parameters(blocks=PSI, experts=PSI, ends=2 * PSI, block=PSI / 5, routed=PSI / 10)
     plan = Plan(dp_shard=2, ep=2, shard="parameters")
     found = state_of(experts, plan, "adamw", software=Software(), **arguments)
-    assert found.buffers == pytest.approx(4 * (2 * PSI + PSI / 10))
+    assert (found.buffers, found.gathered) == (4 * 2 * PSI, 4 * PSI / 10)
 
 
 def test_ranks_of_several_machines_share_memory_within_each() -> None:
