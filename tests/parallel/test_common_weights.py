@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from support import late
 from support.compare import same_bits
 from support.ranks import Outcome, run_job, run_ranks
 from support.shared import shared_world
+from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.worker import Worker
+from wanma.models.build import custom_spec
+from wanma.parallel.mesh import process_grid
+from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.shard import Sharded
 
 MODEL = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "tie_embeddings": True}
@@ -74,8 +84,6 @@ def test_all_numbers_are_those_of_gathered_weights(
 
 
 def validations(run: Outcome) -> list[float]:
-    import json
-
     lines = (run.directory / "events.jsonl").read_text().splitlines()
     found = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "validation"]
     assert found
@@ -109,8 +117,6 @@ def held(worker: Worker, text: dict[str, Any], plan: Plan) -> dict[str, Any]:
     from wanma.data.open import open_data
     from wanma.job.sections import Job
     from wanma.models.build import model_spec
-    from wanma.parallel.mesh import process_grid
-    from wanma.parallel.parallelize import parallelize
 
     parsed = Job.model_validate(text)
     with process_grid(worker, plan, 60, "shared") as grid:
@@ -144,6 +150,103 @@ def test_a_model_lies_there_once(precision: Any, width: int, tmp_path: Path) -> 
         # A rank's part of it, and less than a page for each tensor.
         rest = rank["common"] - rank["elements"] * width
         assert 0 <= rest < 4096 * 32
+
+
+class Own(nn.Module):
+    """Rows that two ranks cannot share alike, one that only one of them has, and numbers that are none."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(11, 8, max_norm=max_norm)
+        self.product = nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.randn(1))
+        self.order = nn.Parameter(torch.arange(300, 305).flip(0), requires_grad=False)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        found: Tensor = self.product(self.embedding(numbers)) * self.scale
+        return found[..., self.order - 300]
+
+
+@contextmanager
+def spread(worker: Worker, model: nn.Module, plan: Plan) -> Iterator[Parallel]:
+    with process_grid(worker, plan, 60, "shared") as grid:
+        parallel = parallelize(custom_spec(model, 1), plan, grid, 1)
+        (sharded,) = parallel.data_parallel
+        assert isinstance(sharded, Sharded)
+        assert sharded.weights is not None
+        assert len(sharded.weights.tensors) == len(list(model.parameters()))
+        yield parallel
+
+
+def replaced(worker: Worker, precision: Any) -> list[bool]:
+    numbers = torch.arange(11)
+    expected = Own()(numbers)
+    close = partial(torch.allclose, rtol=1e-6 if precision == "fp32" else 0.05, atol=0.05)
+    found = []
+    with spread(worker, Own(), replace(PLAN, precision=precision)) as parallel, torch.no_grad():
+        model = parallel.module.to("cpu")
+        found.append(close(model(numbers).float(), expected))
+        parallel.rest()
+        parallel.settle()
+        twice = {name: value * 2 if name == "scale" else value for name, value in model.state_dict().items()}
+        model.load_state_dict(twice, assign=True)
+        found.append(close(model(numbers).float(), expected * 2))
+        parallel.rest()
+        parallel.settle()
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.to_local().mul_(0)
+        found.append(float(model(numbers).abs().max()) == 0)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_module_computes_with_its_own_numbers_whoever_replaces_them(precision: Any) -> None:
+    assert run_ranks(replaced, 2, (precision,)) == [[True] * 3] * 2
+
+
+def changed_in_forward(worker: Worker) -> str:
+    with spread(worker, Own(max_norm=0.1), PLAN) as parallel, torch.no_grad():
+        parallel.module(torch.arange(11))
+        parallel.rest()
+        try:
+            parallel.settle()
+        except WanmaError as error:
+            return error.message
+    return ""
+
+
+def test_weights_that_change_as_they_compute_are_refused_by_name() -> None:
+    for message in run_ranks(changed_in_forward, 2, ()):
+        assert message.startswith("embedding.weight was changed in a forward pass")
+
+
+def changed_between_steps(worker: Worker, precision: Any) -> list[float]:
+    """As of a loop that evaluates by itself, and then changes weights."""
+    found = []
+    with spread(worker, Own(), replace(PLAN, precision=precision)) as parallel:
+        for change in (2.0, 3.0):
+            with torch.no_grad():
+                parallel.module(torch.arange(11))
+                parallel.rest()
+                parallel.settle()
+                if worker.rank == 1:
+                    time.sleep(0.1)
+                for parameter in parallel.module.parameters():
+                    if parameter.is_floating_point():
+                        parameter.to_local().fill_(change)
+            parallel.begin_micro_batch(last=True)
+            found.append(float(parallel.module(torch.arange(11)).detach().float().mean()))
+            parallel.rest()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_changed_by_hand_are_those_of_the_next_step(precision: Any) -> None:
+    # Of eight products and a bias, times the scale.
+    expected = [(8 * 4 + 2) * 2.0, (8 * 9 + 3) * 3.0]
+    assert run_ranks(changed_between_steps, 2, (precision,)) == [pytest.approx(expected, rel=0.02)] * 2
 
 
 def in_common(worker: Worker) -> list[Any]:

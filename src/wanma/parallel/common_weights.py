@@ -7,7 +7,7 @@ rounds its part into it.
 
 FSDP2 asks a shard what is to be gathered and what became of it (`fsdp_pre_all_gather`,
 `fsdp_post_all_gather`, its way in for other formats of weights): here one element, and the whole tensor. What
-does not divide evenly, and what is split along another dim than the first, is gathered as usual.
+is split along another dim than the first is gathered as usual.
 
 Ranks meet twice a step: before weights change, when nobody computes with them any more
 (`CommonWeights.settle`), and as the first are gathered after that, when all have been changed.
@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from wanma.collectives.shared.backend import shared_group
 from wanma.collectives.shared.group import SharedGroup
 from wanma.collectives.stopwatch import Stopwatch
+from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 
 
@@ -40,9 +41,21 @@ class CommonWeights:
         self.tensors: list[Common] = []
         self._may_have_changed = True
         """Since ranks met: not all may have written their parts."""
+        self._is_between_steps = True
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Before the forward of one; whoever has the weights may have changed them between two steps."""
+        self._may_have_changed |= self._is_between_steps
+        self._is_between_steps = last
 
     def settle(self) -> None:
-        """Until no rank computes with the weights any more, so that each may change its part; all call it."""
+        """Until no rank computes with the weights any more, so that each may change its part; all call it.
+
+        Raises:
+            WanmaError: a module has changed a weight as it computed.
+        """
+        for tensor in self.tensors:
+            tensor.check()
         self._meet()
         self._may_have_changed = True
 
@@ -70,23 +83,30 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
     """
     if plan.device != "cpu" or plan.offload_parameters != "nothing":
         return None
-    shards: dict[SharedGroup, list[Any]] = {}
-    for shard in (shard for unit in _units(model) for shard in _shards(unit)):
-        if _is_even(shard) and (group := shared_group(shard.mesh_info.shard_process_group)) is not None:
-            shards.setdefault(group, []).append(shard)
+    shards: dict[SharedGroup, list[tuple[str, Any]]] = {}
+    for name, shard in _named_shards(model):
+        if _is_by_rows(shard) and (group := shared_group(shard.mesh_info.shard_process_group)) is not None:
+            shards.setdefault(group, []).append((name, shard))
     if not shards:
         return None
     weights, common = CommonWeights(tuple(shards), stopwatch), set()
     for group, of_group in shards.items():
-        parts = [(shard.sharded_param._local_tensor.numel(), _computed_in(shard)) for shard in of_group]
-        for shard, found in zip(of_group, group.allocate_common(parts), strict=True):
+        parts = [(shard._sharded_param_data.numel(), _computed_in(shard)) for _, shard in of_group]
+        for (name, shard), found in zip(of_group, group.allocate_common(parts), strict=True):
             if found is not None:
-                weights.tensors.append(Common(shard, *found))
+                weights.tensors.append(Common(name, shard, *found))
                 common.add(id(shard))
     for unit in _units(model):
         if (of_unit := unit._get_fsdp_state()._fsdp_param_group) is not None:
             is_all = common.issuperset(id(shard) for shard in of_unit.fsdp_params)
             unit.set_custom_all_gather(_Gather(weights, None if is_all else of_unit._all_gather_comm))
+
+    def keep(*_: Any) -> None:
+        for tensor in weights.tensors:
+            tensor.keep()
+
+    # Before FSDP2's own, which looks at what it holds.
+    model.register_forward_pre_hook(keep, prepend=True)
     return weights
 
 
@@ -119,31 +139,65 @@ class Common:
     this rank's part of it.
 
     Args:
-        whole: what computes.
+        whole: what computes, and what fills the last ranks' parts up.
         part: the memory of this rank's part of it as a tensor of its own. Were it a view, autograd would hold
             a change to the shard against whoever computes with the whole.
     """
 
-    @torch.no_grad()
-    def __init__(self, shard: Any, whole: Tensor, part: Tensor) -> None:
-        self._whole = whole.view(shard._orig_size)
+    def __init__(self, name: str, shard: Any, whole: Tensor, part: Tensor) -> None:
+        self._name, self._shard = name, weakref.ref(shard)
+        self._whole = whole[: shard._orig_size.numel()].view(shard._orig_size)
         self._part = part
         self._token = torch.zeros(1, dtype=whole.dtype)
+        self._is_shard = shard.sharded_param.dtype == whole.dtype
+        self._changes = self._whole._version
+        self.keep()
+
+    def __deepcopy__(self, memo: Any) -> Common:
+        """A copy of a parameter is no part of the whole."""
+        return self
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Make the shard what it has to be, where somebody has put another in its place: `Module.to` and
+        `load_state_dict(assign=True)` do."""
+        shard: Any = self._shard()
+        if shard is None or hasattr(shard.sharded_param._local_tensor, "fsdp_pre_all_gather"):
+            return
         local: Any = shard.sharded_param._local_tensor
-        self._part.copy_(local.view(-1))
-        if local.dtype == whole.dtype:
-            local = self._part.view(local.size())
-            shard._sharded_param_data, shard.sharded_param._local_tensor = self._part, local
+        if self._is_shard:
+            if local.dtype != self._part.dtype:
+                raise WanmaError(
+                    f"{self._name} has become {local.dtype} after it was prepared as {self._part.dtype}",
+                    "convert the model before it is prepared; train.precision says in what it computes",
+                )
+            mine = self._part[: local.numel()].view(local.size())
+            if mine.data_ptr() != local.data_ptr():
+                mine.copy_(local)
+            shard._sharded_param_data, shard.sharded_param._local_tensor = self._part, mine
+            local = mine
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before, self._after
         shard._init_extensions()
-        self._local = weakref.ref(local)  # which has this object
 
     @torch.no_grad()
     def write(self) -> None:
         """Bring this rank's part to what its shard has become."""
-        local = self._local()
-        if local is not None and local.data_ptr() != self._part.data_ptr():
-            self._part.copy_(local.view(-1))
+        shard: Any = self._shard()
+        if not self._is_shard and shard is not None:
+            local = shard.sharded_param._local_tensor
+            self._part[: local.numel()].copy_(local.view(-1))
+
+    def check(self) -> None:
+        """
+        Raises:
+            WanmaError: as of `CommonWeights.settle`.
+        """
+        if self._whole._version != self._changes:
+            raise WanmaError(
+                f"{self._name} was changed in a forward pass, and ranks of one machine compute with one copy",
+                "leave weights alone there (nn.Embedding: no max_norm; or keep what changes as a buffer), "
+                "or set parallel.collectives = 'gloo'",
+            )
 
     def _before(self, _mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return (self._token,), None
@@ -158,24 +212,26 @@ def _units(model: nn.Module) -> Iterator[FSDPModule]:
     yield from (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _shards(unit: FSDPModule) -> list[Any]:
-    """FSDP2's."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else group.fsdp_params
+def _named_shards(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """FSDP2's, of all units, with the parameters' names."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for unit in _units(model):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for shard in group.fsdp_params if group is not None else ():
+            yield names.get(id(shard.sharded_param), "a parameter"), shard
 
 
-def _is_even(shard: Any) -> bool:
-    """Whether a rank's shard is one stretch of the whole, as long as every other's, and gathered as it is."""
-    local = shard.sharded_param._local_tensor
-    parts = getattr(shard.mesh_info, "shard_mesh_size", 1)
+def _is_by_rows(shard: Any) -> bool:
+    """Whether the ranks' shards, filled up to equal lengths, follow each other in the whole, and are gathered
+    as they are."""
     return bool(
-        parts > 1
+        getattr(shard.mesh_info, "shard_mesh_size", 1) > 1
         and shard.fsdp_placement.dim == 0
-        and local.numel() * parts == shard._orig_size.numel() > 0
-        and not hasattr(local, "fsdp_pre_all_gather")
+        and shard._orig_size.numel() > 0
+        and not hasattr(shard.sharded_param._local_tensor, "fsdp_pre_all_gather")
     )
 
 
 def _computed_in(shard: Any) -> torch.dtype:
-    dtype: torch.dtype = shard.mp_policy.param_dtype or shard.sharded_param.dtype
-    return dtype
+    own: torch.dtype = shard.sharded_param.dtype
+    return (shard.mp_policy.param_dtype or own) if own.is_floating_point else own

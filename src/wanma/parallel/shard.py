@@ -181,6 +181,8 @@ class Sharded:
 
         For pipelines torch's schedules say it: here it is said as they do, for a dry run, which has none.
         """
+        if self.weights is not None:
+            self.weights.begin_micro_batch(last)
         if self.plan.shard in ("nothing", "optimizer") or self.plan.pp > 1:
             self.model.set_requires_gradient_sync(last)
         else:

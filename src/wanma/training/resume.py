@@ -63,6 +63,7 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
         WanmaError: the checkpoint is of another job, all that there are are damaged, or the weights to start
             from are not whole.
     """
+    state.parallel.settle()  # a user's own loop may have computed with the weights before
     folder, choice = worker.run_directory / "checkpoints", job.checkpoint
     messages: list[str] = []
     carries_on = choice.resume or worker.restart is not None

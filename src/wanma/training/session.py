@@ -165,6 +165,19 @@ class Session:
         self._iteration = self._batches(trainer, data)
         return self._iteration
 
+    def settle(self) -> None:
+        """Wait until no rank computes with the weights any more; every rank calls it.
+
+        Between an evaluation in a loop of your own and a change of weights by your own hand: ranks of one
+        machine may compute with one copy of them. `step` and `validate` see to it themselves.
+
+        Raises:
+            WanmaError: there is no model yet, or one of its modules changed a weight as it computed.
+        """
+        if self._parallel is None:
+            raise WanmaError("the session has no model yet", "call session.prepare(model) first")
+        self._parallel.settle()
+
     def step(self, losses: Tensor) -> None:
         """Backward of the current micro-batch; at the step's last one, update, validate, save and record.
 

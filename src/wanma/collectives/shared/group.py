@@ -114,8 +114,6 @@ class SharedGroup(dist.ProcessGroup):
         bytes_of = [self._ranks * elements * dtype.itemsize for elements, dtype in parts]
         owners = shared_out(bytes_of, self._ranks)
         self.barrier().wait()  # others have let go of what they had, as this one has
-        held = sum(size for size, owner in zip(bytes_of, owners, strict=True) if owner == self._me)
-        self._common_bytes += sum(bytes_of) // self._ranks - held
         places = torch.full((len(parts),), -1, dtype=torch.int64)
         for index, (size, owner) in enumerate(zip(bytes_of, owners, strict=True)):
             if owner == self._me and (offset := self._arena.take(size)) is not None:
@@ -123,6 +121,9 @@ class SharedGroup(dist.ProcessGroup):
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self.allreduce([places], options).wait()
+        for size, owner, place in zip(bytes_of, owners, places.tolist(), strict=True):
+            if place >= 0:
+                self._common_bytes += size // self._ranks - (size if owner == self._me else 0)
         return [
             None if place < 0 else self._arena.common(owner, place, elements, dtype)
             for (elements, dtype), owner, place in zip(parts, owners, places.tolist(), strict=True)
