@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import queue
@@ -20,6 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from wanma.collectives.shared.errors import SharedMemoryError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
@@ -112,7 +114,7 @@ def run_ranks(function: Any, world_size: int, arguments: tuple[Any, ...], second
                 raise
             if error is not None:
                 _check_for_crashes(processes, f"rank {rank} then failed:\n{error}")
-                raise AssertionError(f"rank {rank} failed:\n{error}")
+                raise AssertionError(f"rank {rank} failed:\n{error}{_cause_of(error, results)}")
             values[rank] = value
         for process in processes:
             process.join(seconds)
@@ -122,6 +124,18 @@ def run_ranks(function: Any, world_size: int, arguments: tuple[Any, ...], second
             process.join()
         scratch.cleanup()
     return [values[rank] for rank in range(world_size)]
+
+
+def _cause_of(error: str, results: Queue[tuple[int, Any, str | None]]) -> str:
+    """What another rank failed of, where the first one that was heard of failed of having lost a peer."""
+    if SharedMemoryError.__name__ not in error:
+        return ""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            rank, _, cause = results.get(timeout=2)
+            if cause is not None:
+                return f"\nrank {rank} failed:\n{cause}"
+    return ""
 
 
 def _check_for_crashes(processes: Sequence[BaseProcess], outcome: str) -> None:
