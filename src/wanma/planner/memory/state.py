@@ -260,6 +260,10 @@ def _shards(
         late_buffer += unit * reduced
     if reduced and accumulated and not accumulates:
         late_buffer += unit * master / plan.shard_ranks
+    if has_common_weights and compute != master:
+        # Elsewhere the sum has room where what was gathered was let go of; in 32 bits where the shards were
+        # before they became parts of what is common.
+        late_buffer += unit * master / plan.shard_ranks
 
     added = 0.0
     if plan.computes_with_state:  # gradients are summed where backward has put them
