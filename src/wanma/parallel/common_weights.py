@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BarrierOptions
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from wanma.collectives.shared.backend import shared_group
@@ -31,6 +30,7 @@ from wanma.collectives.shared.group import SharedGroup
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
+from wanma.parallel.units import group_of, units
 
 
 class CommonWeights:
@@ -96,8 +96,8 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
             if found is not None:
                 weights.tensors.append(Common(name, shard, *found))
                 common.add(id(shard))
-    for unit in _units(model):
-        if (of_unit := unit._get_fsdp_state()._fsdp_param_group) is not None:
+    for unit in units(model):
+        if (of_unit := group_of(unit)) is not None:
             is_all = common.issuperset(id(shard) for shard in of_unit.fsdp_params)
             unit.set_custom_all_gather(_Gather(weights, None if is_all else of_unit._all_gather_comm))
 
@@ -208,15 +208,11 @@ class Common:
         return (self._whole, ()) if out is None else None
 
 
-def _units(model: nn.Module) -> Iterator[FSDPModule]:
-    yield from (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
 def _named_shards(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """FSDP2's, of all units, with the parameters' names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for unit in _units(model):
-        group = unit._get_fsdp_state()._fsdp_param_group
+    for unit in units(model):
+        group = group_of(unit)
         for shard in group.fsdp_params if group is not None else ():
             yield names.get(id(shard.sharded_param), "a parameter"), shard
 

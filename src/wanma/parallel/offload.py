@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from wanma.job.plan import Plan
 from wanma.parallel.away import Away, Disk, Host, Parcel
 from wanma.parallel.scratch import Scratch
+from wanma.parallel.units import group_of, units
 
 SMALL_BYTES = 1 << 12
 """Tensors up to this size stay: to fetch one takes longer than it is worth."""
@@ -48,8 +49,8 @@ def offload_parameters(
     if plan.offload_parameters != "disk":
         return
     assert scratch is not None
-    for unit in model.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+    for unit in units(model):
+        group = group_of(unit)
         for shard in group.fsdp_params if group is not None else ():
             # What is gathered is the padded shard, of which the parameter is a view.
             parameter: Any = shard.sharded_param

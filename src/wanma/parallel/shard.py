@@ -26,7 +26,6 @@ whole on every rank at every stage, and in their own precision.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,6 +49,7 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
 from wanma.parallel.strays import Strays
+from wanma.parallel.units import units
 from wanma.parallel.whole import Whole
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,7 +146,7 @@ def shard_data(
 
     names = names_of(model)
     spread = {id(module) for module in experts} if plan.ep > 1 else set()
-    for unit in _units(model):
+    for unit in units(model):
         mesh = grid.expert_mesh if id(unit) in spread else grid.state_mesh
         unit.set_force_sum_reduction_for_comms(True)
         if plan.device == "cpu":
@@ -208,7 +208,7 @@ class Sharded:
 
     def rest(self) -> None:
         """Let parameters be this rank's shards again: a forward without backward leaves them whole."""
-        for unit in _units(self.model):
+        for unit in units(self.model):
             unit.reshard()
         if self.scalars is not None:
             self.scalars.rest()
@@ -259,10 +259,3 @@ def _communicate_by_ourselves(
     # The replicas' all-reduce is FSDP2's own call: it begins right after the allocation of the
     # output, which starts the stopwatch, and ends at this hook.
     unit.set_all_reduce_hook(lambda _: stopwatch.stop(time.perf_counter()))
-
-
-def _units(model: nn.Module | FSDPModule) -> Iterator[FSDPModule]:
-    assert isinstance(model, nn.Module)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield module
