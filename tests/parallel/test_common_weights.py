@@ -21,6 +21,7 @@ from support import late
 from support.compare import same_bits
 from support.ranks import Outcome, run_job, run_ranks
 from support.shared import shared_world
+from wanma.collectives.shared.backend import allocated_bytes
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.worker import Worker
@@ -111,47 +112,6 @@ def test_whoever_is_late_is_waited_for(when: Any, precision: Any, tmp_path: Path
     assert is_noticed
 
 
-def held(worker: Worker, text: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """What a rank of the model has in memory that all share, and what of its shards lies there."""
-    from wanma.collectives.shared.backend import allocated_bytes
-    from wanma.data.open import open_data
-    from wanma.job.sections import Job
-    from wanma.models.build import model_spec
-
-    parsed = Job.model_validate(text)
-    with process_grid(worker, plan, 60, "shared") as grid:
-        data = open_data(parsed.data, parsed.train)
-        spec = model_spec(
-            parsed.model,
-            vocabulary=data.vocabulary,
-            sequence_length=parsed.data.sequence_length,
-            image_shape=data.image_shape,
-            classes=data.classes,
-        )
-        parallel = parallelize(spec, plan, grid, 1)
-        parallel.initialize()
-        (sharded,) = parallel.data_parallel
-        assert isinstance(sharded, Sharded)
-        assert sharded.weights is not None
-        parts = {tensor._part.data_ptr() for tensor in sharded.weights.tensors}
-        shards = [one.to_local() for one in parallel.module.parameters() if isinstance(one, DTensor)]
-        return {
-            "elements": sum(shard.numel() for shard in shards),
-            "in place": all(shard.data_ptr() in parts for shard in shards),
-            "common": allocated_bytes(),
-        }
-
-
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
-def test_a_model_lies_there_once(precision: Any, width: int, tmp_path: Path) -> None:
-    plan = replace(PLAN, precision=precision)
-    for rank in run_ranks(held, 2, (job(tmp_path, MODEL, precision=precision), plan)):
-        assert rank["in place"] == (precision == "fp32")
-        # A rank's part of it, and less than a page for each tensor.
-        rest = rank["common"] - rank["elements"] * width
-        assert 0 <= rest < 4096 * 32
-
-
 class Own(nn.Module):
     """Rows that two ranks cannot share alike, one that only one of them has, and numbers that are none."""
 
@@ -177,6 +137,30 @@ def spread(worker: Worker, model: nn.Module, plan: Plan) -> Iterator[Parallel]:
         assert sharded.weights is not None
         assert len(sharded.weights.tensors) == len(list(model.parameters()))
         yield parallel
+
+
+def held(worker: Worker, precision: Any) -> dict[str, Any]:
+    """What a rank of a model has in memory that all share, and whether its shards lie there."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    with spread(worker, model, replace(PLAN, precision=precision)) as parallel:
+        (sharded,) = parallel.data_parallel
+        assert isinstance(sharded, Sharded)
+        assert sharded.weights is not None
+        parts = {tensor._part.data_ptr() for tensor in sharded.weights.tensors}
+        shards = [one.to_local() for one in parallel.module.parameters() if isinstance(one, DTensor)]
+        return {
+            "elements": sum(shard.numel() for shard in shards),
+            "in place": all(shard.data_ptr() in parts for shard in shards),
+            "common": allocated_bytes(),
+        }
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_a_model_lies_there_once(precision: Any, width: int) -> None:
+    for rank in run_ranks(held, 2, (precision,)):
+        assert rank["in place"] == (precision == "fp32")
+        # A rank's part of it, and less than a page for each tensor.
+        assert 0 <= rank["common"] - rank["elements"] * width < 4096 * 4
 
 
 def replaced(worker: Worker, precision: Any) -> list[bool]:
