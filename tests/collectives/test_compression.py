@@ -15,6 +15,7 @@ from support.ranks import run_ranks
 from wanma.collectives.compression import pieces as pieces_module
 from wanma.collectives.compression.blockwise import BlockwiseInt8
 from wanma.collectives.compression.by_nodes import ByNodes, Levels, cut
+from wanma.collectives.compression.in_flight import together
 from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
 from wanma.collectives.compression.pieces import Memory, Piece
 from wanma.collectives.compression.power_sgd import first_q
@@ -62,9 +63,9 @@ def tensors_of(kind: Compression, scattered: bool) -> list[int]:
     return [0, 2] if kind == "powersgd" or scattered else [0, 1, 2]
 
 
-def exchange(worker: Worker, kind: Compression, scattered: bool, together: int) -> dict[str, Any]:
+def exchange(worker: Worker, kind: Compression, scattered: bool, elements: int) -> dict[str, Any]:
     """`STEPS` exchanges of one rank: sums by step and tensor, and the errors at the end."""
-    pieces_module.TOGETHER_ELEMENTS = together
+    pieces_module.TOGETHER_ELEMENTS = elements
     with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
         group = grid.axis("dp_replicate").get_group()
         method, which = method_of(kind, SHARE), tensors_of(kind, scattered)
@@ -77,7 +78,7 @@ def exchange(worker: Worker, kind: Compression, scattered: bool, together: int) 
                 values = gradient(step, worker.rank, one).view(destinations, -1)
                 result = torch.full((values.shape[1],), torch.nan) if scattered else None
                 pieces.append(Piece(values, result, columns(one), memory))
-            sent += (method.reduce_scatter if scattered else method.all_reduce)(pieces, group)
+            sent += sum(together((method.reduce_scatter if scattered else method.all_reduce)(pieces, group)))
             totals = [piece.values[0] if piece.result is None else piece.result for piece in pieces]
             sums.append([total.tolist() for total in totals])  # tensors do not outlive their process
         kept = [one.error for one in memories if one is not None and one.error is not None]
@@ -85,8 +86,8 @@ def exchange(worker: Worker, kind: Compression, scattered: bool, together: int) 
         return {"sums": sums, "errors": errors, "sent": sent}
 
 
-def ran(kind: Compression, scattered: bool, together: int = 1 << 22) -> list[dict[str, Any]]:
-    outcome = run_ranks(exchange, RANKS, (kind, scattered, together))
+def ran(kind: Compression, scattered: bool, elements: int = 1 << 22) -> list[dict[str, Any]]:
+    outcome = run_ranks(exchange, RANKS, (kind, scattered, elements))
     return [
         {
             "sums": [[torch.tensor(one) for one in of_step] for of_step in of_rank["sums"]],
@@ -213,7 +214,7 @@ def one_tensor(worker: Worker) -> tuple[list[list[float]], list[float]]:
         sums = []
         for step in range(STEPS):
             values = gradient(step, worker.rank, 0).view(1, -1)
-            method.all_reduce([Piece(values, None, columns(0), memory)], group)
+            together(method.all_reduce([Piece(values, None, columns(0), memory)], group))
             sums.append(values[0].tolist())
         return sums, memory.error[0].tolist()
 
@@ -255,7 +256,7 @@ def test_all_ranks_get_the_same_bits(kind: Compression) -> None:
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["whole", "scattered"])
 def test_buckets_that_are_cut_to_be_made_smaller_lose_nothing_either(scattered: bool) -> None:
-    outcome = ran("int8", scattered, together=512)
+    outcome = ran("int8", scattered, elements=512)
     for index, which in enumerate(tensors_of("int8", scattered)):
         given = sum(gradient(step, rank, which) for step in range(STEPS) for rank in range(RANKS))
         assert isinstance(given, Tensor)
@@ -269,7 +270,16 @@ def test_buckets_that_are_cut_to_be_made_smaller_lose_nothing_either(scattered: 
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_sums_by_machines_owe_what_they_leave_out_and_are_the_same_bits_everywhere(kind: Compression) -> None:
-    outcome = run_ranks(by_machines, 4, (kind,))
+    check_by_machines(run_ranks(by_machines, 4, (kind,)), kind)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "bf16", "int8", "topk"])
+def test_sums_by_machines_in_many_parts_stay_in_order_where_a_rank_has_none_of_one(kind: Compression) -> None:
+    """The last part of 512 is of 12 elements, which the first rank of a machine has alone."""
+    check_by_machines(run_ranks(by_machines, 4, (kind, 512)), kind)
+
+
+def check_by_machines(outcome: list[dict[str, Any]], kind: Compression) -> None:
     for index, which in enumerate(tensors_of(kind, scattered=False)):
         given = sum(gradient(step, rank, which) for step in range(STEPS) for rank in range(4))
         assert isinstance(given, Tensor)
@@ -302,8 +312,9 @@ def flat(nested: Any) -> list[Tensor]:
     return [found for one in nested for found in flat(one)]
 
 
-def by_machines(worker: Worker, kind: Compression) -> dict[str, Any]:
+def by_machines(worker: Worker, kind: Compression, elements: int = 1 << 22) -> dict[str, Any]:
     """`STEPS` exchanges of one of four ranks on two machines; and of the machines, as if each were a rank."""
+    pieces_module.TOGETHER_ELEMENTS = elements
     with process_grid(worker, Plan(dp_replicate=4), 60):
         pairs = {(0, 1): dist.new_group([0, 1]), (2, 3): dist.new_group([2, 3])}
         across = {(0, 2): dist.new_group([0, 2]), (1, 3): dist.new_group([1, 3])}
@@ -325,7 +336,7 @@ def by_machines(worker: Worker, kind: Compression) -> dict[str, Any]:
                     Piece(one, None, columns(number), memory)
                     for one, number, memory in zip(given, which, kept, strict=True)
                 ]
-                sum_up(pieces)
+                together(sum_up(pieces))
                 found[name].append([one[0].tolist() for one in given])
         found["errors"] = [m.error[0].tolist() for m in memories if m is not None and m.error is not None]
         for name, kept in (("q", memories), ("q of machines", of_machines)):
@@ -368,7 +379,7 @@ def by_itself(worker: Worker, kind: Compression) -> dict[str, Any]:
         memory, values = memory_of(kind, 0, 1), gradient(0, worker.rank, 0).view(1, -1)
         whole = values.clone()
         dist.all_reduce(whole, group=group)
-        sent, _ = method.all_reduce([Piece(values, None, columns(0), memory)])
+        (sent,) = together(method.all_reduce([Piece(values, None, columns(0), memory)]))
         assert memory is not None
         assert memory.error is not None
         return {
@@ -390,6 +401,39 @@ def test_what_travels_is_as_small_as_it_says() -> None:
     assert sent["topk"] == (RANKS - 1) * 8 * (96 + 1 + 78)
     thin = RANK * (24 + 6), RANK * (40 + 130)
     assert sent["powersgd"] == sum(2 * (RANKS - 1) * 4 * one // RANKS for one in thin)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["whole", "scattered"])
+@pytest.mark.parametrize("kind", METHODS)
+def test_each_sum_waits_as_often_as_its_method_says(kind: Compression, scattered: bool) -> None:
+    for found in run_ranks(waits, 2, (kind, scattered)):
+        # An all-reduce in two phases is a reduce-scatter and what gives the sum to all.
+        fewer = kind in ("bf16", "fp16", "int8") and scattered
+        assert found == [method_of(kind, SHARE).waits - fewer] * len(found)
+        assert found
+
+
+def waits(worker: Worker, kind: Compression, scattered: bool) -> list[int]:
+    """Of each sum that a method makes of the tensors."""
+    with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
+        group, destinations = grid.axis("dp_replicate").get_group(), 2 if scattered else 1
+        pieces = [
+            Piece(
+                gradient(0, worker.rank, one).view(destinations, -1),
+                torch.empty(SHAPES[one][0] * columns(one) // 2) if scattered else None,
+                columns(one),
+                memory_of(kind, one, destinations),
+            )
+            for one in tensors_of(kind, scattered)
+        ]
+        method, found = method_of(kind, SHARE), []
+        for steps in (method.reduce_scatter if scattered else method.all_reduce)(pieces, group):
+            found.append(0)
+            for work in steps:
+                found[-1] += 1
+                assert work is not None
+                work.wait()
+        return found
 
 
 def test_what_8_bits_travel_in_is_8_bits_wide() -> None:
@@ -414,7 +458,7 @@ def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
     with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
         dist.all_to_all_single, pieces_module._all_gather = exchanging, gathering
         piece = Piece(torch.randn(1, 1024), None, 1, Memory(torch.zeros(1, 1024)))
-        method_of("int8", SHARE).all_reduce([piece], grid.axis("dp_replicate").get_group())
+        together(method_of("int8", SHARE).all_reduce([piece], grid.axis("dp_replicate").get_group()))
         dist.all_to_all_single, pieces_module._all_gather = exchange, all_gather
     return found
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.collectives.compression import pieces as module
+from wanma.collectives.compression.in_flight import AT_ONCE
 from wanma.collectives.compression.methods import KEEP_ERRORS
 from wanma.collectives.compression.pieces import ALIGNMENT, Piece, runs, width_of
 from wanma.collectives.compression.power_sgd import first_q, thin_rank
@@ -59,4 +60,5 @@ def test_at_least_one_element_of_a_tensor_is_sent(length: int, kept: int) -> Non
 
 def test_the_planner_knows_which_methods_keep_errors_and_how_much_goes_at_once() -> None:
     assert cost.KEEP_ERRORS == KEEP_ERRORS
-    assert COMPRESSED_TOGETHER_BYTES == 4 * module.TOGETHER_ELEMENTS
+    assert cost.TOGETHER_ELEMENTS == module.TOGETHER_ELEMENTS
+    assert COMPRESSED_TOGETHER_BYTES == 4 * module.TOGETHER_ELEMENTS * AT_ONCE

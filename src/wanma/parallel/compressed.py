@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from wanma.collectives.compression.by_nodes import ByNodes, Levels
+from wanma.collectives.compression.in_flight import Steps, together
 from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
 from wanma.collectives.compression.pieces import Memory, Method, Piece
 from wanma.collectives.compression.power_sgd import first_q, thin_rank
@@ -59,6 +61,10 @@ class Slot:
     @property
     def rows(self) -> int:
         return self.destinations * self.length // self.columns
+
+
+Bucket: TypeAlias = Sequence[tuple[str, Tensor, Tensor | None]]
+"""(name, values, result) of registered parameters, as of `Piece`: one or more; all have a result, or none."""
 
 
 @dataclass(frozen=True)
@@ -99,34 +105,10 @@ class GradientCompression:
     def register(self, slot: Slot) -> None:
         self._slots[slot.name] = slot
 
-    def exchange(
-        self,
-        pieces: Sequence[tuple[str, Tensor, Tensor | None]],
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Sum over the ranks of `group`, all of which call it alike.
-
-        Args:
-            pieces: (name, values, result) of each registered parameter in the bucket, as of `Piece`.
-        """
-        by_method: defaultdict[Compression, list[Piece]] = defaultdict(list)
-        for name, values, result in pieces:
-            slot = self._slots[name]
-            kind = self._kind(slot)
-            memory = self._memory(slot, values.device) if kind in KEEP_ERRORS else None
-            by_method[kind].append(Piece(values, result, slot.columns, memory))
-        scatter = pieces[0][2] is not None
-        for kind, bucket in by_method.items():
-            method = self._method(kind)
-            with torch.no_grad():
-                if self._levels is not None and not scatter:
-                    by_nodes = ByNodes(method, self._levels, cuts=kind != "powersgd")
-                    sent, whole = by_nodes.all_reduce(bucket)
-                else:
-                    sent = (method.reduce_scatter if scatter else method.all_reduce)(bucket, group)
-                    whole = whole_bytes(bucket, group.size(), scatter=scatter)
-            self._sent += sent
-            self._whole += whole
+    def exchange(self, buckets: Iterable[Bucket], group: dist.ProcessGroup) -> None:
+        """Sum over the ranks of `group`, all of which call it alike."""
+        with torch.no_grad():
+            self._sent += sum(together(self._sums(buckets, group)))
 
     def end_step(self, *, applied: bool, unit: float) -> None:
         """After the update of a step.
@@ -178,6 +160,28 @@ class GradientCompression:
         return traffic
 
     # ---------------------------------------------------------------- inside
+
+    def _sums(self, buckets: Iterable[Bucket], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        for bucket in buckets:
+            by_method: defaultdict[Compression, list[Piece]] = defaultdict(list)
+            for name, values, result in bucket:
+                slot = self._slots[name]
+                kind = self._kind(slot)
+                memory = self._memory(slot, values.device) if kind in KEEP_ERRORS else None
+                by_method[kind].append(Piece(values, result, slot.columns, memory))
+            is_scattered = bucket[0][2] is not None
+            for kind, pieces in by_method.items():
+                method = self._method(kind)
+                if is_scattered:
+                    self._whole += whole_bytes(pieces, group.size(), scatter=True)
+                    yield from method.reduce_scatter(pieces, group)
+                elif self._levels is None:
+                    self._whole += whole_bytes(pieces, group.size(), scatter=False)
+                    yield from method.all_reduce(pieces, group)
+                else:
+                    by_nodes = ByNodes(method, self._levels, cuts=kind != "powersgd")
+                    self._whole += by_nodes.whole_bytes(pieces)
+                    yield from by_nodes.all_reduce(pieces)
 
     def _kind(self, slot: Slot) -> Compression:
         kind = self._plan.compression_of(slot.name)

@@ -86,7 +86,7 @@ class CompressedReduceScatter(ReduceScatter):
             (slot.name, rows[:, start:stop], output_tensor[start:stop])
             for slot, start, stop in _places(self._slots, rows.shape[1])
         ]
-        self._compression.exchange(pieces, group)
+        self._compression.exchange([pieces], group)
         return None
 
 
@@ -114,7 +114,7 @@ class ReplicaGroup(dist.ProcessGroup):
         pieces = [
             (slot.name, row[:, start:stop], None) for slot, start, stop in _places(self._slots, row.shape[1])
         ]
-        self._compression.exchange(pieces, self._group)
+        self._compression.exchange([pieces], self._group)
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,23 +37,18 @@ def sum_compressed(
     if not sizes:
         return {}
     device = next((one.device for one in gradients.values()), torch.device("cpu"))
-    sums: dict[int, Tensor] = {}
     with stopwatch.waiting("data"):
         has = torch.tensor([float(size.parameter in gradients) for size in sizes], device=device)
         dist.all_reduce(has, group=group)
         # In a dry run tensors have no values, and what one rank has all have.
         ranks = [1.0] * len(sizes) if is_fake(has) else has.tolist()
-        anywhere = {size.parameter for size, number in zip(sizes, ranks, strict=True) if number}
-        for bucket in layout:
-            pieces: list[tuple[str, Tensor, Tensor | None]] = []
-            for size in bucket.sizes:
-                if size.parameter not in anywhere:
-                    continue
-                gradient = gradients.get(size.parameter)
-                if gradient is None:
-                    gradient = torch.zeros(size.shape, dtype=size.dtype, device=device)
-                sums[size.parameter] = gradient
-                pieces.append((names[size.parameter], gradient.view(1, gradient.numel()), None))
-            if pieces:
-                compression.exchange(pieces, group)
+        sums: dict[int, Tensor] = {}
+        for size, number in zip(sizes, ranks, strict=True):
+            if number:
+                own = gradients.get(size.parameter)
+                zeros = partial(torch.zeros, size.shape, dtype=size.dtype, device=device)
+                sums[size.parameter] = zeros() if own is None else own
+        places = ([size.parameter for size in bucket.sizes if size.parameter in sums] for bucket in layout)
+        buckets = ([(names[one], sums[one].view(1, -1), None) for one in bucket] for bucket in places)
+        compression.exchange(filter(None, buckets), group)
     return sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,14 @@ from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
 from wanma.planner.cost.communication import Group, all_gather_seconds, all_reduce_seconds
-from wanma.planner.cost.compression import KERNELS, MOVED_BYTES, Summing, error_bytes, sent_bytes
+from wanma.planner.cost.compression import (
+    KERNELS,
+    MOVED_BYTES,
+    TOGETHER_ELEMENTS,
+    Summing,
+    error_bytes,
+    sent_bytes,
+)
 from wanma.planner.cost.compute import streaming_seconds
 from wanma.planner.cost.machines import machine_of
 
@@ -22,8 +30,9 @@ ELEMENTS = 1e10
 """So that latencies hardly count."""
 
 
-def summing(kind: Compression, whole_bytes: float = 4.0, **fields: float) -> Summing:
-    return Summing(replace(Plan(), compression=kind, **fields), NODES, whole_bytes)
+def summing(kind: Compression, whole_bytes: float = 4.0, **fields: Any) -> Summing:
+    """By default of FSDP2's units, which are summed one after the other."""
+    return Summing(replace(Plan(), compression=kind, **{"device": "cuda", **fields}), NODES, whole_bytes)
 
 
 def moving(kind: Compression) -> float:
@@ -35,6 +44,20 @@ def test_replicas_of_a_hybrid_take_their_links_for_less_time(kind: Compression, 
     whole = summing("nothing").all_reduce(ONE_EACH, ELEMENTS)
     smaller = summing(kind).all_reduce(ONE_EACH, ELEMENTS) - moving(kind)
     assert smaller == pytest.approx(share * whole, rel=0.1)
+
+
+def test_of_whole_replicas_one_part_is_made_smaller_while_another_travels() -> None:
+    parts = 100
+    elements = float(parts * TOGETHER_ELEMENTS)
+    one_by_one = summing("int8").all_reduce(ONE_EACH, elements)
+    computing = streaming_seconds(NODES.chip, elements * MOVED_BYTES["int8"], KERNELS["int8"])
+    shorter = min(computing, one_by_one - computing)
+    in_flight = summing("int8", device="cpu").all_reduce(ONE_EACH, elements)
+    assert in_flight == pytest.approx(one_by_one - shorter * (1 - 1 / parts))
+    # A single part has nothing to hide behind.
+    few = float(TOGETHER_ELEMENTS)
+    alone, by_units = summing("int8", device="cpu"), summing("int8")
+    assert alone.all_reduce(ONE_EACH, few) == pytest.approx(by_units.all_reduce(ONE_EACH, few))
 
 
 def test_an_exchange_of_all_with_all_does_not_gain_where_a_nodes_ranks_share_its_link() -> None:

@@ -11,7 +11,7 @@ out is what the method leaves out of sums over nodes. Over all ranks as much is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.collectives.compression.in_flight import Steps, together
 from wanma.collectives.compression.pieces import (
     Memory,
     Method,
@@ -29,7 +30,7 @@ from wanma.collectives.compression.pieces import (
     runs,
     width_of,
 )
-from wanma.collectives.compression.whole import Whole, whole_bytes
+from wanma.collectives.compression.whole import VALUE_BYTES, Whole, all_reduce_bytes
 from wanma.collectives.owners import shared_out
 
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -72,28 +73,38 @@ class ByNodes:
         self._method = method if levels.between.size() > 1 else Whole()
         self._levels, self._cuts = levels, cuts
 
-    def all_reduce(self, pieces: Sequence[Piece]) -> tuple[int, int]:
-        """Put the sum over all ranks into each piece's values; all call it alike.
-
-        Returns:
-            bytes that this rank sends to other nodes, and would send of the same parts as they are.
-        """
+    def all_reduce(self, pieces: Sequence[Piece]) -> Iterator[Steps[int]]:
+        """As of `Method`, over all ranks; the bytes are those that go to other nodes."""
         if not self._cuts:
-            return self._sum_in_place(pieces)
-        sent = whole = 0
+            yield self._sum_in_place(pieces)
+            return
         for run in runs(pieces, 1):
-            of_run = self._sum(cut(run, self._levels.within.size()))
-            sent, whole = sent + of_run[0], whole + of_run[1]
-        return sent, whole
+            yield self._sum(cut(run, self._levels.within.size()))
 
-    def _between(self, pieces: list[Piece]) -> tuple[int, int]:
+    def whole_bytes(self, pieces: Sequence[Piece]) -> int:
+        """What this rank would send to other nodes of the same parts as they are."""
+        ranks, me = self._levels.within.size(), self._levels.within.rank()
+        if self._cuts:
+            parts = [part for run in runs(pieces, 1) for part in cut(run, ranks) if part.owner == me]
+            own = sum(part.stop - part.start for part in parts)
+        else:
+            owners = shared_out([piece.length for piece in pieces], ranks)
+            own = sum(piece.length for piece, owner in zip(pieces, owners, strict=True) if owner == me)
+        return all_reduce_bytes(own * VALUE_BYTES, self._levels.between.size())
+
+    def _between(self, pieces: list[Piece]) -> Steps[int]:
+        """Of no more pieces than the method takes in one go."""
         if not pieces:
-            return 0, 0
-        between = self._levels.between
-        whole = whole_bytes(pieces, between.size(), scatter=False)
-        return self._method.all_reduce(pieces, between), whole
+            # This node's other ranks wait for their neighbours on the other nodes meanwhile; they communicate
+            # within the node in the order in which sums are gone on with.
+            for _ in range(self._method.waits):
+                yield None
+            return 0
+        (steps,) = self._method.all_reduce(pieces, self._levels.between)
+        sent = yield from steps
+        return sent
 
-    def _sum(self, parts: Sequence[Part]) -> tuple[int, int]:
+    def _sum(self, parts: Sequence[Part]) -> Steps[int]:
         """Of parts, each rank's beside each other in a row of one buffer."""
         within, me = self._levels.within, self._levels.within.rank()
         row = max(part.offset + aligned(part.stop - part.start) for part in parts)
@@ -107,18 +118,19 @@ class ByNodes:
                 error.zero_()
         mine = work.new_empty(row)
         _reduce_scatter(mine, work.view(-1), group=within)
+        del work, place  # while what is made smaller travels
         own = [part for part in parts if part.owner == me]
         pieces = [_alone(part, mine) for part in own]
-        sent = self._between(pieces)
+        sent = yield from self._between(pieces)
         for part, piece in zip(own, pieces, strict=True):
             if _keeps_error(part.piece):
                 part.piece.error[0, part.start : part.stop] = piece.error[0]
-        sums = gather(mine, within)
+        (sums,) = together([gather(mine, within)])
         for part in parts:
             part.piece.values[0, part.start : part.stop] = sums[part.owner, part.place]
         return sent
 
-    def _sum_in_place(self, pieces: Sequence[Piece]) -> tuple[int, int]:
+    def _sum_in_place(self, pieces: Sequence[Piece]) -> Steps[int]:
         """Of whole tensors, in their own memory."""
         within, me = self._levels.within, self._levels.within.rank()
         owners = shared_out([piece.length for piece in pieces], within.size())
@@ -134,7 +146,7 @@ class ByNodes:
                 piece.values.zero_()  # only the owner's part in the sum that gives it to all
                 if piece.memory is not None and piece.memory.q is not None:
                     piece.q.zero_()
-        sent = self._between(own)
+        sent = yield from self._between(own)
         for piece in pieces:
             dist.all_reduce(piece.values, group=within)
             if piece.memory is not None and piece.memory.q is not None:

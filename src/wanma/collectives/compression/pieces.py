@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wanma.collectives.compression.in_flight import Steps, begun
+
 ALIGNMENT = 256
 """Elements that tensors are laid beside each other by: no block of a scale of its own has parts of two."""
-TOGETHER_ELEMENTS = 1 << 22
-"""Most elements that are made smaller in one go: that takes a few times 16 MB beside the gradients."""
+TOGETHER_ELEMENTS = 1 << 21
+"""Most elements that are made smaller in one go. That takes a few times 8 MB beside the gradients, for each
+of those in flight; with fewer a network's latency would count for more than its bandwidth."""
 
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,13 +69,20 @@ class Piece:
 
 
 class Method(Protocol):
-    """One way to sum. Every rank of the group calls it with pieces of the same sizes, in the same order."""
+    """One way to sum. Every rank of the group calls it with pieces of the same sizes, in the same order.
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
-        """Put the sum over the ranks into each piece's values; returns the bytes that this rank sends."""
+    What comes back is for `in_flight.together`: sums of parts of the pieces, each of which returns the bytes
+    that this rank sends.
+    """
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
-        """Put the sum of this rank's row of each piece into its result; returns likewise."""
+    waits: int
+    """Of each of those sums."""
+
+    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        """Put the sum over the ranks into each piece's values."""
+
+    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        """Put the sum of this rank's row of each piece into its result."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +128,20 @@ def aligned(elements: int) -> int:
     return math.ceil(elements / ALIGNMENT) * ALIGNMENT
 
 
-def gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather(part: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
     """Every rank's part, of as many elements each: (elements,) → (ranks, elements)."""
     whole = part.new_empty(group.size() * part.numel())
-    _all_gather(whole, part, group=group)
+    yield begun(_all_gather(whole, part, group=group, async_op=True))
     return whole.view(group.size(), -1)
 
 
-def sum_of_received(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the ranks of their row for this one: (ranks, width) → (width,), in the order of the ranks."""
+def exchange(rows: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
+    """Every rank's row for this one, in the order of the ranks: (ranks, width) → (ranks, width)."""
     received = torch.empty_like(rows)
-    dist.all_to_all_single(received, rows, group=group)
-    return received.sum(0)
+    yield begun(dist.all_to_all_single(received, rows, group=group, async_op=True))
+    return received
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup) -> Steps[None]:
+    """Sum over the ranks, in place."""
+    yield begun(dist.all_reduce(values, group=group, async_op=True))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.pieces import Piece
+from wanma.collectives.compression.in_flight import Steps
+from wanma.collectives.compression.pieces import Piece, all_reduce
 from wanma.collectives.compression.whole import VALUE_BYTES, all_reduce_bytes
 
 LEAST_RATE = 2.0
@@ -31,32 +32,40 @@ class PowerSGD:
     alike.
     """
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
-        bases, sent = self._bases(pieces, group)
+    waits = 2
+
+    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        yield self._all_reduce(pieces, group)
+
+    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        yield self._reduce_scatter(pieces, group)
+
+    def _all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
+        bases, sent = yield from self._bases(pieces, group)
         for piece, basis in zip(pieces, bases, strict=True):
             torch.mm(basis, piece.q.T, out=piece.values.view(-1, piece.columns))
         return sent
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
-        bases, sent = self._bases(pieces, group)
+    def _reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
+        bases, sent = yield from self._bases(pieces, group)
         for piece, basis in zip(pieces, bases, strict=True):
             rows = piece.length // piece.columns
             own = basis[group.rank() * rows : (group.rank() + 1) * rows]
             piece.put((own @ piece.q.T).view(-1))
         return sent
 
-    def _bases(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> tuple[list[Tensor], int]:
+    def _bases(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[tuple[list[Tensor], int]]:
         """P̂ of each piece, whose Q is the sum's then; and the bytes sent."""
         matrices = [piece.error.add_(piece.values).view(-1, piece.columns) for piece in pieces]
         products = [matrix @ piece.q for piece, matrix in zip(pieces, matrices, strict=True)]
-        products, sent_first = _summed(products, group)
+        products, sent_first = yield from _summed(products, group)
         bases = [torch.linalg.qr(product)[0] for product in products]
         shadows = []
         for matrix, basis in zip(matrices, bases, strict=True):
             shadow = matrix.T @ basis
             matrix.addmm_(basis, shadow.T, alpha=-1.0)  # the error memory itself
             shadows.append(shadow)
-        shadows, sent_then = _summed(shadows, group)
+        shadows, sent_then = yield from _summed(shadows, group)
         for piece, shadow in zip(pieces, shadows, strict=True):
             piece.q.copy_(shadow)
         return bases, sent_first + sent_then
@@ -75,10 +84,10 @@ def first_q(name: str, columns: int, rank: int, seed: int) -> Tensor:
     return torch.randn(columns, rank, generator=generator)
 
 
-def _summed(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], int]:
+def _summed(tensors: list[Tensor], group: dist.ProcessGroup) -> Steps[tuple[list[Tensor], int]]:
     """Sums over the ranks in one message, and the bytes sent."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
+    yield from all_reduce(flat, group)
     parts = flat.split([tensor.numel() for tensor in tensors])
     sums = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
     return sums, all_reduce_bytes(flat.numel() * VALUE_BYTES, group.size())

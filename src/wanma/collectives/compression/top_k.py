@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.pieces import Piece, gather
+from wanma.collectives.compression.in_flight import Steps
+from wanma.collectives.compression.pieces import Piece, exchange, gather
 
 ELEMENT_BYTES = 8
 """A value in fp32, and its place in 32 bits."""
@@ -25,6 +26,8 @@ class TopK:
     each rank chooses of every other's shard alike, and keeps nothing back of its own.
     """
 
+    waits = 1
+
     def __init__(self, share: float) -> None:
         self.share = share
 
@@ -32,20 +35,26 @@ class TopK:
         """Elements that are sent of `length`: at least one."""
         return min(max(math.ceil(self.share * length), 1), length)
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        yield self._all_reduce(pieces, group)
+
+    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        yield self._reduce_scatter(pieces, group)
+
+    def _all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
         message, offsets = self._chosen(pieces)
+        messages = yield from gather(message[0], group)
         totals = pieces[0].values.new_zeros(offsets[-1])
-        for of_rank in gather(message[0], group):
+        for of_rank in messages:
             _add(totals, of_rank)
         _put(totals, pieces)
         return (group.size() - 1) * message.numel() * message.element_size()
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+    def _reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
         me = group.rank()
         own = torch.cat([piece.error[me] + piece.values[me] for piece in pieces])
         message, _ = self._chosen(pieces)
-        received = torch.empty_like(message)
-        dist.all_to_all_single(received, message, group=group)
+        received = yield from exchange(message, group)
         for rank, of_rank in enumerate(received):
             if rank != me:
                 _add(own, of_rank)

@@ -12,14 +12,15 @@ holds nothing else, for it sends itself nothing. All ranks decode the same bytes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.pieces import Piece, Slice, aligned, gather, runs, width_of
+from wanma.collectives.compression.in_flight import Steps
+from wanma.collectives.compression.pieces import Piece, Slice, aligned, exchange, gather, runs, width_of
 
 
 class Codec(Protocol):
@@ -37,53 +38,56 @@ class Codec(Protocol):
 class TwoPhase:
     """A method of `compression`, by `codec`."""
 
+    waits = 2
+
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
-        ranks, me, sent = group.size(), group.rank(), 0
-        for run in runs(pieces, 1):
-            width = width_of(run)
-            row = aligned(math.ceil(width / ranks))
-            work = run[0].piece.values.new_zeros(ranks * row)
-            self._fill(work[None, :width], run)
-            rows = work.view(ranks, row)
-            total, size = self._sum_of_mine(rows, group)
-            encoded = self.codec.encode(total[None])
-            if self.codec.keeps_error:
-                torch.sub(total, self.codec.decode(encoded)[0], out=rows[me])
-                self._keep(work[None, :width], run)
-            sums = self.codec.decode(gather(encoded[0], group)).view(-1)
-            for one in run:
-                one.piece.values[0, one.start : one.stop] = sums[one.place]
-            sent += size + (ranks - 1) * encoded.numel()
+    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        return (self._all_reduce(run, group) for run in runs(pieces, 1))
+
+    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        return (self._reduce_scatter(run, group) for run in runs(pieces, group.size()))
+
+    def _all_reduce(self, run: Sequence[Slice], group: dist.ProcessGroup) -> Steps[int]:
+        ranks, me, width = group.size(), group.rank(), width_of(run)
+        row = aligned(math.ceil(width / ranks))
+        work = run[0].piece.values.new_zeros(ranks * row)
+        self._fill(work[None, :width], run)
+        rows = work.view(ranks, row)
+        total, sent = yield from self._sum_of_mine(rows, group)
+        encoded = self.codec.encode(total[None])
+        if self.codec.keeps_error:
+            torch.sub(total, self.codec.decode(encoded)[0], out=rows[me])
+            self._keep(work[None, :width], run)
+        del work, rows, total  # while what is encoded travels
+        gathered = yield from gather(encoded[0], group)
+        sums = self.codec.decode(gathered).view(-1)
+        for one in run:
+            one.piece.values[0, one.start : one.stop] = sums[one.place]
+        return sent + (ranks - 1) * encoded.numel()
+
+    def _reduce_scatter(self, run: Sequence[Slice], group: dist.ProcessGroup) -> Steps[int]:
+        rows = run[0].piece.values.new_zeros(group.size(), width_of(run))
+        self._fill(rows, run)
+        total, sent = yield from self._sum_of_mine(rows, group)
+        if self.codec.keeps_error:
+            rows[group.rank()] = 0.0  # what this rank sums itself is not encoded
+            self._keep(rows, run)
+        for one in run:
+            assert one.piece.result is not None
+            one.piece.result[one.start : one.stop] = total[one.place]
         return sent
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
-        ranks, me, sent = group.size(), group.rank(), 0
-        for run in runs(pieces, ranks):
-            rows = run[0].piece.values.new_zeros(ranks, width_of(run))
-            self._fill(rows, run)
-            total, size = self._sum_of_mine(rows, group)
-            if self.codec.keeps_error:
-                rows[me] = 0.0  # what this rank sums itself is not encoded
-                self._keep(rows, run)
-            for one in run:
-                assert one.piece.result is not None
-                one.piece.result[one.start : one.stop] = total[one.place]
-            sent += size
-        return sent
-
-    def _sum_of_mine(self, rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    def _sum_of_mine(self, rows: Tensor, group: dist.ProcessGroup) -> Steps[tuple[Tensor, int]]:
         """The (width,) sum over the ranks of their row for this one, and the bytes sent.
 
         With a codec that keeps errors the other ranks' rows become what encoding has lost of them.
         """
-        encoded = self.codec.encode(rows)
-        received = torch.empty_like(encoded)
-        dist.all_to_all_single(received, encoded, group=group)
-        parts = self.codec.decode(received)
         me = group.rank()
+        encoded = self.codec.encode(rows)
+        received = yield from exchange(encoded, group)
+        parts = self.codec.decode(received)
         parts[me] = rows[me]
         total = parts.sum(0)
         if self.codec.keeps_error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.compression.pieces import Piece, sum_of_received
+from wanma.collectives.compression.in_flight import Steps
+from wanma.collectives.compression.pieces import Piece, all_reduce, exchange
 
 VALUE_BYTES = 4
 
@@ -15,21 +16,29 @@ VALUE_BYTES = 4
 class Whole:
     """Nothing is lost."""
 
-    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+    waits = 1
+
+    def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        yield self._all_reduce(pieces, group)
+
+    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+        yield self._reduce_scatter(pieces, group)
+
+    def _all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
         sizes = [piece.length for piece in pieces]
         if len(pieces) == 1:
-            dist.all_reduce(pieces[0].values, group=group)
+            yield from all_reduce(pieces[0].values, group)
         else:
             flat = torch.cat([piece.values[0] for piece in pieces])
-            dist.all_reduce(flat, group=group)
+            yield from all_reduce(flat, group)
             for piece, total in zip(pieces, flat.split(sizes), strict=True):
                 piece.put(total)
         return all_reduce_bytes(sum(sizes) * VALUE_BYTES, group.size())
 
-    def reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> int:
+    def _reduce_scatter(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Steps[int]:
         sizes = [piece.length for piece in pieces]
-        totals = sum_of_received(torch.cat([piece.values for piece in pieces], 1), group)
-        for piece, total in zip(pieces, totals.split(sizes), strict=True):
+        received = yield from exchange(torch.cat([piece.values for piece in pieces], 1), group)
+        for piece, total in zip(pieces, received.sum(0).split(sizes), strict=True):
             piece.put(total)
         return (group.size() - 1) * sum(sizes) * VALUE_BYTES
 

@@ -6,6 +6,7 @@ forecast knows. Pure functions, without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,6 +44,9 @@ KERNELS: Mapping[Compression, int] = MappingProxyType(
     {"bf16": 8, "fp16": 20, "int8": 24, "topk": 12, "powersgd": 12}
 )
 """Operations for each bucket, about."""
+
+TOGETHER_ELEMENTS = 1 << 21
+"""Of which codecs make messages: as `collectives.compression`, which a test compares."""
 
 BY_MACHINES_BYTES, BY_MACHINES_KERNELS = 36.0, 8
 """Likewise of sums by machines, beside the method: gradients and what is owed are put into a buffer, and the
@@ -83,21 +87,36 @@ class Summing:
         inside = group.inside(machine.links[0])
         if algorithm == "hierarchical" and 1 < inside < group.size:
             within, whole = Group(inside, group.stride), elements * self.whole_bytes
-            between = Group(-(-group.size // inside), group.stride * inside)
+            between, mine = Group(-(-group.size // inside), group.stride * inside), elements / inside
             scattered = reduce_scatter_seconds(machine, within, whole)
             gathered = all_gather_seconds(machine, within, whole)
             filled = streaming_seconds(machine.chip, elements * BY_MACHINES_BYTES, BY_MACHINES_KERNELS)
-            return scattered + self.all_reduce(between, elements / inside) + gathered + filled
+            beside = scattered + gathered + filled
+        else:
+            between, mine, beside = group, elements, 0.0
+        return self._in_flight(
+            self._travelling(kind, between, mine), beside + self._moving(kind, mine), elements, kind
+        )
+
+    def _travelling(self, kind: Compression, group: Group, elements: float) -> float:
+        """Messages of an all-reduce."""
         if kind == "topk":
             sent = elements * self.plan.compression_share * CHOSEN_BYTES
-            return all_gather_seconds(machine, group, group.size * sent) + self._moving(kind, elements)
+            return all_gather_seconds(self.machine, group, group.size * sent)
         if kind == "powersgd":
-            return all_reduce_seconds(machine, group, elements * self._thin_bytes()) + self._moving(
-                kind, elements
-            )
+            return all_reduce_seconds(self.machine, group, elements * self._thin_bytes())
         sent = elements * CODEC_BYTES[kind]
-        exchanged = all_to_all_seconds(machine, group, sent) + all_gather_seconds(machine, group, sent)
-        return exchanged + self._moving(kind, elements)
+        exchanged = all_to_all_seconds(self.machine, group, sent)
+        return exchanged + all_gather_seconds(self.machine, group, sent)
+
+    def _in_flight(self, travelling: float, computing: float, elements: float, kind: Compression) -> float:
+        """Both, where one part of the elements is computed with while another's messages travel: all but one
+        part of the shorter of the two is hidden. FSDP2 sums unit by unit, of which most are one part."""
+        if not self.plan.computes_with_state:
+            return travelling + computing
+        part = TOGETHER_ELEMENTS if kind in CODEC_BYTES else self.plan.bucket_bytes / 4.0
+        parts = max(math.ceil(elements / part), 1)
+        return max(travelling, computing) + min(travelling, computing) / parts
 
     def reduce_scatter(self, group: Group, elements: float, *, compressed: bool) -> float:
         """Likewise until each has its part.
