@@ -63,7 +63,7 @@ class Slot:
         return self.destinations * self.length // self.columns
 
 
-Bucket: TypeAlias = Sequence[tuple[str, Tensor, Tensor | None]]
+NamedPieces: TypeAlias = Sequence[tuple[str, Tensor, Tensor | None]]
 """(name, values, result) of registered parameters, as of `Piece`: one or more; all have a result, or none."""
 
 
@@ -105,7 +105,7 @@ class GradientCompression:
     def register(self, slot: Slot) -> None:
         self._slots[slot.name] = slot
 
-    def exchange(self, buckets: Iterable[Bucket], group: dist.ProcessGroup) -> None:
+    def exchange(self, buckets: Iterable[NamedPieces], group: dist.ProcessGroup) -> None:
         """Sum over the ranks of `group`, all of which call it alike."""
         with torch.no_grad():
             self._sent += sum(together(self._sums(buckets, group)))
@@ -161,7 +161,7 @@ class GradientCompression:
 
     # ---------------------------------------------------------------- inside
 
-    def _sums(self, buckets: Iterable[Bucket], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
+    def _sums(self, buckets: Iterable[NamedPieces], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
         for bucket in buckets:
             by_method: defaultdict[Compression, list[Piece]] = defaultdict(list)
             for name, values, result in bucket:
