@@ -86,7 +86,9 @@ def exchange(worker: Worker, kind: Compression, scattered: bool, elements: int) 
         return {"sums": sums, "errors": errors, "sent": sent}
 
 
-def ran(kind: Compression, scattered: bool, elements: int = 1 << 22) -> list[dict[str, Any]]:
+def ran(
+    kind: Compression, scattered: bool, elements: int = pieces_module.TOGETHER_ELEMENTS
+) -> list[dict[str, Any]]:
     outcome = run_ranks(exchange, RANKS, (kind, scattered, elements))
     return [
         {
@@ -312,7 +314,9 @@ def flat(nested: Any) -> list[Tensor]:
     return [found for one in nested for found in flat(one)]
 
 
-def by_machines(worker: Worker, kind: Compression, elements: int = 1 << 22) -> dict[str, Any]:
+def by_machines(
+    worker: Worker, kind: Compression, elements: int = pieces_module.TOGETHER_ELEMENTS
+) -> dict[str, Any]:
     """`STEPS` exchanges of one of four ranks on two machines; and of the machines, as if each were a rank."""
     pieces_module.TOGETHER_ELEMENTS = elements
     with process_grid(worker, Plan(dp_replicate=4), 60):
@@ -445,7 +449,7 @@ def test_what_8_bits_travel_in_is_8_bits_wide() -> None:
 def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
     """(dtype, elements) that a rank hands over, all-to-all and then all-gather, of 1,024 elements."""
     found = []
-    exchange, all_gather = dist.all_to_all_single, pieces_module._all_gather
+    exchange, all_gather = dist.all_to_all_single, pieces_module.all_gather
 
     def exchanging(output: Tensor, given: Tensor, **more: Any) -> Any:
         found.append((given.dtype, given.numel()))
@@ -456,10 +460,10 @@ def messages(worker: Worker) -> list[tuple[torch.dtype, int]]:
         return all_gather(output, given, **more)
 
     with process_grid(worker, Plan(dp_replicate=2), 60) as grid:
-        dist.all_to_all_single, pieces_module._all_gather = exchanging, gathering
+        dist.all_to_all_single, pieces_module.all_gather = exchanging, gathering
         piece = Piece(torch.randn(1, 1024), None, 1, Memory(torch.zeros(1, 1024)))
         together(method_of("int8", SHARE).all_reduce([piece], grid.axis("dp_replicate").get_group()))
-        dist.all_to_all_single, pieces_module._all_gather = exchange, all_gather
+        dist.all_to_all_single, pieces_module.all_gather = exchange, all_gather
     return found
 
 

@@ -60,5 +60,5 @@ def test_at_least_one_element_of_a_tensor_is_sent(length: int, kept: int) -> Non
 
 def test_the_planner_knows_which_methods_keep_errors_and_how_much_goes_at_once() -> None:
     assert cost.KEEP_ERRORS == KEEP_ERRORS
-    assert cost.TOGETHER_ELEMENTS == module.TOGETHER_ELEMENTS
+    assert (cost.TOGETHER_ELEMENTS, cost.AT_ONCE) == (module.TOGETHER_ELEMENTS, AT_ONCE)
     assert COMPRESSED_TOGETHER_BYTES == 4 * module.TOGETHER_ELEMENTS * AT_ONCE

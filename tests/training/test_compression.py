@@ -27,8 +27,8 @@ BY_MACHINES = {rank: {"ranks_by_node": (2, 2)} for rank in range(4)}
 """What ranks know of their machines where plans sum by machines."""
 
 
-def run(directory: Path, job: dict[str, Any], plan: Plan) -> Outcome:
-    return run_job(directory, job, plan, workers=BY_MACHINES if plan.hierarchical else None)
+def run(directory: Path, job: dict[str, Any], plan: Plan, patch: str | None = None) -> Outcome:
+    return run_job(directory, job, plan, workers=BY_MACHINES if plan.hierarchical else None, patch=patch)
 
 
 def job(folder: Path, steps: int = 4, **train: Any) -> dict[str, Any]:
@@ -205,6 +205,20 @@ def test_parameters_that_a_group_leaves_whole_are_summed_whole(tmp_path: Path) -
     assert not any("embedding" in name or name.startswith("layers.1.") for name in kept)
     assert any(name.startswith("layers.0.") for name in kept)
     assert len({name.partition(".")[0] for name in kept}) > 1, "the rest is topk's"
+
+
+@pytest.mark.parametrize("layout", ["replicas", "four replicas by machines"])
+def test_sums_in_flight_beside_each_other_are_those_of_one_after_the_other(
+    layout: str, tmp_path: Path
+) -> None:
+    """In many buckets, of some of which a rank of a machine sums nothing, by all methods at once."""
+    groups = (("*attention*", "powersgd"), ("*norm*", "nothing"), ("*down*", "topk"), ("*up*", "bf16"))
+    plan = compressed(LAYOUTS[layout], "int8", compression_groups=groups, bucket_bytes=1 << 12)
+    in_flight = run(tmp_path / "in flight", job(tmp_path), plan)
+    one_by_one = run(tmp_path / "one by one", job(tmp_path), plan, "support.one_by_one:sum_one_by_one")
+    expected, got = one_by_one.tensors(), in_flight.tensors()
+    assert {name.split(".")[1] for name in got if name.startswith("compression.")} == {"error", "q"}
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_pattern_that_matches_nothing_is_a_typing_error(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -46,9 +45,12 @@ def sum_compressed(
         for size, number in zip(sizes, ranks, strict=True):
             if number:
                 own = gradients.get(size.parameter)
-                zeros = partial(torch.zeros, size.shape, dtype=size.dtype, device=device)
-                sums[size.parameter] = zeros() if own is None else own
-        places = ([size.parameter for size in bucket.sizes if size.parameter in sums] for bucket in layout)
-        buckets = ([(names[one], sums[one].view(1, -1), None) for one in bucket] for bucket in places)
-        compression.exchange(filter(None, buckets), group)
+                if own is None:
+                    own = torch.zeros(size.shape, dtype=size.dtype, device=device)
+                sums[size.parameter] = own
+        together = ([size.parameter for size in bucket.sizes if size.parameter in sums] for bucket in layout)
+        buckets = (
+            [(names[one], sums[one].view(1, -1), None) for one in found] for found in together if found
+        )
+        compression.exchange(buckets, group)
     return sums

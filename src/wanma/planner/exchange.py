@@ -50,12 +50,16 @@ def with_exchange(job: Job, plan: Plan, machine: Machine | None) -> Plan:
 
 
 def bucket_of(job: Job, plan: Plan, machine: Machine | None) -> int:
-    """Bytes that the plan's replicas sum in one message. Arguments as of `with_exchange`."""
+    """Bytes that the plan's replicas sum in one message. Arguments as of `with_exchange`.
+
+    Compressed sums wait for the end of backward: smaller ones would begin no sooner.
+    """
     if (
         job.parallel.bucket_bytes is None
         and machine is not None
         and not machine.unknown
         and has_buckets(plan)
+        and not plan.compressions
     ):
         return fewest_bytes(plan, machine)
     return plan.bucket_bytes
@@ -148,7 +152,8 @@ def fewest_bytes(plan: Plan, machine: Machine) -> int:
 def _both_ways(plan: Plan, machine: Machine) -> tuple[float, float]:
     """Seconds of summing as much as one message ever takes: by machines, and in a ring."""
     replicas, elements = _replicas(plan), REDUCED_TOGETHER_BYTES / _GRADIENT_BYTES
-    summing = Summing(plan, machine, _GRADIENT_BYTES)
+    # As it is asked before buckets are chosen, and to explain it after: in the same buckets.
+    summing = Summing(replace(plan, bucket_bytes=REDUCED_TOGETHER_BYTES), machine, _GRADIENT_BYTES)
     by_machines = summing.all_reduce(replicas, elements, "hierarchical")
     return by_machines, summing.all_reduce(replicas, elements, "ring")
 

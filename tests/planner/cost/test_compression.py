@@ -35,8 +35,8 @@ def summing(kind: Compression, whole_bytes: float = 4.0, **fields: Any) -> Summi
     return Summing(replace(Plan(), compression=kind, **{"device": "cuda", **fields}), NODES, whole_bytes)
 
 
-def moving(kind: Compression) -> float:
-    return streaming_seconds(NODES.chip, ELEMENTS * MOVED_BYTES[kind], KERNELS[kind])
+def moving(kind: Compression, elements: float = ELEMENTS) -> float:
+    return streaming_seconds(NODES.chip, elements * MOVED_BYTES[kind], KERNELS[kind])
 
 
 @pytest.mark.parametrize(("kind", "share"), [("bf16", 2 / 4), ("fp16", 2 / 4), ("int8", 1 / 4)])
@@ -46,18 +46,25 @@ def test_replicas_of_a_hybrid_take_their_links_for_less_time(kind: Compression, 
     assert smaller == pytest.approx(share * whole, rel=0.1)
 
 
-def test_of_whole_replicas_one_part_is_made_smaller_while_another_travels() -> None:
-    parts = 100
-    elements = float(parts * TOGETHER_ELEMENTS)
-    one_by_one = summing("int8").all_reduce(ONE_EACH, elements)
-    computing = streaming_seconds(NODES.chip, elements * MOVED_BYTES["int8"], KERNELS["int8"])
-    shorter = min(computing, one_by_one - computing)
-    in_flight = summing("int8", device="cpu").all_reduce(ONE_EACH, elements)
-    assert in_flight == pytest.approx(one_by_one - shorter * (1 - 1 / parts))
-    # A single part has nothing to hide behind.
-    few = float(TOGETHER_ELEMENTS)
-    alone, by_units = summing("int8", device="cpu"), summing("int8")
-    assert alone.all_reduce(ONE_EACH, few) == pytest.approx(by_units.all_reduce(ONE_EACH, few))
+def test_of_replicas_on_cpus_one_part_is_made_smaller_while_another_travels() -> None:
+    parts, part = 100, float(TOGETHER_ELEMENTS)
+    one, nothing = (summing("int8").all_reduce(ONE_EACH, size) - moving("int8", size) for size in (part, 1.0))
+    bandwidth, latency, computing = one - nothing, nothing, moving("int8", part)
+    travelling = parts * bandwidth + parts / 2 * latency
+    expected = max(travelling, parts * computing) + min(travelling, parts * computing) / parts
+    in_flight = summing("int8", device="cpu")
+    assert in_flight.all_reduce(ONE_EACH, parts * part) == pytest.approx(expected)
+    # A single part has nothing to hide behind, and within a machine all is moved by those that compute.
+    assert in_flight.all_reduce(ONE_EACH, part) == pytest.approx(one + computing)
+    inside = Group(8)
+    alone = summing("int8").all_reduce(inside, part)
+    assert in_flight.all_reduce(inside, parts * part) == pytest.approx(parts * alone)
+
+
+def test_small_buckets_are_many_parts() -> None:
+    large = summing("int8", device="cpu").all_reduce(ONE_EACH, 1e7)
+    small = summing("int8", device="cpu", bucket_bytes=1 << 20).all_reduce(ONE_EACH, 1e7)
+    assert small > large
 
 
 def test_an_exchange_of_all_with_all_does_not_gain_where_a_nodes_ranks_share_its_link() -> None:

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.in_flight import Steps, together
+from wanma.collectives.compression.in_flight import Steps
 from wanma.collectives.compression.pieces import (
     Memory,
     Method,
     Piece,
     Slice,
     aligned,
-    gather,
+    all_gather,
     runs,
     width_of,
 )
@@ -125,7 +125,8 @@ class ByNodes:
         for part, piece in zip(own, pieces, strict=True):
             if _keeps_error(part.piece):
                 part.piece.error[0, part.start : part.stop] = piece.error[0]
-        (sums,) = together([gather(mine, within)])
+        sums = mine.new_empty(within.size(), row)
+        all_gather(sums.view(-1), mine, group=within)
         for part in parts:
             part.piece.values[0, part.start : part.stop] = sums[part.owner, part.place]
         return sent

@@ -47,7 +47,7 @@ def together(sums: Iterable[Steps[T]], at_once: int = AT_ONCE) -> list[T]:
             wait_for_the_first()
     while waiting:
         wait_for_the_first()
-    return [results[number] for number in sorted(results)]
+    return [results[number] for number in range(len(results))]
 
 
 def begun(work: dist.Work | None) -> dist.Work:

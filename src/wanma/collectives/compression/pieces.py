@@ -20,7 +20,7 @@ TOGETHER_ELEMENTS = 1 << 21
 of those in flight; with fewer a network's latency would count for more than its bandwidth."""
 
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The second name is the older one: torch 2.13 warns of it, 2.11 knows no other."""
 
 
@@ -76,7 +76,7 @@ class Method(Protocol):
     """
 
     waits: int
-    """Of each of those sums."""
+    """Of each sum of an all-reduce."""
 
     def all_reduce(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> Iterator[Steps[int]]:
         """Put the sum over the ranks into each piece's values."""
@@ -131,7 +131,7 @@ def aligned(elements: int) -> int:
 def gather(part: Tensor, group: dist.ProcessGroup) -> Steps[Tensor]:
     """Every rank's part, of as many elements each: (elements,) → (ranks, elements)."""
     whole = part.new_empty(group.size() * part.numel())
-    yield begun(_all_gather(whole, part, group=group, async_op=True))
+    yield begun(all_gather(whole, part, group=group, async_op=True))
     return whole.view(group.size(), -1)
 
 

@@ -19,6 +19,7 @@ from wanma.planner.cost.communication import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    crosses,
     reduce_scatter_seconds,
 )
 from wanma.planner.cost.compute import streaming_seconds
@@ -45,8 +46,9 @@ KERNELS: Mapping[Compression, int] = MappingProxyType(
 )
 """Operations for each bucket, about."""
 
-TOGETHER_ELEMENTS = 1 << 21
-"""Of which codecs make messages: as `collectives.compression`, which a test compares."""
+TOGETHER_ELEMENTS, AT_ONCE = 1 << 21, 2
+"""Of which codecs make messages, and how many of these are under way: as `collectives.compression`, which a
+test compares."""
 
 BY_MACHINES_BYTES, BY_MACHINES_KERNELS = 36.0, 8
 """Likewise of sums by machines, beside the method: gradients and what is owed are put into a buffer, and the
@@ -85,18 +87,17 @@ class Summing:
         if kind == "nothing":
             return all_reduce_seconds(machine, group, elements * self.whole_bytes, algorithm)
         inside = group.inside(machine.links[0])
-        if algorithm == "hierarchical" and 1 < inside < group.size:
-            within, whole = Group(inside, group.stride), elements * self.whole_bytes
-            between, mine = Group(-(-group.size // inside), group.stride * inside), elements / inside
-            scattered = reduce_scatter_seconds(machine, within, whole)
-            gathered = all_gather_seconds(machine, within, whole)
-            filled = streaming_seconds(machine.chip, elements * BY_MACHINES_BYTES, BY_MACHINES_KERNELS)
-            beside = scattered + gathered + filled
-        else:
-            between, mine, beside = group, elements, 0.0
-        return self._in_flight(
-            self._travelling(kind, between, mine), beside + self._moving(kind, mine), elements, kind
-        )
+        by_machines = algorithm == "hierarchical" and 1 < inside < group.size
+        is_cut = kind in CODEC_BYTES or (by_machines and kind == "topk")
+        parts = self._parts(elements, is_cut=is_cut)
+        if not by_machines:
+            return self._in_flight(kind, group, elements, parts)
+        within, whole = Group(inside, group.stride), elements * self.whole_bytes
+        between = Group(-(-group.size // inside), group.stride * inside)
+        scattered = reduce_scatter_seconds(machine, within, whole)
+        gathered = all_gather_seconds(machine, within, whole)
+        filled = streaming_seconds(machine.chip, elements * BY_MACHINES_BYTES, BY_MACHINES_KERNELS)
+        return self._in_flight(kind, between, elements / inside, parts, scattered + gathered + filled)
 
     def _travelling(self, kind: Compression, group: Group, elements: float) -> float:
         """Messages of an all-reduce."""
@@ -109,13 +110,30 @@ class Summing:
         exchanged = all_to_all_seconds(self.machine, group, sent)
         return exchanged + all_gather_seconds(self.machine, group, sent)
 
-    def _in_flight(self, travelling: float, computing: float, elements: float, kind: Compression) -> float:
-        """Both, where one part of the elements is computed with while another's messages travel: all but one
-        part of the shorter of the two is hidden. FSDP2 sums unit by unit, of which most are one part."""
-        if not self.plan.computes_with_state:
-            return travelling + computing
-        part = TOGETHER_ELEMENTS if kind in CODEC_BYTES else self.plan.bucket_bytes / 4.0
-        parts = max(math.ceil(elements / part), 1)
+    def _parts(self, elements: float, *, is_cut: bool) -> int:
+        """In which all gradients of a rank go: buckets, or the one unit that FSDP2 has of replicas on a CPU;
+        of what is cut, parts of these. FSDP2's other units come one by one: as if each were one part."""
+        if self.plan.device != "cpu" or self.plan.shard not in ("nothing", "optimizer"):
+            return 1
+        together = self.plan.bucket_bytes / self.whole_bytes if self.plan.computes_with_state else elements
+        return max(math.ceil(elements / (min(TOGETHER_ELEMENTS, together) if is_cut else together)), 1)
+
+    def _in_flight(
+        self, kind: Compression, group: Group, elements: float, parts: int, beside: float = 0.0
+    ) -> float:
+        """One part is computed with while another's messages travel, so that all but one part of the shorter
+        of the two is hidden; and the latency of two is waited for at once. Within a machine messages take the
+        cores that compute.
+
+        Args:
+            beside: seconds of computing, of all parts.
+        """
+        first = self._travelling(kind, group, 1.0)
+        rest = parts * (self._travelling(kind, group, elements / parts) - first)
+        computing = parts * self._moving(kind, elements / parts) + beside
+        if not crosses(self.machine, group):
+            return parts * first + rest + computing
+        travelling = max(parts / AT_ONCE, 1.0) * first + rest
         return max(travelling, computing) + min(travelling, computing) / parts
 
     def reduce_scatter(self, group: Group, elements: float, *, compressed: bool) -> float:
