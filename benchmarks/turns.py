@@ -1,7 +1,8 @@
 """Contenders that live beside each other and are stopped in turn, so that each is measured every second.
 
 What disturbs a machine for longer than a turn falls on both; and of what they take, starting is no part. A
-turn may end within a step: a contender's own clock stands still until its next one.
+turn may end within a step: a contender's own clock stands still until its next one. One that looks at its own
+clock is let go from step to step instead (`take_turns_by_steps`).
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,10 @@ import numpy as np
 import psutil
 
 from benchmarks.common import ROOT, BenchmarkError, adopt_orphans, busy_cpu_seconds
+from benchmarks.gate import Gate
+
+POLL_SECONDS = 0.003
+"""Between looks at whether a contender has made its step."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +56,16 @@ def take_turns(
     Raises:
         BenchmarkError: a contender failed, or took too long.
     """
-    adopt_orphans()
     first, second = starts
     deadline = time.monotonic() + timeout_seconds
-    contenders: dict[str, _Contender] = {}
     pairs: list[tuple[Turn, Turn]] = []
-    try:
+    with _contenders(starts) as contenders:
         while True:
             names = (first, second) if len(pairs) % 2 == 0 else (second, first)
             turns = {}
             for name in names:
-                if name not in contenders:
-                    contenders[name] = _Contender(starts[name])
-                turns[name] = contenders[name].turn(name, seconds, _others(contenders, name))
-                if contenders[name].process.poll() is not None:
+                turns[name] = contenders[name].turn(_for_seconds(seconds))
+                if contenders[name].has_ended:
                     break
                 if time.monotonic() > deadline:
                     raise BenchmarkError(f"{name} took more than {timeout_seconds:.0f} s")
@@ -74,18 +75,56 @@ def take_turns(
             break
         for contender in contenders.values():
             contender.signal(signal.SIGCONT)
-        for name, contender in contenders.items():
-            code = contender.process.wait(max(deadline - time.monotonic(), 1.0))
-            if code != 0:
-                tail = contender.start.log.read_text(errors="replace")[-3000:]
-                raise BenchmarkError(f"{name} ended with code {code}; the end of its output:\n{tail}")
-    except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"{error.cmd} took more than {timeout_seconds:.0f} s") from None
-    finally:
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        for contender in contenders.values():
+            contender.end_well(max(deadline - time.monotonic(), 1.0))
     return pairs
+
+
+def take_turns_by_steps(
+    starts: Mapping[str, Start], gate: Gate, timeout_seconds: float
+) -> list[tuple[Turn, Turn]]:
+    """Run two contenders in turns: the first one for as many steps as its gate lets it, then the second one
+    for as long as these took.
+
+    Returns:
+        the turns in pairs, until the first one ended. The second one is killed then.
+
+    Raises:
+        BenchmarkError: a contender failed, the second one ended before, or they took too long.
+    """
+    first, second = starts
+    deadline = time.monotonic() + timeout_seconds
+    pairs: list[tuple[Turn, Turn]] = []
+    with _contenders(starts) as contenders:
+        while True:
+            mine = contenders[first].turn(_through(gate))
+            if contenders[first].has_ended:
+                break
+            pairs.append((mine, contenders[second].turn(_for_seconds(mine.ended - mine.began))))
+            if contenders[second].has_ended:
+                contenders[second].end_well(1.0)
+                raise BenchmarkError(f"{second} was over before {first}")
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"{first} and {second} took more than {timeout_seconds:.0f} s")
+        contenders[first].end_well(1.0)
+    return pairs
+
+
+def _for_seconds(seconds: float) -> Callable[[subprocess.Popen[bytes]], None]:
+    def wait(process: subprocess.Popen[bytes]) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+    return wait
+
+
+def _through(gate: Gate) -> Callable[[subprocess.Popen[bytes]], None]:
+    def wait(process: subprocess.Popen[bytes]) -> None:
+        gate.open()
+        while process.poll() is None and not gate.is_reached:
+            time.sleep(POLL_SECONDS)
+
+    return wait
 
 
 @dataclass(frozen=True)
@@ -116,11 +155,7 @@ def blocks(
             each has one, in order.
     """
     owners = owners or {name: which for which, name in enumerate(times)}
-    turns = {name: [pair[owners[name]] for pair in pairs] for name in times}
-    ends = {
-        name: [_own_seconds(turns[name], time) for time in stamps if time <= turns[name][-1].ended]
-        for name, stamps in times.items()
-    }
+    ends = own_clocks(pairs, times, owners)
     began = max(one[warmup - 1] for one in ends.values())
     ended = min(one[-1] for one in ends.values())
     found = []
@@ -128,17 +163,34 @@ def blocks(
         edges = (began + number * seconds, began + (number + 1) * seconds)
         found.append(
             Block(
-                {name: _steps_between(edges, one) for name, one in ends.items()},
-                {name: max(turn.foreign_cpu for turn in _within(turns[name], edges)) for name in times},
+                {name: steps_between(edges, one) for name, one in ends.items()},
+                {name: foreign_cpu([pair[owners[name]] for pair in pairs], edges) for name in times},
             )
         )
     return found
 
 
-def _steps_between(edges: tuple[float, float], ends: Sequence[float]) -> float:
+def own_clocks(
+    pairs: Sequence[tuple[Turn, Turn]], times: Mapping[str, Sequence[float]], owners: Mapping[str, int]
+) -> dict[str, list[float]]:
+    """When steps ended, on the clock of the contender that made them; see `blocks`."""
+    turns = {name: [pair[owners[name]] for pair in pairs] for name in times}
+    return {
+        name: [_own_seconds(turns[name], time) for time in stamps if time <= turns[name][-1].ended]
+        for name, stamps in times.items()
+    }
+
+
+def steps_between(edges: tuple[float, float], ends: Sequence[float]) -> float:
     """How many steps ended between, with the parts of those under way."""
     done = np.interp(edges, ends, np.arange(len(ends)))
     return float(done[1] - done[0])
+
+
+def foreign_cpu(turns: Sequence[Turn], edges: tuple[float, float]) -> float:
+    """CPUs that anything else used between two times of a contender's own clock, at most in one of its
+    turns."""
+    return max(turn.foreign_cpu for turn in _within(turns, edges))
 
 
 def _own_seconds(turns: Sequence[Turn], time: float) -> float:
@@ -155,39 +207,77 @@ def _within(turns: Sequence[Turn], edges: tuple[float, float]) -> Iterator[Turn]
             yield turn
 
 
-def _others(contenders: Mapping[str, _Contender], name: str) -> set[int]:
-    return {number for other, held in contenders.items() if other != name for number in held.numbers}
+@contextmanager
+def _contenders(starts: Mapping[str, Start]) -> Iterator[dict[str, _Contender]]:
+    """One of each, which begins with its first turn; whatever is left of them at the end is killed."""
+    adopt_orphans()
+    found: dict[str, _Contender] = {}
+    for name, start in starts.items():
+        found[name] = _Contender(name, start, found)
+    try:
+        yield found
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 class _Contender:
-    """A command and the processes that came of it."""
+    """A command and the processes that came of it.
 
-    def __init__(self, start: Start) -> None:
-        self.start = start
-        self.numbers: set[int] = set()
-        self._output = start.log.open("wb")
-        self.process = subprocess.Popen(
-            start.command,
-            env=dict(start.environment),
-            cwd=ROOT,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
-        self.signal(signal.SIGSTOP)
+    Args:
+        all_of_them: by name; whose processes are not this one's.
+    """
 
-    def turn(self, name: str, seconds: float, others: set[int]) -> Turn:
-        """Let it run for so long. What starts meanwhile is its own: all others are stopped."""
+    def __init__(self, name: str, start: Start, all_of_them: Mapping[str, _Contender]) -> None:
+        self._name, self._start, self._all = name, start, all_of_them
+        self._numbers: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def turn(self, until: Callable[[subprocess.Popen[bytes]], None]) -> Turn:
+        """Let it run. What starts meanwhile is its own: all others are stopped."""
+        process = self._process = self._process or self._begin()
         busy, own = busy_cpu_seconds(), self._cpu_seconds() + _this_process()
         began, clock = time.time(), time.monotonic()
         self.signal(signal.SIGCONT)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+        until(process)
         found = {process.pid for process in psutil.Process().children(recursive=True)}
-        self.numbers = found - others
+        self._numbers = found - {
+            number for other in self._all.values() if other is not self for number in other._numbers
+        }
         self.signal(signal.SIGSTOP)
         ended, taken = time.time(), time.monotonic() - clock
         foreign = busy_cpu_seconds() - busy - (self._cpu_seconds() + _this_process() - own)
-        return Turn(name, began, ended, max(foreign, 0.0) / taken)
+        return Turn(self._name, began, ended, max(foreign, 0.0) / taken)
+
+    def end_well(self, seconds: float) -> None:
+        """Wait for its end.
+
+        Raises:
+            BenchmarkError: it failed, or took longer.
+        """
+        assert self._process is not None
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise BenchmarkError(f"{self._name} took {seconds:.0f} s more, and was not done") from None
+        if code != 0:
+            tail = self._start.log.read_text(errors="replace")[-3000:]
+            raise BenchmarkError(f"{self._name} ended with code {code}; the end of its output:\n{tail}")
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        with self._start.log.open("wb") as output:
+            return subprocess.Popen(
+                self._start.command,
+                env=dict(self._start.environment),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def signal(self, number: signal.Signals) -> None:
         for each in self._alive():
@@ -196,7 +286,7 @@ class _Contender:
 
     def _alive(self) -> list[psutil.Process]:
         found = []
-        for number in self.numbers | {self.process.pid}:
+        for number in self._numbers | ({self._process.pid} if self._process else set()):
             with suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(number))
         return found

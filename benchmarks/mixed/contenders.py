@@ -1,21 +1,24 @@
-"""One sample of each contender: the same training on two ranks, one of them held to a share of a core."""
+"""Each contender beside the ideal: the same training on two ranks, one of them held to a share of a core."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import BenchmarkError, Finished, clean_environment, run_command
+from benchmarks.common import BenchmarkError, clean_environment, run_command
+from benchmarks.gate import Gate
+from benchmarks.mixed.gated import VARIABLE
 from benchmarks.mixed.quota import Held, held_back
 from benchmarks.recovery.watch import read_lines
-from benchmarks.turns import Start, blocks, take_turns
+from benchmarks.turns import Start, Turn, blocks, foreign_cpu, own_clocks, steps_between, take_turns_by_steps
 from wanma.data.open import prepare
 from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory
@@ -26,18 +29,18 @@ Shares = tuple[int, int]
 
 TIMEOUT_SECONDS = 900.0
 BLOCK_SECONDS = 10.0
-"""Of a round in turns, on each contender's clock."""
-WARMUP_STEPS = 3
-"""Before the first of them."""
-PLANNING_STEPS = 12
-"""After as many for warming up, by which shares are planned."""
-CONTENDERS = ("apart", "even", "planned", "dynamic", "changed")
-"""apart: two trainings of one rank each, side by side, which exchange nothing: their sum is the ideal. even,
-planned: shares that stay, equal ones or those that `plan_shares` finds. dynamic: shares that begin even and
-follow the ranks' times. changed: likewise, but the quota is set in the middle of the run."""
-
-IN_TURNS = ("even", "planned")
-"""Those that can be stopped and go on: shares that move follow measured times, which a stop would be in."""
+"""Of a round, on each contender's clock."""
+NEAR_SECONDS = 2.0
+"""Before and after a step, on the ideal's clock, in which its speed is taken to set the step beside."""
+PLANNING_WARMUP, PLANNING_STEPS = 3, 12
+"""By which shares are planned."""
+IDEAL = "apart"
+"""Two trainings of one rank each, side by side, which exchange nothing: their sum is the ideal."""
+CONTENDERS = ("even", "planned", "dynamic", "changed")
+"""even, planned: shares that stay, equal ones or those that `plan_shares` finds. dynamic: shares that begin
+even and follow the ranks' times. changed: likewise, but the quota is set in the middle of the run."""
+MANY_STEPS = 100_000
+"""Of the ideal, which is ended from outside."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,11 @@ class Setting:
         return self.settle + self.steps + 1
 
     def samples(self, contender: str, planned: Shares, rank: int = 0) -> int:
-        """Of a step of a contender's run; of `apart` each rank has its own."""
-        return planned[rank] if contender == "apart" else self.batch
+        """Of a step of a contender's run; of the ideal each rank has its own."""
+        return planned[rank] if contender == IDEAL else self.batch
 
-    def job(self, contender: str, planned: Shares, rank: int = 0) -> str:
-        """The job file of a contender; of `apart` each rank has its own."""
+    def job(self, contender: str, planned: Shares, steps: int, rank: int = 0) -> str:
+        """The job file of a contender; of the ideal each rank has its own."""
         batch = self.samples(contender, planned, rank)
         shares = f"batch_shares = {list(planned)}" if contender == "planned" else ""
         balance = "on" if contender in ("dynamic", "changed") else "off"
@@ -91,13 +94,13 @@ sequence_length = {self.sequence}
 validation_fraction = 0.0
 
 [train]
-steps = {self.total_steps}
+steps = {steps}
 global_batch = {batch}
 learning_rate = 1e-3
 schedule = "constant"
 
 [parallel]
-dp_replicate = {1 if contender == "apart" else 2}
+dp_replicate = {1 if contender == IDEAL else 2}
 micro_batch = {self.micro_batch}
 balance = "{balance}"
 {shares}
@@ -121,26 +124,29 @@ def prepare_data(setting: Setting) -> None:
     """Build the token file, once, for all contenders."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
-        path.write_text(setting.job("even", setting.by_quota))
+        path.write_text(setting.job("even", setting.by_quota, setting.total_steps))
         prepare(load_job(path).data)
 
 
 def plan_shares(setting: Setting, venv: Path) -> Shares:
     """Shares that make the slower rank's step the shortest, by what each takes alone under its quota.
 
-    Alone means side by side with the other, as in `apart`: a step's time is then what it takes for each
+    Alone means side by side with the other, as in the ideal: a step's time is then what it takes for each
     sample, and what it takes whatever its samples, as wanma's planner and its balance have it.
 
     Raises:
-        BenchmarkError: as of `measure`.
+        BenchmarkError: a command failed, or the quota was never set.
     """
-    short = replace(setting, settle=WARMUP_STEPS, steps=PLANNING_STEPS)
+    by_quota, steps = setting.by_quota, PLANNING_WARMUP + PLANNING_STEPS + 1
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        training = Training(short, "apart", setting.by_quota, Path(folder))
-        training.carry_out(venv)
+        training = Training(setting, IDEAL, by_quota, Path(folder), steps)
+        log = Path(folder) / "output.log"
+        with training.held_back() as held:
+            run_command(training.command, clean_environment(venv), log, TIMEOUT_SECONDS)
+        told(held)
         paces = [
-            pace(read_lines(run.metrics)[short.settle : -1], samples)
-            for run, samples in zip(training.runs, setting.by_quota, strict=True)
+            pace(read_lines(run.metrics)[PLANNING_WARMUP:-1], samples)
+            for run, samples in zip(training.runs, by_quota, strict=True)
         ]
     shares = best_shares(paces, setting.batch, Unit())
     assert shares is not None
@@ -155,139 +161,154 @@ def pace(lines: Sequence[Mapping[str, Any]], samples: int) -> Pace:
 
 
 def measure(setting: Setting, contender: str, planned: Shares, venv: Path, folder: Path) -> dict[str, Any]:
-    """Train once.
+    """Train as a contender and as the ideal do at once, of which one runs at a time.
+
+    The contender goes a step, and then the ideal for as long as that took.
 
     Returns:
-        a sample: `tokens_per_second` over the measured steps, `losses`, `moves` of shares as (step, shares),
-        and of `changed` the step after which the quota held, and the seconds of every step.
+        `rounds`, blocks of `BLOCK_SECONDS` with the tokens per second of both; `moves` of shares as (step,
+        shares); and of `changed`, `steps` after the quota held, with the ideal's speed near each.
 
     Raises:
-        BenchmarkError: a command failed, or the quota was never set.
+        BenchmarkError: a command failed, or a quota was never set.
     """
-    training = Training(setting, contender, planned, folder)
-    finished, since = training.carry_out(venv)
-    runs, change = training.runs, training.change
-    lines = [read_lines(run.metrics) for run in runs]
-    events = read_lines(runs[-1].events)
-    sample: dict[str, Any] = {
-        "tokens_per_second": round(together(lines, setting.settle), 1),
-        "losses": [line["loss"] for line in lines[0]],
-        "planned_shares": list(planned),
-        "moves": [[one["step"], one["batch_shares"]] for one in events if one["kind"] == "shares"],
-        "foreign_cpu": round(finished.foreign_cpu, 3),
-        "command_seconds": round(finished.seconds, 1),
+    trainings = {
+        contender: Training(setting, contender, planned, folder, setting.total_steps),
+        IDEAL: Training(setting, IDEAL, planned, folder, MANY_STEPS),
     }
-    if change:
-        ends = [line["time"] for line in lines[0]]
-        sample["changed_after"] = sum(end < since for end in ends)
-        sample["step_seconds"] = [round(line["step_seconds"], 4) for line in lines[0]]
-        sample["step_tokens"] = setting.batch * setting.sequence
+    gate = folder / "gate"
+    environment = {**clean_environment(venv), VARIABLE: str(gate)}
+    starts = {
+        name: Start(training.command, environment, folder / f"{name}.log")
+        for name, training in trainings.items()
+    }
+    with ExitStack() as stack:
+        held = {name: stack.enter_context(training.held_back()) for name, training in trainings.items()}
+        pairs = take_turns_by_steps(starts, Gate(gate, ranks=2, first=setting.settle), TIMEOUT_SECONDS)
+    since = {name: told(one) for name, one in held.items()}
+    streams = {
+        f"{name} {rank}": Stream(owner, [line["time"] for line in read_lines(run.metrics)][:-1], tokens)
+        for owner, (name, training) in enumerate(trainings.items())
+        for rank, run in enumerate(training.runs)
+        for tokens in [setting.samples(name, planned, rank) * setting.sequence]
+    }
+    run = trainings[contender].runs[0]
+    events = [event for event in read_lines(run.events) if event["kind"] == "shares"]
+    sample: dict[str, Any] = {
+        "planned_shares": list(planned),
+        "moves": [[event["step"], event["batch_shares"]] for event in events],
+        "rounds": rounds(pairs, streams, setting.settle),
+    }
+    if contender == "changed":
+        own = streams[f"{contender} 0"]
+        sample["changed_after"] = sum(end < since[contender] for end in own.ends)
+        sample["steps"] = beside_the_ideal(pairs, streams, sample["changed_after"])
     return sample
 
 
-def measure_in_turns(
-    setting: Setting, contender: str, planned: Shares, venv: Path, folder: Path, turn_seconds: float
-) -> list[dict[str, Any]]:
-    """Train with shares that stay and as the ideal does, at once, of which one runs at a time.
+@dataclass(frozen=True)
+class Stream:
+    """Steps of one run.
 
-    Returns:
-        a round for each block of `BLOCK_SECONDS`.
-
-    Raises:
-        BenchmarkError: as of `measure`.
+    Attributes:
+        owner: 0, the contender, or 1, the ideal, which has two runs.
+        ends: in seconds since 1970.
+        tokens: of a step.
     """
-    trainings, starts = {}, {}
-    for name in ("apart", contender):
-        (folder / name).mkdir()
-        trainings[name] = Training(setting, name, planned, folder / name)
-        log = folder / name / "output.log"
-        starts[name] = Start(trainings[name].command, clean_environment(venv), log)
-    with ExitStack() as stack:
-        held = [stack.enter_context(training.held_back()) for training in trainings.values()]
-        pairs = take_turns(starts, turn_seconds, TIMEOUT_SECONDS)
-    if any(one.since is None for one in held):
-        raise BenchmarkError(f"{contender}: a quota was never set")
-    times: dict[str, list[float]] = {}
-    owners: dict[str, int] = {}
-    tokens: dict[str, int] = {}
-    for owner, (name, training) in enumerate(trainings.items()):
-        for rank, run in enumerate(training.runs):
-            stream = f"{name} {rank}"
-            times[stream] = [line["time"] for line in read_lines(run.metrics)][:-1]
-            owners[stream] = owner
-            tokens[stream] = setting.samples(name, planned, rank) * setting.sequence
-    rounds = []
-    for block in blocks(pairs, times, WARMUP_STEPS, BLOCK_SECONDS, owners):
-        taken: dict[str, Any] = {}
-        for owner, name in enumerate(trainings):
-            mine = [stream for stream, of in owners.items() if of == owner]
-            speed = sum(block.steps[stream] * tokens[stream] for stream in mine) / BLOCK_SECONDS
-            foreign = max(block.foreign_cpu[stream] for stream in mine)
-            taken[name] = {
-                "tokens_per_second": round(speed, 1),
-                "planned_shares": list(planned),
-                "moves": [],
-                "foreign_cpu": round(foreign, 3),
+
+    owner: int
+    ends: list[float]
+    tokens: int
+
+
+def rounds(
+    pairs: Sequence[tuple[Turn, Turn]], streams: Mapping[str, Stream], settle: int
+) -> list[dict[str, float]]:
+    """Of every block after the settling: tokens per second of the contender and of the ideal, and the CPUs
+    that anything else used."""
+    times = {name: stream.ends for name, stream in streams.items()}
+    owners = {name: stream.owner for name, stream in streams.items()}
+    found = []
+    for block in blocks(pairs, times, settle, BLOCK_SECONDS, owners):
+        speeds = [0.0, 0.0]
+        for name, stream in streams.items():
+            speeds[stream.owner] += block.steps[name] * stream.tokens / BLOCK_SECONDS
+        found.append(
+            {
+                "tokens_per_second": round(speeds[0], 1),
+                "ideal": round(speeds[1], 1),
+                "foreign_cpu": round(max(block.foreign_cpu.values()), 3),
             }
-        rounds.append(taken)
-    return rounds
+        )
+    return found
+
+
+def beside_the_ideal(
+    pairs: Sequence[tuple[Turn, Turn]], streams: Mapping[str, Stream], after: int
+) -> list[dict[str, float]]:
+    """Of the contender's steps after so many: seconds, the ideal's tokens per second near them, and the CPUs
+    that anything else used."""
+    clocks = own_clocks(
+        pairs,
+        {name: stream.ends for name, stream in streams.items()},
+        {name: stream.owner for name, stream in streams.items()},
+    )
+    own = next(clocks[name] for name, stream in streams.items() if stream.owner == 0)
+    ideal = {name: clocks[name] for name, stream in streams.items() if stream.owner == 1}
+    found = []
+    for began, ended in itertools.pairwise(own[after - 1 :]):
+        near = (
+            max(began - NEAR_SECONDS, *(ends[0] for ends in ideal.values())),
+            min(ended + NEAR_SECONDS, *(ends[-1] for ends in ideal.values())),
+        )
+        tokens = sum(steps_between(near, ends) * streams[name].tokens for name, ends in ideal.items())
+        foreign = [foreign_cpu([pair[owner] for pair in pairs], near) for owner in (0, 1)]
+        found.append(
+            {
+                "seconds": round(ended - began, 4),
+                "ideal": round(tokens / (near[1] - near[0]), 1),
+                "foreign_cpu": round(max(foreign), 3),
+            }
+        )
+    return found
 
 
 class Training:
-    """One contender's commands, and its runs: of `apart` two, each of one rank.
+    """One contender's commands, and its runs: of the ideal two, each of one rank.
 
     Args:
         folder: of its jobs and runs.
     """
 
-    def __init__(self, setting: Setting, contender: str, planned: Shares, folder: Path) -> None:
-        self._contender, self._folder = contender, folder
+    def __init__(self, setting: Setting, contender: str, planned: Shares, folder: Path, steps: int) -> None:
         self._quota = setting.quota
-        self.change = setting.settle if contender == "changed" else 0
+        self._change = setting.settle if contender == "changed" else 0
         """Steps before the quota is set."""
-        names = ("first", "second") if contender == "apart" else ("run",)
-        self.runs = [RunDirectory(folder / name) for name in names]
+        is_ideal = contender == IDEAL
+        self.runs = [RunDirectory(folder / name) for name in (("first", "second") if is_ideal else ("run",))]
         commands = []
         for rank, run in enumerate(self.runs):
             job = folder / f"{run.path.name}.toml"
-            job.write_text(setting.job(contender, planned, rank))
-            train = [sys.executable, "-m", "wanma", "train", str(job), "--run-dir", str(run.path)]
+            job.write_text(setting.job(contender, planned, steps, rank))
+            module = "wanma" if is_ideal else "benchmarks.mixed.gated"
+            train = [sys.executable, "-m", module, "train", str(job), "--run-dir", str(run.path)]
             commands.append(shlex.join(train))
         begin = "".join(f'{one} & pids="$pids $!"; ' for one in commands)
         self.command = ["sh", "-c", f"pids=''; {begin}for pid in $pids; do wait $pid || exit 1; done"]
-
-    def carry_out(self, venv: Path) -> tuple[Finished, float]:
-        """Run the commands to their ends.
-
-        Returns:
-            what they took, and the Unix time from which the quota held.
-
-        Raises:
-            BenchmarkError: a command failed, or the quota was never set.
-        """
-        with self.held_back() as held:
-            log = self._folder / "output.log"
-            finished = run_command(self.command, clean_environment(venv), log, TIMEOUT_SECONDS)
-        if held.since is None:
-            raise BenchmarkError(f"{self._contender}: the quota was never set; the run was over before")
-        return finished, held.since
 
     def held_back(self) -> AbstractContextManager[Held]:
         """While inside, the slow rank has its quota, from when its process is there."""
         # Of two trainings apart the second one is the slow one, whose only rank is 0.
         rank = len(self.runs) % 2
-        return held_back(self.runs[-1], rank, self._quota, after_step=self.change)
+        return held_back(self.runs[-1], rank, self._quota, after_step=self._change)
 
 
-def together(runs: Sequence[Sequence[Mapping[str, Any]]], settle: int) -> float:
-    """Tokens per second of runs side by side, while all of them are at their measured steps."""
-    begin = max(run[settle - 1]["time"] for run in runs)
-    end = min(run[-2]["time"] for run in runs)
-    total = 0.0
-    for run in runs:
-        inside = [line for line in run if begin < line["time"] <= end]
-        if len(inside) < 2:
-            raise BenchmarkError("the trainings side by side hardly overlapped; measure more steps")
-        seconds = inside[-1]["time"] - inside[0]["time"]
-        total += sum(line["tokens_per_second"] * line["step_seconds"] for line in inside[1:]) / seconds
-    return total
+def told(held: Held) -> float:
+    """Unix time from which a quota held.
+
+    Raises:
+        BenchmarkError: never.
+    """
+    if held.since is None:
+        raise BenchmarkError("a quota was never set; the run was over before")
+    return held.since

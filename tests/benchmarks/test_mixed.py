@@ -6,9 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.common import BenchmarkError
-from benchmarks.mixed.contenders import CONTENDERS, Setting, Training, pace, together
-from benchmarks.mixed.report import ratios, recoveries, report, steps_to_recover
+from benchmarks.mixed.contenders import (
+    CONTENDERS,
+    IDEAL,
+    NEAR_SECONDS,
+    Setting,
+    Stream,
+    Training,
+    beside_the_ideal,
+    pace,
+    rounds,
+)
+from benchmarks.mixed.report import ratios, recoveries, report, steps_to_recover, summary
+from benchmarks.turns import Turn
 
 from wanma.job.sections import Job
 
@@ -29,74 +39,89 @@ def test_a_ranks_pace_is_what_a_sample_takes_and_what_a_step_takes_whatever_its_
     assert (found.row_seconds, found.fixed_seconds) == pytest.approx((0.2, 0.2))
 
 
-@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("contender", [IDEAL, *CONTENDERS])
 def test_every_contender_is_a_job(contender: str) -> None:
     import tomllib
 
-    jobs = [Job.model_validate(tomllib.loads(SETTING.job(contender, PLANNED, rank))) for rank in (0, 1)]
+    jobs = [Job.model_validate(tomllib.loads(SETTING.job(contender, PLANNED, 51, rank))) for rank in (0, 1)]
     assert jobs[0].train.steps == 51
-    assert [job.train.global_batch for job in jobs] == ([21, 5] if contender == "apart" else [26, 26])
+    assert [job.train.global_batch for job in jobs] == ([21, 5] if contender == IDEAL else [26, 26])
     assert jobs[0].parallel.batch_shares == ([21, 5] if contender == "planned" else [])
     assert jobs[0].parallel.balance == ("on" if contender in ("dynamic", "changed") else "off")
 
 
-def lines(first: float, seconds: float, tokens: int, count: int) -> list[dict[str, float]]:
-    return [
-        {"time": first + seconds * step, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
-        for step in range(1, count + 1)
-    ]
-
-
-def test_the_ideal_is_the_sum_of_what_runs_side_by_side() -> None:
-    assert together([lines(0, 0.5, 100, 20), lines(1, 1.0, 60, 12)], settle=4) == pytest.approx(260)
-    with pytest.raises(BenchmarkError, match="hardly overlapped"):
-        together([lines(0, 0.5, 100, 20), lines(50, 1.0, 60, 12)], settle=4)
-
-
-def test_a_change_is_recovered_from_when_three_steps_in_a_row_are_fast_enough() -> None:
-    seconds = [1.0] * 5 + [1.5, 3.0, 3.0, 1.0, 3.0, 1.2, 1.2, 1.2, 1.2]
-    sample = {"step_seconds": seconds, "changed_after": 5, "step_tokens": 120}
-    assert steps_to_recover(sample, 100.0) == 5
-    assert steps_to_recover(sample, 101.0) is None
-
-
-def test_the_report_sets_every_contender_beside_the_ideal_of_its_own_round() -> None:
-    def sample(speed: float, **more: Any) -> dict[str, Any]:
-        return {
-            "tokens_per_second": speed,
-            "planned_shares": [21, 5],
-            "moves": [],
-            "disturbed": False,
-            **more,
-        }
-
-    changed = sample(85.0, step_seconds=[1.0] * 9, changed_after=3, step_tokens=95)
-    one = {
-        "apart": sample(100),
-        "even": sample(50),
-        "planned": sample(95),
-        "dynamic": sample(92),
-        "changed": changed,
-    }
-    two = {**one, "apart": sample(200)}
-    piece = {
-        "settings": vars(SETTING),
-        "pairs": [{**taken, "date": "2026-01-01", "commit": "abc"} for taken in (one, two)],
-        "environment": {"machine": "a machine", "versions": {"torch": "2.13"}},
-    }
-    assert ratios(piece, "even") == [0.5, 0.25]
-    assert recoveries(piece) == [1, None]
-    assert "round by round: 1, never" in report([piece])
-    assert report([]) == "Nothing has been measured yet.\n"
-    taken = {"apart": sample(100), "planned": sample(95), "date": "2026-01-01", "commit": "abc"}
-    disturbed = {**taken, "planned": {**sample(1), "disturbed": True}}
-    in_turns = {**piece, "pairs": [], "turns": {"planned": [taken, disturbed]}}
-    assert "planned shares 0.95 (0.95–0.95) of 1 rounds, shares [21, 5]" in report([in_turns])
-
-
 def test_the_ideals_two_trainings_are_one_contender(tmp_path: Path) -> None:
-    apart, even = (Training(SETTING, name, PLANNED, tmp_path) for name in ("apart", "even"))
+    apart, even = (Training(SETTING, name, PLANNED, tmp_path, 51) for name in (IDEAL, "even"))
     assert [run.path.name for run in apart.runs] == ["first", "second"]
     assert apart.command[2].count("wanma train") == 2
     assert len(even.runs) == 1
-    assert [SETTING.samples("apart", PLANNED, rank) for rank in (0, 1)] == list(PLANNED)
+    assert even.command[2].count("benchmarks.mixed.gated train") == 1
+    assert [SETTING.samples(IDEAL, PLANNED, rank) for rank in (0, 1)] == list(PLANNED)
+
+
+def test_a_contender_is_set_beside_the_sum_of_the_ideals_two_runs() -> None:
+    """A step a turn, as long as it takes: 100 tokens a second beside 60 + 40, after ten steps 50."""
+    pairs, own = [], 0.0
+    for step in range(40):
+        seconds = 1.0 if step < 10 else 2.0
+        pairs.append(
+            (Turn("even", own, own + seconds, 0.0), Turn(IDEAL, own + seconds, own + 2 * seconds, 0.0))
+        )
+        own += 2 * seconds
+    first, second = [], []
+    for _, turn in pairs:  # of 0.5 s, and of 1 s
+        whole = int(turn.ended - turn.began)
+        first += [turn.began + 0.5 * number for number in range(1, 2 * whole + 1)]
+        second += [turn.began + 1.0 * number for number in range(1, whole + 1)]
+    streams = {
+        "even 0": Stream(0, [turn.ended for turn, _ in pairs], 100),
+        "apart 0": Stream(1, first, 30),
+        "apart 1": Stream(1, second, 40),
+    }
+    found = rounds(pairs, streams, settle=10)
+    assert len(found) == 6, "60 seconds after ten steps, in blocks of ten"
+    assert all((one["tokens_per_second"], one["ideal"]) == (50.0, 100.0) for one in found)
+    steps = beside_the_ideal(pairs, streams, after=10)
+    assert [step["seconds"] for step in steps] == [2.0] * 30
+    assert [step["ideal"] for step in steps] == pytest.approx([100.0] * 30)
+    assert NEAR_SECONDS < 10, "else the blocks before would count"
+
+
+def step(seconds: float, *, disturbed: bool = False) -> dict[str, Any]:
+    return {"seconds": seconds, "ideal": 100.0, "foreign_cpu": 0.0, "disturbed": disturbed}
+
+
+def test_a_change_is_recovered_from_when_three_steps_in_a_row_are_fast_enough() -> None:
+    steps = [step(seconds) for seconds in (3.0, 3.0, 1.0, 3.0, 1.3, 1.4, 1.3, 1.3)]
+    assert steps_to_recover(steps, 120) == 5
+    assert steps_to_recover(steps, 119) is None
+
+
+def test_the_report_tells_of_rounds_and_runs_that_nothing_disturbed() -> None:
+    def taken(speed: float, **more: Any) -> dict[str, Any]:
+        quiet = {"tokens_per_second": speed, "ideal": 100.0, "foreign_cpu": 0.0, "disturbed": False}
+        rounds = [quiet, {**quiet, "tokens_per_second": 1.0, "disturbed": True}]
+        run = {"planned_shares": [21, 5], "moves": [], "rounds": rounds}
+        return {**run, "date": "2026-01-01", "commit": "abc", **more}
+
+    tokens = SETTING.batch * SETTING.sequence
+    fast, slow = step(tokens / 95), step(tokens / 50)
+    changed = [
+        taken(85.0, moves=[[25, [21, 5]]], steps=[slow, fast, fast, fast]),
+        taken(85.0, steps=[slow] * 4),
+        taken(85.0, steps=[fast, step(1.0, disturbed=True), fast]),
+    ]
+    piece = {
+        "settings": vars(SETTING),
+        "pairs": [],
+        "turns": {"even": [taken(50.0)], "planned": [taken(95.0), taken(93.0)], "changed": changed},
+        "environment": {"machine": "a machine", "versions": {"torch": "2.13"}},
+    }
+    assert ratios(piece, "planned") == [0.95, 0.93]
+    assert recoveries(piece) == [2, None], "the third was disturbed"
+    told = report([piece])
+    assert "run by run: 2, never (goal: 20" in told
+    assert "| planned shares | 0.94 (0.93–0.95) | 2 | 2 | [21, 5] |" in told
+    assert summary(piece, "even") == "  even: 0.50 (0.50–0.50) of the ideal, 1 rounds"
+    assert summary(piece, "dynamic") == "  dynamic: no undisturbed round yet"
+    assert report([]) == "Nothing has been measured yet.\n"

@@ -25,8 +25,23 @@ def turns(monkeypatch):
 def start(turns, folder, name, program=COUNT, count=100):
     # A child of a child, as ranks are.
     child = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', *sys.argv[1:]]))"
-    command = [sys.executable, "-c", child, program, str(folder / name), str(count)]
+    command = [sys.executable, "-c", child, program, str(folder / name), str(count), str(ROOT)]
     return turns.Start(command, {}, folder / f"{name}.log")
+
+
+STEP = """
+import sys
+sys.path.insert(0, sys.argv[3])
+from pathlib import Path
+import time
+from benchmarks.gate import Gate
+gate = Gate(Path(sys.argv[1] + ".gate"), ranks=1)
+with open(sys.argv[1], "w") as file:
+    for step in range(1, int(sys.argv[2]) + 1):
+        time.sleep(0.05)
+        print(time.time(), file=file, flush=True)
+        gate.wait(0, step)
+"""
 
 
 def times(folder, name):
@@ -48,6 +63,36 @@ def test_one_contender_runs_while_the_other_is_stopped(turns, tmp_path):
     found = turns.blocks(pairs, ends, 1, 0.1)
     assert found
     assert all(2 < block.steps[name] <= 11 for block in found for name in starts), "of 0.01 s each, at least"
+
+
+def test_a_contender_with_a_gate_is_stopped_between_its_steps(turns, tmp_path):
+    starts = {
+        "ours": start(turns, tmp_path, "ours", STEP, count=8),
+        "beside": start(turns, tmp_path, "beside", count=100_000),
+    }
+    gate = importlib.import_module("benchmarks.gate").Gate(tmp_path / "ours.gate", ranks=1, first=3)
+    pairs = turns.take_turns_by_steps(starts, gate, 60.0)
+    assert len(pairs) == 1 + 5, "three steps at once, then one each; after the last there is no other's turn"
+    ours = times(tmp_path, "ours")
+    assert len(ours) == 8
+    for number, (mine, other) in enumerate(pairs):
+        made = [time for time in ours if mine.began < time < mine.ended]
+        assert len(made) == (3 if number == 0 else 1)
+        assert other.began >= mine.ended
+        assert not any(other.began < time < other.ended for time in ours)
+        assert other.ended - other.began == pytest.approx(mine.ended - mine.began, abs=0.05)
+        if number:
+            assert mine.ended - mine.began >= 0.05, "the whole of a step"
+
+
+def test_the_one_beside_it_may_not_end_first(turns, tmp_path):
+    starts = {
+        "ours": start(turns, tmp_path, "ours", STEP),
+        "beside": start(turns, tmp_path, "beside", count=1),
+    }
+    gate = importlib.import_module("benchmarks.gate").Gate(tmp_path / "ours.gate", ranks=1, first=3)
+    with pytest.raises(importlib.import_module("benchmarks.common").BenchmarkError, match="beside was over"):
+        turns.take_turns_by_steps(starts, gate, 60.0)
 
 
 def test_a_clock_stands_still_while_the_other_contender_runs(turns):

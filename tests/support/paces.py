@@ -11,23 +11,33 @@ from wanma.training.share_moves import ShareMoves
 
 def last_rank_takes_thrice() -> None:
     """Of the data ranks, the last one takes three seconds for a row, the others one."""
-    _tell(lambda rank, ranks: 3.0 if rank == ranks - 1 else 1.0)
+    _tell(lambda rank, ranks, step: 3.0 if rank == ranks - 1 else 1.0)  # noqa: ARG005  # always
+
+
+def last_rank_takes_thrice_after_five_steps() -> None:
+    """A second for a row; from the sixth step on, three for the last rank."""
+    _tell(lambda rank, ranks, step: 3.0 if rank == ranks - 1 and step >= 5 else 1.0)
+
+
+def last_rank_takes_thrice_in_short_steps() -> None:
+    """Steps of a hundredth of a second, which tell little."""
+    _tell(lambda rank, ranks, step: 3.0 if rank == ranks - 1 else 1.0, step_seconds=0.01)  # noqa: ARG005
 
 
 def all_take_the_same() -> None:
     """A second for a row."""
-    _tell(lambda rank, ranks: 1.0)  # noqa: ARG005  # wherever
+    _tell(lambda rank, ranks, step: 1.0)  # noqa: ARG005  # wherever
 
 
-def _tell(row_seconds) -> None:  # type: ignore[no-untyped-def]  # a lambda
+def _tell(row_seconds, step_seconds: float = 1.0) -> None:  # type: ignore[no-untyped-def]  # a lambda
     worked, step_ended = ShareMoves.worked, ShareMoves.step_ended
 
     def told(self: ShareMoves, seconds: float) -> None:  # the clock's own
-        rank, plan = self._grid.data_rank, self.plan
-        rows = len(plan.rows(global_batch(self._job.train, self._state.step), rank))
-        worked(self, rows * row_seconds(rank, plan.data_ranks))
+        rank, plan, step = self._grid.data_rank, self.plan, self._state.step
+        rows = len(plan.rows(global_batch(self._job.train, step), rank))
+        worked(self, rows * row_seconds(rank, plan.data_ranks, step))
 
     def ended(self: ShareMoves, phases: Mapping[str, float], seconds: float) -> None:
-        step_ended(self, dict.fromkeys(phases, 0.0), seconds)
+        step_ended(self, dict.fromkeys(phases, 0.0), step_seconds)
 
     ShareMoves.worked, ShareMoves.step_ended = told, ended  # type: ignore[method-assign]  # a test's

@@ -13,12 +13,12 @@ from support.ranks import Outcome
 from support.text import REAL_TEXT
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.training.share_moves import LEFT_OUT_STEPS, WINDOW_STEPS, balances
+from wanma.training.share_moves import WINDOW_STEPS, balances
 
 BATCH = 8
 MODEL = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "dropout": 0.1}
 EXPERTS = {**MODEL, "feed_forward": 32, "experts": 4, "experts_per_token": 2, "expert_feed_forward": 8}
-FIRST = LEFT_OUT_STEPS + WINDOW_STEPS
+FIRST = WINDOW_STEPS
 """Steps before the first move, where its gain is large."""
 
 
@@ -107,6 +107,19 @@ def test_a_slow_rank_gets_less_to_do_and_the_numbers_stay(
     run = spread_over(tmp_path / "run", text, plan, patch=SLOW)
     assert moves(run) == [(FIRST, shares)]
     same_numbers(one, run, 1e-9)
+
+
+def test_a_rank_that_becomes_slow_gets_less_to_do_at_the_end_of_the_window(tmp_path: Path) -> None:
+    slowed = "support.paces:last_rank_takes_thrice_after_five_steps"
+    text = job(tmp_path, ON, steps=2 * WINDOW_STEPS + 1)
+    run = spread_over(tmp_path / "run", text, PLANS["2 replicas"], patch=slowed)
+    assert moves(run) == [(2 * WINDOW_STEPS, [6, 2])]
+
+
+def test_steps_that_are_short_are_looked_at_for_longer(tmp_path: Path) -> None:
+    short = "support.paces:last_rank_takes_thrice_in_short_steps"
+    text = job(tmp_path, ON, steps=FIRST + 2)
+    assert moves(spread_over(tmp_path / "run", text, PLANS["2 replicas"], patch=short)) == []
 
 
 def test_equal_ranks_keep_their_shares(tmp_path: Path) -> None:

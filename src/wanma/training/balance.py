@@ -11,13 +11,16 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean, median
 
 LEAST_GAIN = 0.05
 """Of the slowest rank's time, what new shares must promise: less is lost in the noise of a few steps."""
 IN_A_ROW = 2
 """Windows that must promise it, before shares move."""
 AT_ONCE_GAIN = 0.2
-"""The first window is enough for this, where nobody has looked at the ranks' times yet."""
+"""One window is enough for this: each further one would lose more than a move that must be taken back."""
+QUARTERS = 4
+"""Of a window; what a rank takes at its end is read from the later three."""
 
 
 @dataclass(frozen=True)
@@ -84,21 +87,26 @@ def slowest_seconds(paces: Sequence[Pace], rows: Sequence[int], unit: Unit) -> f
     return max(_seconds(pace, mine, unit) for pace, mine in zip(paces, rows, strict=True))
 
 
+def lately(seconds: Sequence[float]) -> float:
+    """What a rank takes for a step at the end of a window, by what each of its steps took; 0 without any.
+
+    The middle one of the means of its three later quarters: one that something disturbed is left out, and so
+    are the steps before a change that lasts, up to the window's middle.
+    """
+    size = max(round(len(seconds) / QUARTERS), 1)
+    later = [seconds[max(end - size, 0) : end] for end in range(len(seconds), 0, -size)][: QUARTERS - 1]
+    return median(mean(one) for one in later) if later else 0.0
+
+
 class Balancer:
     """Judges windows of steps, one after the other; the same windows give the same moves on every rank."""
 
-    def __init__(self, *, is_new: bool) -> None:
-        """
-        Args:
-            is_new: the shares are nobody's measurement yet.
-        """
-        self._is_new = is_new
+    def __init__(self) -> None:
         self._promising = 0
         """Windows in a row."""
 
     def hear(self, paces: Sequence[Pace], rows: Sequence[int], unit: Unit) -> Decision | None:
         """A window has ended in which every rank computed `rows`; what to do, None for nothing."""
-        is_first, self._is_new = self._is_new, False
         shares = best_shares(paces, sum(rows), unit)
         if shares is None or shares == tuple(rows):
             self._promising = 0
@@ -109,7 +117,7 @@ class Balancer:
             self._promising = 0
             return None
         self._promising += 1
-        if self._promising < IN_A_ROW and not (is_first and found.gain >= AT_ONCE_GAIN):
+        if self._promising < IN_A_ROW and found.gain < AT_ONCE_GAIN:
             return None
         self._promising = 0
         return found

@@ -22,14 +22,13 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.planner.share_rules import wrong_shares
 from wanma.planner.stages import runs_micro_batches
-from wanma.training.balance import Balancer, Decision, Pace, Unit, computed_rows
+from wanma.training.balance import Balancer, Decision, Pace, Unit, computed_rows, lately
 from wanma.training.state import TrainingState
 
 WINDOW_STEPS, WINDOW_SECONDS = 4, 0.5
-"""Times are averaged over so many steps, and so long: a kernel that shares out a processor does it in periods
-of a tenth of a second."""
-LEFT_OUT_STEPS = 1
-"""At the start, and after a move: buffers and kernels are made for sizes that come for the first time."""
+"""Times are looked at over so many steps, and so long: a kernel that shares out a processor does it in
+periods of a tenth of a second. The first steps of a window hardly count (`lately`): after a start or a move,
+buffers and kernels are made in them for sizes that come for the first time."""
 
 
 @dataclass(frozen=True)
@@ -68,44 +67,37 @@ class ShareMoves:
             self.notes.append(f"parallel.share_moves is left: there are {plan.data_ranks} data ranks now")
         self._is_on = balances(job, plan)
         self._unit = unit_of(job, plan, parallel)
-        is_new = True
         if self._moves:
             self._take_up(next((tuple(to) for at, to in reversed(self._moves) if at <= state.step), None))
-        elif state.share_moves and (shares := self._of_checkpoint()) is not None:
-            self._take_up(shares)
-            is_new = False
+        elif state.share_moves:
+            self._take_up(self._of_checkpoint())
         self._is_refused = False
         """A move that cannot be made was told."""
-        self._balancer = Balancer(is_new=is_new)
+        self._balancer = Balancer()
         self._window = WINDOW_STEPS
-        self._left_out = LEFT_OUT_STEPS
         self._forget()
 
     def worked(self, seconds: float) -> None:
         """What this rank has computed in the step under way took so long; called before `shared`."""
-        self._work += seconds
-        self._steps += 1
+        if self._is_on:
+            self._work.append(seconds)
 
     def step_ended(self, phases: Mapping[str, float], seconds: float) -> None:
         """The step is recorded; what is left of it counts as done whatever the rows."""
-        if self._left_out:
-            self._left_out -= 1
-            self._forget()
+        if not self._is_on:
             return
         if self._grid.device.type == "cpu":  # elsewhere the host has only queued the update
-            self._fixed += phases["optimizer"] + phases["data"]
-        self._wall += seconds
-        self._ended += 1
+            self._fixed.append(phases["optimizer"] + phases["data"])
+        self._wall.append(seconds)
 
     def shared(self) -> tuple[float, ...]:
         """What this rank tells the others; each gets the sums. Nothing, on all of them, between windows."""
-        if not self._is_on or self._left_out or self._steps < self._window:
+        if not self._is_on or len(self._work) < self._window:
             return ()
         world, rank = self.plan.world_size, self._grid.rank
         told = [0.0] * (2 * world + 1)
-        told[rank] = self._work / self._steps
-        told[world + rank] = self._fixed / max(self._ended, 1)
-        told[-1] = self._wall / max(self._ended, 1) / world
+        told[rank], told[world + rank] = lately(self._work), lately(self._fixed)
+        told[-1] = lately(self._wall) / world
         return tuple(told)
 
     def agreed(self, sums: Sequence[float]) -> Decision | None:
@@ -115,6 +107,8 @@ class ShareMoves:
         rows = self.plan.sizes(global_batch(self._job.train, self._state.step))
         paces = self._paces(sums, rows)
         self._window = max(WINDOW_STEPS, math.ceil(WINDOW_SECONDS / max(sums[-1], 1e-6)))
+        if len(self._work) < self._window:  # steps are shorter than was thought: it goes on
+            return None
         self._forget()
         return self._balancer.hear(paces, rows, self._unit)
 
@@ -142,7 +136,6 @@ class ShareMoves:
         )
         self._take_up(decision.shares)
         self._state.share_moves.append((step, decision.shares))
-        self._left_out = LEFT_OUT_STEPS
         return Moved(step, decision.shares, before, reason)
 
     # ---------------------------------------------------------------- inside
@@ -183,8 +176,10 @@ class ShareMoves:
             self.plan = self.plan.but(batch_shares=shares)
 
     def _forget(self) -> None:
-        self._steps = self._ended = 0
-        self._work = self._fixed = self._wall = 0.0
+        self._work: list[float] = []
+        self._fixed: list[float] = []
+        self._wall: list[float] = []
+        """Of each step since the last window, in seconds."""
 
 
 def balances(job: Job, plan: Plan) -> bool:

@@ -1,0 +1,48 @@
+"""`wanma` whose ranks wait at a gate after each step.
+
+GATE=FILE python -m benchmarks.mixed.gated train job.toml --run-dir FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.gate import Gate
+from wanma.job.worker import Worker
+
+VARIABLE = "GATE"
+"""The environment's, that names the gate's file."""
+
+
+def main() -> int:
+    from wanma.api import run
+    from wanma.cli import main as command
+
+    run.ENTRY = f"benchmarks.mixed.gated:{train_worker.__name__}"
+    return command.main(sys.argv[1:])
+
+
+def train_worker(worker: Worker, payload: bytes) -> None:
+    """Entry of a rank: as of `wanma train`, where the time at the gate is no part of any step."""
+    from wanma.training import main
+    from wanma.training.trainer import Trainer
+    from wanma.training.update import Agreement
+
+    gate = Gate(Path(os.environ[VARIABLE]), worker.world_size)
+    record = Trainer.record
+
+    def record_and_wait(self: Trainer, agreement: Agreement) -> None:
+        record(self, agreement)
+        began = time.perf_counter()
+        gate.wait(worker.rank, self.state.step)
+        self._step_started += time.perf_counter() - began
+
+    Trainer.record = record_and_wait  # type: ignore[method-assign]  # in this process alone
+    main.train_worker(worker, payload)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
