@@ -23,6 +23,7 @@ from wanma.data.open import prepare
 from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory
 from wanma.training.balance import Pace, Unit, best_shares
+from wanma.training.share_moves import WINDOW_STEPS
 
 Shares = tuple[int, int]
 """Samples of a step of each rank."""
@@ -38,7 +39,8 @@ IDEAL = "apart"
 """Two trainings of one rank each, side by side, which exchange nothing: their sum is the ideal."""
 CONTENDERS = ("even", "planned", "dynamic", "changed")
 """even, planned: shares that stay, equal ones or those that `plan_shares` finds. dynamic: shares that begin
-even and follow the ranks' times. changed: likewise, but the quota is set in the middle of the run."""
+even and follow the ranks' times. changed: likewise, but the quota is set in the middle of the run, in each
+run at another step of the window in which times are looked at."""
 MANY_STEPS = 100_000
 """Of the ideal, which is ended from outside."""
 
@@ -160,10 +162,15 @@ def pace(lines: Sequence[Mapping[str, Any]], samples: int) -> Pace:
     return Pace(computing / samples, whole - computing)
 
 
-def measure(setting: Setting, contender: str, planned: Shares, venv: Path, folder: Path) -> dict[str, Any]:
+def measure(
+    setting: Setting, contender: str, planned: Shares, venv: Path, folder: Path, number: int
+) -> dict[str, Any]:
     """Train as a contender and as the ideal do at once, of which one runs at a time.
 
     The contender goes a step, and then the ideal for as long as that took.
+
+    Args:
+        number: of the contender's runs before.
 
     Returns:
         `rounds`, blocks of `BLOCK_SECONDS` with the tokens per second of both; `moves` of shares as (step,
@@ -172,8 +179,9 @@ def measure(setting: Setting, contender: str, planned: Shares, venv: Path, folde
     Raises:
         BenchmarkError: a command failed, or a quota was never set.
     """
+    change = setting.settle + number % WINDOW_STEPS if contender == "changed" else 0
     trainings = {
-        contender: Training(setting, contender, planned, folder, setting.total_steps),
+        contender: Training(setting, contender, planned, folder, setting.total_steps, change),
         IDEAL: Training(setting, IDEAL, planned, folder, MANY_STEPS),
     }
     gate = folder / "gate"
@@ -278,12 +286,19 @@ class Training:
 
     Args:
         folder: of its jobs and runs.
+        change: steps before the quota is set.
     """
 
-    def __init__(self, setting: Setting, contender: str, planned: Shares, folder: Path, steps: int) -> None:
-        self._quota = setting.quota
-        self._change = setting.settle if contender == "changed" else 0
-        """Steps before the quota is set."""
+    def __init__(
+        self,
+        setting: Setting,
+        contender: str,
+        planned: Shares,
+        folder: Path,
+        steps: int,
+        change: int = 0,
+    ) -> None:
+        self._quota, self._change = setting.quota, change
         is_ideal = contender == IDEAL
         self.runs = [RunDirectory(folder / name) for name in (("first", "second") if is_ideal else ("run",))]
         commands = []

@@ -82,12 +82,15 @@ def run(options: argparse.Namespace) -> None:
                     print("the time is over; run the same command again to carry on")
                     return
                 wanted[name] -= 1
-                piece["turns"].setdefault(name, []).append(take(setting, name, planned, options))
+                runs = piece["turns"].setdefault(name, [])
+                runs.append(take(setting, name, planned, options, len(runs)))
                 results.save(report(results.pieces))
                 print(summary(piece, name), flush=True)
 
 
-def take(setting: Setting, name: str, planned: Shares, options: argparse.Namespace) -> dict[str, Any]:
+def take(
+    setting: Setting, name: str, planned: Shares, options: argparse.Namespace, number: int
+) -> dict[str, Any]:
     """One run of a contender beside the ideal; what anything else disturbed is marked."""
     taken: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -95,7 +98,7 @@ def take(setting: Setting, name: str, planned: Shares, options: argparse.Namespa
         "product_seconds": product_seconds(),
     }
     with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
-        taken.update(measure(setting, name, planned, options.venv, Path(folder)))
+        taken.update(measure(setting, name, planned, options.venv, Path(folder), number))
     for one in (*taken["rounds"], *taken.get("steps", [])):
         one["disturbed"] = one["foreign_cpu"] > options.foreign_limit
     print(f"  {name}: moves {taken['moves']}", flush=True)
