@@ -97,7 +97,7 @@ def take_turns_by_steps(
     pairs: list[tuple[Turn, Turn]] = []
     with _contenders(starts) as contenders:
         while True:
-            mine = contenders[first].turn(_through(gate))
+            mine = contenders[first].turn(_through(gate, deadline))
             if contenders[first].has_ended:
                 break
             pairs.append((mine, contenders[second].turn(_for_seconds(mine.ended - mine.began))))
@@ -105,7 +105,9 @@ def take_turns_by_steps(
                 contenders[second].end_well(1.0)
                 raise BenchmarkError(f"{second} was over before {first}")
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"{first} and {second} took more than {timeout_seconds:.0f} s")
+                raise BenchmarkError(
+                    f"{first} took more than {timeout_seconds:.0f} s with {second} beside it"
+                )
         contenders[first].end_well(1.0)
     return pairs
 
@@ -118,10 +120,10 @@ def _for_seconds(seconds: float) -> Callable[[subprocess.Popen[bytes]], None]:
     return wait
 
 
-def _through(gate: Gate) -> Callable[[subprocess.Popen[bytes]], None]:
+def _through(gate: Gate, deadline: float) -> Callable[[subprocess.Popen[bytes]], None]:
     def wait(process: subprocess.Popen[bytes]) -> None:
         gate.open()
-        while process.poll() is None and not gate.is_reached:
+        while process.poll() is None and not gate.is_reached and time.monotonic() <= deadline:
             time.sleep(POLL_SECONDS)
 
     return wait
