@@ -13,7 +13,7 @@ from torch import Tensor
 
 from support.ranks import run_ranks
 from wanma.collectives.compression import pieces as pieces_module
-from wanma.collectives.compression.blockwise import BlockwiseInt8
+from wanma.collectives.compression.blockwise import SOURCE, BlockwiseInt8
 from wanma.collectives.compression.by_nodes import ByNodes, Levels, cut
 from wanma.collectives.compression.in_flight import together
 from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
@@ -21,6 +21,7 @@ from wanma.collectives.compression.pieces import Memory, Piece
 from wanma.collectives.compression.power_sgd import first_q
 from wanma.collectives.compression.rounding import BFloat16, Float16
 from wanma.collectives.owners import shared_out
+from wanma.hardware.native import compiled
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
 from wanma.job.worker import Worker
@@ -68,7 +69,7 @@ def exchange(worker: Worker, kind: Compression, scattered: bool, elements: int) 
     pieces_module.TOGETHER_ELEMENTS = elements
     with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
         group = grid.axis("dp_replicate").get_group()
-        method, which = method_of(kind, SHARE), tensors_of(kind, scattered)
+        method, which = method_of(kind, SHARE, compiled(SOURCE).path), tensors_of(kind, scattered)
         destinations = RANKS if scattered else 1
         memories = [memory_of(kind, one, destinations) for one in which]
         sums, sent = [], 0
@@ -505,3 +506,51 @@ def test_a_value_that_is_not_finite_is_seen_behind_the_codec(codec: Any, bad: fl
 @pytest.mark.parametrize("codec", [BFloat16(), Float16(), BlockwiseInt8()])
 def test_zeros_stay_zeros(codec: Any) -> None:
     assert torch.equal(codec.decode(codec.encode(torch.zeros(1, 256))), torch.zeros(1, 256))
+
+
+@pytest.fixture(scope="module")
+def native() -> BlockwiseInt8:
+    found = compiled(SOURCE)
+    if found.path is None:
+        pytest.skip(f"needs the C++ compiler g++: {found.reason}")
+    return BlockwiseInt8(found.path)
+
+
+@pytest.mark.parametrize("exponent", [-44, -38, -20, 0, 20, 37])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_int8_in_native_code_makes_the_bytes_that_torchs_operators_make(
+    native: BlockwiseInt8, exponent: int, threads: int
+) -> None:
+    """Also of blocks of zeros, of one number alone, and of numbers so small that fp32 has fewer places."""
+    values = torch.randn(3, 1500 * 256, generator=torch.Generator().manual_seed(exponent)) * 10.0**exponent
+    values[1, 256:512] = 0.0
+    values[2, 512:768] = 0.0
+    values[2, 700] = -values[2, 0].abs()
+    lost, native_lost, plain = values.clone(), values.clone(), BlockwiseInt8()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected = plain.encode(values)
+        assert torch.equal(native.encode(values), expected)
+        assert torch.equal(native.decode(expected), plain.decode(expected))
+        assert torch.equal(plain.encode_losing(lost), expected)
+        assert torch.equal(native.encode_losing(native_lost), expected)
+        assert torch.equal(native_lost, lost)
+        beside_others = values[:, 256:1024]
+        assert torch.equal(native.encode(beside_others), plain.encode(beside_others))
+        assert torch.equal(native.decode(expected[1:]), plain.decode(expected[1:]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_native_code_hides_no_value_that_is_not_finite(native: BlockwiseInt8, bad: float) -> None:
+    values = torch.ones(2, 512)
+    values[1, 300] = bad
+    encoded = native.encode_losing(values)
+    back = native.decode(encoded)
+    assert not back[1, 256:].isfinite().any()
+    assert back[0].isfinite().all()
+    assert back[1, :256].isfinite().all()
+    assert not values[1, 256:].isfinite().any(), "nor in what is owed"
+    assert torch.equal(values[1, :256], torch.ones(256) - back[1, :256])

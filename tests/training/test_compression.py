@@ -262,6 +262,16 @@ def test_between_machines_goes_what_one_rank_of_each_would_send(tmp_path: Path) 
         assert 1.0 < 4 * step["gradient_bytes_sent"] / whole < 1.3
 
 
+def test_without_a_compiler_int8_is_as_exact_and_it_is_told(tmp_path: Path) -> None:
+    plan, text = compressed(LAYOUTS["replicas"], "int8"), job(tmp_path, steps=2)
+    native = run_job(tmp_path / "native", text, plan)
+    plain = run_job(tmp_path / "plain", text, plan, patch="support.compilers:there_is_none")
+    told = "int8 compression takes several times its time on this CPU: no C++ compiler was found"
+    assert told in (plain.directory / "events.jsonl").read_text()
+    assert told not in (native.directory / "events.jsonl").read_text()
+    assert plain.losses == native.losses
+
+
 # ------------------------------------------------------------ convergence
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -9,16 +10,42 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from wanma.hardware.compiler import cpp_compiler
 from wanma.job.errors import WanmaError
 
 COLLECTIVES = Path(__file__).parents[1] / "collectives" / "shared" / "native" / "group.cpp"
 """The source of collectives over shared memory."""
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+"""No product and sum become one operation: the numbers are those of torch's own operators, bit for bit."""
 COMPILE_SECONDS = 120.0
 """It takes about four; a compiler that needs longer is not going to end."""
 _SHOWN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """A source, compiled; or why it is not."""
+
+    path: Path | None
+    reason: str = ""
+
+
+def compiled(source: Path) -> NativeLibrary:
+    """`built` by the compiler of this machine, and looked at whether it can be loaded."""
+    compiler = cpp_compiler()
+    if compiler is None:
+        return NativeLibrary(None, "no C++ compiler was found (apt-get install g++)")
+    try:
+        path = built(source, compiler)
+        ctypes.CDLL(str(path))
+    except WanmaError as error:
+        return NativeLibrary(None, error.message)
+    except OSError as error:
+        return NativeLibrary(None, f"the compiled code cannot be loaded: {error}")
+    return NativeLibrary(path)
 
 
 def built(source: Path, compiler: str, environment: Mapping[str, str] = os.environ) -> Path:

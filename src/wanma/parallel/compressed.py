@@ -22,12 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from wanma.collectives.compression import blockwise
 from wanma.collectives.compression.by_nodes import ByNodes, Levels
 from wanma.collectives.compression.in_flight import Steps, together
 from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
 from wanma.collectives.compression.pieces import Memory, Method, Piece
 from wanma.collectives.compression.power_sgd import first_q, thin_rank
 from wanma.collectives.compression.whole import whole_bytes
+from wanma.hardware.native import NativeLibrary, compiled
 from wanma.job.plan import Plan
 from wanma.job.sections import Compression
 from wanma.parallel.data_sums import levels_of
@@ -83,11 +85,26 @@ class GradientCompression:
         device: of the buffers that are exchanged.
         seed: of the job.
         levels: where replicas sum within their machines first.
+        native: of the codec of int8; None where it is not compiled.
+
+    Attributes:
+        note: what to tell the user, or nothing.
     """
 
-    def __init__(self, plan: Plan, seed: int, device: torch.device, levels: Levels | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        seed: int,
+        device: torch.device,
+        levels: Levels | None = None,
+        native: NativeLibrary | None = None,
+    ) -> None:
         self._plan, self._seed, self._device = plan, seed, device
         self._levels = levels
+        self._native = native.path if native is not None else None
+        self.note = ""
+        if native is not None and native.path is None:
+            self.note = f"int8 compression takes several times its time on this CPU: {native.reason}"
         self._slots: dict[str, Slot] = {}
         self._memories: dict[str, Memory] = {}
         self._methods: dict[Compression, Method] = {}
@@ -196,7 +213,7 @@ class GradientCompression:
 
     def _method(self, kind: Compression) -> Method:
         if kind not in self._methods:
-            self._methods[kind] = method_of(kind, self._plan.compression_share)
+            self._methods[kind] = method_of(kind, self._plan.compression_share, self._native)
         return self._methods[kind]
 
     def _memory(self, slot: Slot, device: torch.device) -> Memory:
@@ -221,7 +238,9 @@ def open_compression(grid: Grid, seed: int) -> GradientCompression | None:
     """What the plan asks for; None where gradients are summed as they are. Every rank calls it."""
     if not grid.plan.compressions:
         return None
-    return GradientCompression(grid.plan, seed, grid.device, levels_of(grid))
+    rounds = "int8" in grid.plan.compressions and grid.device.type == "cpu"
+    native = compiled(blockwise.SOURCE) if rounds else None
+    return GradientCompression(grid.plan, seed, grid.device, levels_of(grid), native)
 
 
 def whole_slot(name: str, state: Callable[[], Tensor], shape: tuple[int, ...]) -> Slot:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
 from wanma.collectives.shared.backend import WAY_OUT, Way, backend, shared_group, why_not
 from wanma.collectives.shared.library import load
 from wanma.hardware.compiler import cpp_compiler
-from wanma.hardware.native import COLLECTIVES, built
+from wanma.hardware.native import COLLECTIVES, NativeLibrary, compiled
 from wanma.job.errors import WanmaError
 from wanma.job.sections import Collectives
 from wanma.job.worker import Worker
@@ -35,29 +32,13 @@ def backend_name(worker: Worker, device: torch.device, collectives: Collectives)
     return backend(Way(found.path, found.reason, required, worker.local_world_size))
 
 
-@dataclass(frozen=True)
-class NativeLibrary:
-    """The collectives' C++, compiled; or why it is not."""
-
-    path: Path | None
-    reason: str = ""
-
-
 def native_library() -> NativeLibrary:
-    """Compiled where it is not there yet: about four seconds, once for this user and processor."""
-    compiler = cpp_compiler()
-    if compiler is None:
-        return NativeLibrary(None, "no C++ compiler was found (apt-get install g++)")
-    try:
-        path = built(COLLECTIVES, compiler)
-        library = load(path)
-    except WanmaError as error:
-        return NativeLibrary(None, error.message)
-    except OSError as error:
-        return NativeLibrary(None, f"the compiled code cannot be loaded: {error}")
-    if not library.wanma_has_float16():
-        return NativeLibrary(None, f"{compiler} does not know 16-bit numbers (g++ 12 or later does)")
-    return NativeLibrary(path)
+    """The collectives' C++. Compiled where it is not there yet: about four seconds, once for this user and
+    processor."""
+    found = compiled(COLLECTIVES)
+    if found.path is not None and not load(found.path).wanma_has_float16():
+        return NativeLibrary(None, f"{cpp_compiler()} does not know 16-bit numbers (g++ 12 or later does)")
+    return found
 
 
 def tell_transport(worker: Worker, collectives: Collectives) -> None:

@@ -158,8 +158,10 @@ class Trainer:
                 plan=str(plan),
                 **({"again": True} if worker.restart is not None else {}),
             )
-            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
-                self._recorder.message(text)
+            compression = parallel.compression.note if parallel.compression is not None else ""
+            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes, compression]:
+                if text:
+                    self._recorder.message(text)
         self._shares.notes.clear()
         self._uploads.wake(self.state.step)
         self._restart = worker.restart  # until the first step after it is finished

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from wanma.collectives.compression.blockwise import BlockwiseInt8
 from wanma.collectives.compression.pieces import Method
 from wanma.collectives.compression.power_sgd import PowerSGD
@@ -15,16 +17,17 @@ KEEP_ERRORS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
 """Those that add to the next gradient what they left out of the last."""
 
 
-def method_of(name: Compression, share: float) -> Method:
+def method_of(name: Compression, share: float, native: Path | None = None) -> Method:
     """
     Args:
         share: of each tensor's elements, what 'topk' sends.
+        native: `blockwise.SOURCE`, compiled; None where it is not.
     """
     methods: dict[Compression, Method] = {
         "nothing": Whole(),
         "bf16": TwoPhase(BFloat16()),
         "fp16": TwoPhase(Float16()),
-        "int8": TwoPhase(BlockwiseInt8()),
+        "int8": TwoPhase(BlockwiseInt8(native)),
         "topk": TopK(share),
         "powersgd": PowerSGD(),
     }

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from wanma.collectives.compression.pieces import ALIGNMENT
+from wanma.collectives.compression.two_phase import Codec
 
 _TOP = 15
 """Blocks are scaled to below 2^15; fp16 overflows at 2^16."""
 
 
-class BFloat16:
+class BFloat16(Codec):
     """8 bits of exponent, as fp32 has, and 8 of precision."""
 
     keeps_error = False
@@ -25,7 +26,7 @@ class BFloat16:
         return encoded.view(torch.bfloat16).to(torch.float32)
 
 
-class Float16:
+class Float16(Codec):
     """11 bits of precision. Each block of 256 is scaled by the power of two that brings its largest element
     below 2^15, so that nothing overflows, and the scale itself rounds nothing. What in its block is smaller
     than 2^-29 of the largest loses precision. Not-a-numbers and infinities stay what they are.

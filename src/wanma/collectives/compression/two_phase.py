@@ -12,8 +12,8 @@ holds nothing else, for it sends itself nothing. All ranks decode the same bytes
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,24 @@ from wanma.collectives.compression.in_flight import Steps
 from wanma.collectives.compression.pieces import Piece, Slice, aligned, exchange, gather, runs, width_of
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Numbers as fewer bytes, row by row; `decode` gives as many back as `encode` was given."""
 
     keeps_error: bool
 
+    @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
         """(rows, multiple of `ALIGNMENT`) fp32 → (rows, bytes) uint8."""
 
+    @abstractmethod
     def decode(self, encoded: Tensor) -> Tensor:
         """The other way."""
+
+    def encode_losing(self, values: Tensor) -> Tensor:
+        """As `encode`; the values become what that has lost of them."""
+        encoded = self.encode(values)
+        values -= self.decode(encoded)
+        return encoded
 
 
 class TwoPhase:
@@ -56,10 +64,12 @@ class TwoPhase:
         self._fill(work[None, :width], run)
         rows = work.view(ranks, row)
         total, sent = yield from self._sum_of_mine(rows, group)
-        encoded = self.codec.encode(total[None])
         if self.codec.keeps_error:
-            torch.sub(total, self.codec.decode(encoded)[0], out=rows[me])
+            encoded = self.codec.encode_losing(total[None])
+            rows[me] = total  # what is lost of it
             self._keep(work[None, :width], run)
+        else:
+            encoded = self.codec.encode(total[None])
         del work, rows, total  # while what is encoded travels
         gathered = yield from gather(encoded[0], group)
         sums = self.codec.decode(gathered).view(-1)
@@ -85,14 +95,12 @@ class TwoPhase:
         With a codec that keeps errors the other ranks' rows become what encoding has lost of them.
         """
         me = group.rank()
-        encoded = self.codec.encode(rows)
+        mine = rows[me].clone()
+        encoded = self.codec.encode_losing(rows) if self.codec.keeps_error else self.codec.encode(rows)
         received = yield from exchange(encoded, group)
         parts = self.codec.decode(received)
-        parts[me] = rows[me]
-        total = parts.sum(0)
-        if self.codec.keeps_error:
-            rows -= self.codec.decode(encoded)
-        return total, (group.size() - 1) * encoded.shape[1]
+        parts[me] = mine
+        return parts.sum(0), (group.size() - 1) * encoded.shape[1]
 
     def _fill(self, rows: Tensor, run: Sequence[Slice]) -> None:
         """Gradients, and what earlier exchanges have left out of them."""

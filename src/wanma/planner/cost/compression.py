@@ -41,6 +41,9 @@ MOVED_BYTES: Mapping[Compression, float] = MappingProxyType(
 )
 """Of an element, read and written on the way: every operation of the method once through memory."""
 
+CPU_INT8_BYTES = 66.0
+"""Likewise where the codec is compiled for the processor."""
+
 KERNELS: Mapping[Compression, int] = MappingProxyType(
     {"bf16": 8, "fp16": 20, "int8": 24, "topk": 12, "powersgd": 12}
 )
@@ -163,7 +166,9 @@ class Summing:
         return 4.0 * self.plan.compression_rank * 2 / MATRIX_SIDE
 
     def _moving(self, kind: Compression, elements: float) -> float:
-        return streaming_seconds(self.machine.chip, elements * MOVED_BYTES[kind], KERNELS[kind])
+        is_compiled = kind == "int8" and self.plan.device == "cpu"
+        moved = CPU_INT8_BYTES if is_compiled else MOVED_BYTES[kind]
+        return streaming_seconds(self.machine.chip, elements * moved, KERNELS[kind])
 
 
 def error_bytes(plan: Plan, whole: float, shards: float) -> float:

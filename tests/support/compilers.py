@@ -1,0 +1,10 @@
+"""A machine without a C++ compiler."""
+
+from __future__ import annotations
+
+from wanma.hardware import native
+
+
+def there_is_none() -> None:
+    """Nothing of our own can be compiled, whatever is installed."""
+    native.cpp_compiler = lambda: None  # type: ignore[attr-defined]  # a test's
