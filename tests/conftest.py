@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
+
+# Images of containers say not to keep compiled code. These tests start hundreds of processes, each of which
+# would compile all of wanma again: half a CPU-second, beside the seconds for the tests' own files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 class Skips:
