@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class Common:
         self._name, self._shard = name, weakref.ref(shard)
         self._whole = whole[: shard._orig_size.numel()].view(shard._orig_size)
         self._part = part
-        self._token = torch.zeros(1, dtype=whole.dtype)
+        self._before = _Before(torch.zeros(1, dtype=whole.dtype))
         self._is_shard = shard.sharded_param.dtype == whole.dtype
         self._changes = self._whole._version
         self.keep()
@@ -199,13 +200,26 @@ class Common:
                 "or set parallel.collectives = 'gloo'",
             )
 
-    def _before(self, _mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        return (self._token,), None
-
     def _after(
         self, _outputs: Any, _metadata: None, _dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
         return (self._whole, ()) if out is None else None
+
+
+class _Before:
+    """Answers what is to be gathered: one element.
+
+    FSDP2 looks at the signature of whoever answers at every gather of every parameter. To find that of a
+    method out took longer than all the rest of a gather; this one is told.
+    """
+
+    __signature__ = Signature([Parameter("mesh", Parameter.POSITIONAL_ONLY)])
+
+    def __init__(self, token: Tensor) -> None:
+        self._token = token
+
+    def __call__(self, _mesh: Any, /) -> tuple[tuple[Tensor, ...], None]:
+        return (self._token,), None
 
 
 def _named_shards(model: nn.Module) -> Iterator[tuple[str, Any]]:
