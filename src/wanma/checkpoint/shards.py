@@ -62,13 +62,20 @@ def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> l
         replicas: ranks that hold the same plain (not DTensor) tensors under the same names.
     """
     pieces = []
+    holders: dict[tuple[object, ...], tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         if name == METADATA:
             raise WanmaError(f"a tensor cannot be named {METADATA}: safetensors keeps that name for itself")
         box = local_box(name, tensor)
         if box is not None and (box.elements > 0 or tensor.numel() == 0):
-            holders = _holders(tensor) if isinstance(tensor, DTensor) else tuple(replicas)
-            pieces.append(Piece(name, dtype_name(name, tensor), tuple(tensor.shape), box, holders))
+            kept_by = tuple(replicas)
+            if isinstance(tensor, DTensor):
+                # Few layouts among many tensors, and torch takes long to tell who is in a mesh.
+                layout = tensor.device_mesh, tensor.placements
+                if layout not in holders:
+                    holders[layout] = _holders(tensor)
+                kept_by = holders[layout]
+            pieces.append(Piece(name, dtype_name(name, tensor), tuple(tensor.shape), box, kept_by))
     return pieces
 
 
