@@ -20,7 +20,8 @@ from support.matrix import FP32, GLOBAL_BATCH, LENGTH, MODELS, VARIANTS, Case, c
 from support.ranks import Outcome, run_job
 from wanma.job.plan import Plan
 
-STEPS = 5
+STEPS = 3
+"""The first shows what gradients are, the second what an update did, the third what the optimizer kept."""
 ONE = Plan(micro_batch=GLOBAL_BATCH, precision="fp64")
 
 HUGGING_FACE = {
