@@ -100,14 +100,14 @@ def take_turns_by_steps(
             mine = contenders[first].turn(_through(gate, deadline))
             if contenders[first].has_ended:
                 break
-            pairs.append((mine, contenders[second].turn(_for_seconds(mine.ended - mine.began))))
-            if contenders[second].has_ended:
-                contenders[second].end_well(1.0)
-                raise BenchmarkError(f"{second} was over before {first}")
             if time.monotonic() > deadline:
                 raise BenchmarkError(
                     f"{first} took more than {timeout_seconds:.0f} s with {second} beside it"
                 )
+            pairs.append((mine, contenders[second].turn(_for_seconds(mine.ended - mine.began))))
+            if contenders[second].has_ended:
+                contenders[second].end_well(1.0)
+                raise BenchmarkError(f"{second} was over before {first}")
         contenders[first].end_well(1.0)
     return pairs
 

@@ -70,8 +70,12 @@ def recoveries(piece: Piece) -> list[int | None]:
     """Of every run with a change that nothing disturbed, steps until the speed is `GOAL` of the ideal; None:
     never."""
     tokens = piece["settings"]["batch"] * piece["settings"]["sequence"]
+    return [steps_to_recover(run["steps"], tokens) for run in _changes(piece)]
+
+
+def _changes(piece: Piece) -> list[dict[str, Any]]:
     return [
-        steps_to_recover(run["steps"], tokens)
+        run
         for run in piece["turns"].get("changed", [])
         if not any(step["disturbed"] for step in run["steps"])
     ]
@@ -102,14 +106,19 @@ def _speeds(piece: Piece) -> str:
         moves = "; ".join(f"{step}: {shares}" for step, shares in runs[-1]["moves"]) or shares
         rows.append([title, str(estimate(found)), str(len(found)), str(len(runs)), str(moves)])
     header = ["", "of the ideal (95 %)", "rounds", "of runs", "shares of the last run, after step"]
-    return table(header, rows)
+    foreign = [
+        one["foreign_cpu"] for runs in piece["turns"].values() for run in runs for one in run["rounds"]
+    ]
+    told = f"Beside it up to {max(foreign):.2f} CPUs did something else, in the worst second of a round.\n"
+    return f"{table(header, rows)}\n{told}"
 
 
 def _recoveries(piece: Piece) -> str:
     if not (found := recoveries(piece)):
         return ""
+    places = ", ".join(str(run["changed_after"]) for run in _changes(piece))
     return (
-        f"Steps from the change of the quota in mid-run until {GOAL} of the ideal, run by run: "
+        f"Steps from the change of the quota, after {places} steps, until {GOAL} of the ideal, run by run: "
         f"{_listed(found)} (goal: {RECOVERED_STEPS}; the first of {MEAN_STEPS} that together reach it).\n"
     )
 

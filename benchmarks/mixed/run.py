@@ -139,7 +139,10 @@ def parse() -> argparse.Namespace:
     add("--sequence", type=int, default=128)
     add("--batch", type=int, default=26, help="samples of a step (default 26)")
     add("--micro-batch", type=int, default=4)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.settle < 1:
+        parser.error("--settle is at least 1: speeds are those after a step")
+    return options
 
 
 if __name__ == "__main__":

@@ -107,9 +107,9 @@ def test_the_report_tells_of_rounds_and_runs_that_nothing_disturbed() -> None:
     tokens = SETTING.batch * SETTING.sequence
     fast, slow = step(tokens / 95), step(tokens / 50)
     changed = [
-        taken(85.0, moves=[[25, [21, 5]]], steps=[slow, fast, fast, fast]),
-        taken(85.0, steps=[slow] * 4),
-        taken(85.0, steps=[fast, step(1.0, disturbed=True), fast]),
+        taken(85.0, moves=[[25, [21, 5]]], changed_after=20, steps=[slow, fast, fast, fast]),
+        taken(85.0, changed_after=21, steps=[slow] * 4),
+        taken(85.0, changed_after=22, steps=[fast, step(1.0, disturbed=True), fast]),
     ]
     piece = {
         "settings": vars(SETTING),
@@ -120,7 +120,7 @@ def test_the_report_tells_of_rounds_and_runs_that_nothing_disturbed() -> None:
     assert ratios(piece, "planned") == [0.95, 0.93]
     assert recoveries(piece) == [2, None], "the third was disturbed"
     told = report([piece])
-    assert "run by run: 2, never (goal: 20" in told
+    assert "after 20, 21 steps, until 0.9 of the ideal, run by run: 2, never (goal: 20" in told
     assert "| planned shares | 0.94 (0.93–0.95) | 2 | 2 | [21, 5] |" in told
     assert summary(piece, "even") == "  even: 0.50 (0.50–0.50) of the ideal, 1 rounds"
     assert summary(piece, "dynamic") == "  dynamic: no undisturbed round yet"

@@ -69,7 +69,9 @@ def exchange(worker: Worker, kind: Compression, scattered: bool, elements: int) 
     pieces_module.TOGETHER_ELEMENTS = elements
     with process_grid(worker, Plan(dp_replicate=RANKS), 60) as grid:
         group = grid.axis("dp_replicate").get_group()
-        method, which = method_of(kind, SHARE, compiled(SOURCE).path), tensors_of(kind, scattered)
+        # Ranks with a compiler and ranks without one understand each other.
+        native = compiled(SOURCE).path if worker.rank % 2 == 0 else None
+        method, which = method_of(kind, SHARE, native), tensors_of(kind, scattered)
         destinations = RANKS if scattered else 1
         memories = [memory_of(kind, one, destinations) for one in which]
         sums, sent = [], 0

@@ -112,6 +112,13 @@ def test_what_a_rank_takes_lately_leaves_out_an_outlier_and_what_was_before_a_ch
     assert lately(many) == pytest.approx(2.0, abs=0.3), "the middle one of means, not of steps"
 
 
+@pytest.mark.parametrize("length", range(4, 60))
+def test_a_change_in_the_first_half_of_a_window_is_seen_whole(length: int) -> None:
+    before = length // 2
+    assert lately([1.0] * before + [2.0] * (length - before)) == 2.0
+    assert lately([9.0] + [2.0] * (length - 1)) == 2.0
+
+
 @pytest.mark.parametrize("change", range(8, 12))
 def test_shares_follow_a_change_within_a_window_and_a_step(change: int) -> None:
     """Wherever in a window it comes; with the best shares at once, not half-way."""

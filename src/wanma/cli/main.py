@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import sys
 import traceback
@@ -47,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    # A command mostly imports, and none of what that makes is garbage: looking for some took a sixth of it.
-    gc.set_threshold(100_000)
     from wanma.cli.parser import build_parser, parse
 
     parser = build_parser()

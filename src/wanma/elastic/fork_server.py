@@ -175,9 +175,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     ForkServer(socket.socket(fileno=descriptor)).serve()
-    sys.stdout.flush()
-    # Nothing of torch is left to be put away, and Python would take its 3,000 modules apart for 0.3 s, for
-    # which the command waits.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    # What ran did so in ranks, which end as an interpreter does. This process has only imported, and Python
+    # would take its 3,000 modules apart for 0.3 s, for which the command waits.
     os._exit(0)
 
 

@@ -19,7 +19,7 @@ from wanma.job.errors import WanmaError
 COLLECTIVES = Path(__file__).parents[1] / "collectives" / "shared" / "native" / "group.cpp"
 """The source of collectives over shared memory."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-"""No product and sum become one operation: the numbers are those of torch's own operators, bit for bit."""
+"""No product and sum become one operation: numbers do not depend on what a processor can fuse."""
 COMPILE_SECONDS = 120.0
 """It takes about four; a compiler that needs longer is not going to end."""
 _SHOWN_CHARACTERS = 2000

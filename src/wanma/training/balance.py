@@ -93,7 +93,7 @@ def lately(seconds: Sequence[float]) -> float:
     The middle one of the means of its three later quarters: one that something disturbed is left out, and so
     are the steps before a change that lasts, up to the window's middle.
     """
-    size = max(round(len(seconds) / QUARTERS), 1)
+    size = max(len(seconds) // QUARTERS, 1)
     later = [seconds[max(end - size, 0) : end] for end in range(len(seconds), 0, -size)][: QUARTERS - 1]
     return median(mean(one) for one in later) if later else 0.0
 

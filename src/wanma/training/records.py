@@ -23,6 +23,14 @@ def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
     return Recorder(RunDirectory(worker.run_directory), sinks, first_step, worker.still_mine)
 
 
+def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> None:
+    """Warn of what concerns a machine alone: its first rank does, and rank 0 puts it on record."""
+    if recorder is not None:
+        recorder.message(text, "warning")
+    elif worker.local_rank == 0:
+        worker.control.event({"kind": "message", "level": "warning", "text": text})
+
+
 class StepLog:
     """A line in this rank's own log every so many steps: each of them tells the run's loss, not only rank 0.
 

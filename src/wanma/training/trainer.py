@@ -36,7 +36,7 @@ from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.outer import OuterStep
 from wanma.training.precision import SMALLEST, LossScale
-from wanma.training.records import StepLog, open_recorder
+from wanma.training.records import StepLog, open_recorder, tell_of_machine
 from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
@@ -158,10 +158,10 @@ class Trainer:
                 plan=str(plan),
                 **({"again": True} if worker.restart is not None else {}),
             )
-            compression = parallel.compression.note if parallel.compression is not None else ""
-            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes, compression]:
-                if text:
-                    self._recorder.message(text)
+            for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
+                self._recorder.message(text)
+        if parallel.compression is not None and parallel.compression.note:
+            tell_of_machine(parallel.compression.note, worker, self._recorder)
         self._shares.notes.clear()
         self._uploads.wake(self.state.step)
         self._restart = worker.restart  # until the first step after it is finished

@@ -27,7 +27,7 @@ class BlockwiseInt8(Codec):
     value that is not finite comes back without one that is.
 
     Args:
-        library: of `SOURCE`, compiled; None: torch's operators, which make the same bytes.
+        library: of `SOURCE`, compiled; None: torch's operators, which make the same bytes of finite numbers.
     """
 
     keeps_error = True
@@ -53,7 +53,7 @@ class BlockwiseInt8(Codec):
         blocks = encoded.shape[1] // (ALIGNMENT + _SCALE_BYTES)
         if self._native is not None and encoded.device.type == "cpu":
             encoded = encoded.contiguous()
-            decoded = torch.empty(len(encoded), blocks * ALIGNMENT)
+            decoded = torch.empty(len(encoded), blocks * ALIGNMENT, dtype=torch.float32)
             threads = torch.get_num_threads()
             self._native.wanma_int8_decode(
                 encoded.data_ptr(), len(encoded), blocks, decoded.data_ptr(), threads
@@ -66,6 +66,8 @@ class BlockwiseInt8(Codec):
 
     def _encode(self, values: Tensor, lost: Tensor | None) -> Tensor:
         assert self._native is not None
+        assert values.dtype is torch.float32
+        assert values.shape[1] % ALIGNMENT == 0
         values = values.contiguous()
         rows, blocks = len(values), values.shape[1] // ALIGNMENT
         encoded = torch.empty(rows, blocks * (ALIGNMENT + _SCALE_BYTES), dtype=torch.uint8)

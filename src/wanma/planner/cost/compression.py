@@ -42,7 +42,8 @@ MOVED_BYTES: Mapping[Compression, float] = MappingProxyType(
 """Of an element, read and written on the way: every operation of the method once through memory."""
 
 CPU_INT8_BYTES = 66.0
-"""Likewise where the codec is compiled for the processor."""
+"""Likewise where the codec is compiled for the processor: each way one pass over what is encoded, what comes
+of it and what is lost; beside it gradients and what is owed are put into a buffer, and the sums taken out."""
 
 KERNELS: Mapping[Compression, int] = MappingProxyType(
     {"bf16": 8, "fp16": 20, "int8": 24, "topk": 12, "powersgd": 12}

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -60,7 +61,13 @@ template <class Work> void for_blocks(int64_t rows, int64_t blocks, int threads,
     }
   };
   std::vector<std::thread> others;
-  for (int64_t which = 1; which < used; ++which) others.emplace_back(part, which);
+  for (int64_t which = 1; which < used; ++which) {
+    try {
+      others.emplace_back(part, which);
+    } catch (const std::system_error&) {  // no more threads are to be had
+      part(which);
+    }
+  }
   part(0);
   for (auto& other : others) other.join();
 }
