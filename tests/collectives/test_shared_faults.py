@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.compilers import there_is_none
 from support.ranks import _context, run_ranks
 from support.shared import shared_world
 from wanma.collectives.shared import backend
@@ -387,13 +388,12 @@ def test_a_rank_counts_its_own_tensors_in_shared_memory_once() -> None:
 
 def without(worker: Worker, hosts: bool) -> tuple[str, float]:
     from wanma.job.plan import Plan
-    from wanma.parallel import transport
     from wanma.parallel.mesh import process_grid
 
     if hosts:
         backend.host_id = lambda: f"host {worker.rank}"
     elif worker.rank == 0:
-        transport.cpp_compiler = lambda: None
+        there_is_none()
     with process_grid(worker, Plan(dp_replicate=2), 60):
         world = dist.group.WORLD
         assert world is not None

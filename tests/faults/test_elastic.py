@@ -26,6 +26,7 @@ JOB = (
     "checkpoint.snapshots=1",
     "observe.log_every_steps=20",
     "cluster.join_seconds=100",  # all of a gang begin, however slow their imports are
+    "cluster.health_check=never",  # they share a few cores: one may well be slow, and would be set aside
 )
 TOLERANCE = 1e-9
 """Of losses and weights in fp64, between one order of summation and another, as in tests/parallel."""
