@@ -13,9 +13,20 @@ if TYPE_CHECKING:
     from wanma.api.train import Result, train
     from wanma.data.batch import Batch
     from wanma.job.errors import JobError, WanmaError
+    from wanma.parallel.global_batch import global_batch, global_rows
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "JobError", "Result", "WanmaError", "plan", "session", "train"]
+__all__ = [
+    "Batch",
+    "JobError",
+    "Result",
+    "WanmaError",
+    "global_batch",
+    "global_rows",
+    "plan",
+    "session",
+    "train",
+]
 
 _HOMES = {
     "train": "wanma.api.train",
@@ -23,6 +34,8 @@ _HOMES = {
     "session": "wanma.api.session",
     "plan": "wanma.api.best_plans",
     "Batch": "wanma.data.batch",
+    "global_batch": "wanma.parallel.global_batch",
+    "global_rows": "wanma.parallel.global_batch",
     "WanmaError": "wanma.job.errors",
     "JobError": "wanma.job.errors",
 }

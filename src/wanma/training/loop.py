@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from wanma.data.batch import Batch
 from wanma.data.data import Data
 from wanma.data.loader import Loader
+from wanma.parallel.global_batch import GlobalBatch
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.trainer import Trainer
 from wanma.training.update import Agreement
@@ -32,7 +33,8 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     job, state, phases = trainer.job, trainer.state, trainer.phases
     progress = trainer.worker.control.progress
     outcome = "finished"
-    measure = partial(validate, trainer, data, forward_backward.evaluate)
+    gathering = GlobalBatch(trainer.grid, job.train.global_batch)
+    measure = partial(validate, trainer, data, forward_backward.evaluate, gathering)
     with Loader(
         data,
         trainer.plan,
@@ -49,7 +51,11 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
             with phases.phase("data"):
                 step = next(batches)
             progress(state.step, "forward and backward")
-            with phases.phase("forward_backward"), state.parallel.clock.whole():
+            with (
+                phases.phase("forward_backward"),
+                state.parallel.clock.whole(),
+                gathering.announced(trainer.plan, step.global_batch),
+            ):
                 loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
             progress(state.step, "update")
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
@@ -88,9 +94,12 @@ def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float
     return saves
 
 
-def validate(trainer: Trainer, data: Data, evaluate: Evaluate) -> float | None:
+def validate(trainer: Trainer, data: Data, evaluate: Evaluate, gathering: GlobalBatch) -> float | None:
     """Mean loss over the job's fixed validation samples, with the averaged weights where there are any, or
     with those that all sites share.
+
+    Args:
+        gathering: for losses that see a whole global batch.
 
     Returns:
         the loss, or None when the data has no validation part.
@@ -98,13 +107,13 @@ def validate(trainer: Trainer, data: Data, evaluate: Evaluate) -> float | None:
     count = min(trainer.job.train.validation_samples, data.validation_samples)
     if count == 0:
         return None
-    rows = trainer.plan.micro_batches(count, trainer.grid.data_rank)
     with (
         trainer.phases.phase("validation"),
         _evaluating(trainer.state.parallel.parts),
         trainer.state.evaluating(),
+        closing(_validation_batches(trainer, data, count, gathering)) as batches,
     ):
-        numbers = torch.stack(evaluate(_batches(trainer, data, rows)))
+        numbers = torch.stack(evaluate(batches))
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
     loss_sum, targets, *right = numbers.tolist()
@@ -131,10 +140,20 @@ def _evaluating(parts: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def _batches(trainer: Trainer, data: Data, rows: list[range]) -> Iterator[Batch]:
-    for run in rows:
-        trainer.worker.control.progress(trainer.state.step, "validation")  # it may be long, but it moves
-        yield data.validation_batch(run)
+def _validation_batches(
+    trainer: Trainer, data: Data, count: int, gathering: GlobalBatch
+) -> Generator[Batch, None, None]:
+    """This rank's rows of `count` samples. Where a global batch is one micro-batch, they are cut into global
+    batches first: a loss that gathers them then compares the same samples on every layout."""
+    plan, whole = trainer.plan, trainer.job.train.global_batch
+    if plan.pp > 1 or plan.accumulation(whole) > 1:
+        whole = count
+    for start in range(0, count, whole):
+        samples = min(whole, count - start)
+        for run in plan.micro_batches(samples, trainer.grid.data_rank):
+            trainer.worker.control.progress(trainer.state.step, "validation")  # it may be long, but it moves
+            with gathering.announced(plan, samples):
+                yield data.validation_batch(range(start + run.start, start + run.stop))
 
 
 def _due(step: int, every: int) -> bool:

@@ -35,6 +35,7 @@ from wanma.models.dropout import keyed_samples
 from wanma.models.lora import with_adapters
 from wanma.models.routing import set_loss_factor
 from wanma.models.workload import module_workload
+from wanma.parallel.global_batch import GlobalBatch
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
@@ -85,6 +86,7 @@ class Session:
         self._ended = False
         self._scratch = open_scratch(job, worker)
         self._loader: Loader | None = None
+        self._gathering = GlobalBatch(grid, job.train.global_batch)
 
     @property
     def device(self) -> torch.device:
@@ -281,7 +283,8 @@ class Session:
                 with trainer.phases.phase("data"):
                     step = next(steps)
                 progress(trainer.state.step, "forward and backward")
-                yield from self._micro_batches(trainer, step)
+                with self._gathering.announced(trainer.plan, step.global_batch):
+                    yield from self._micro_batches(trainer, step)
         self._end(trainer)
 
     def _micro_batches(self, trainer: Trainer, step: Step) -> Iterator[Batch]:
@@ -328,7 +331,7 @@ class Session:
             trainer.state.parallel.settle()
             return loss_sum, targets
 
-        return partial(validate_with, trainer, data, evaluate)
+        return partial(validate_with, trainer, data, evaluate, self._gathering)
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,12 @@ from wanma.collectives.compression.pieces import (
     Slice,
     aligned,
     all_gather,
+    reduce_scatter,
     runs,
     width_of,
 )
 from wanma.collectives.compression.whole import VALUE_BYTES, Whole, all_reduce_bytes
 from wanma.collectives.owners import shared_out
-
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The second name is the older one: torch 2.13 warns of it, 2.11 knows no other."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class ByNodes:
                 place += error
                 error.zero_()
         mine = work.new_empty(row)
-        _reduce_scatter(mine, work.view(-1), group=within)
+        reduce_scatter(mine, work.view(-1), group=within)
         del work, place  # while what is made smaller travels
         own = [part for part in parts if part.owner == me]
         pieces = [_alone(part, mine) for part in own]

@@ -22,6 +22,8 @@ of those in flight; with fewer a network's latency would count for more than its
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The second name is the older one: torch 2.13 warns of it, 2.11 knows no other."""
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Likewise."""
 
 
 @dataclass
