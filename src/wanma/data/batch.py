@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class Batch:
     """(rows,) bool: false for padding rows."""
     keywords: dict[str, Tensor] = field(default_factory=dict)
     """Keyword arguments of the model; text with document masks: `documents`, `positions` (rows, sequence)."""
+    class_range: tuple[int, int] | None = None
+    """Least and largest target that is not `IGNORED`, where targets are integers; None: not known, or none.
+    It is known on the host, so that a loss may look without waiting for a device."""
 
     @property
     def rows(self) -> int:
@@ -38,7 +41,8 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return Batch(
+        return replace(
+            self,
             inputs=tuple(move(tensor) for tensor in self.inputs),
             targets=move(self.targets),
             samples=move(self.samples),
@@ -73,7 +77,8 @@ def _fill(batch: Batch, rows: int) -> Batch:
     def constant(tensor: Tensor, value: int) -> Tensor:
         return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
 
-    return Batch(
+    return replace(
+        batch,
         inputs=tuple(repeat(tensor) for tensor in batch.inputs),
         targets=constant(batch.targets, IGNORED),
         samples=constant(batch.samples, -1),

@@ -21,6 +21,8 @@ from wanma.data.tokenizer import Tokenizer
 
 Kind = Literal["tokens", "images", "custom"]
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Data(ABC):
     """A data set in the order of one seed."""
@@ -40,6 +42,8 @@ class Data(ABC):
     """(channels, height, width)."""
     classes: int | None = None
     tokenizer: Tokenizer | None = None
+    padding_has_targets = False
+    """Padding rows keep a sample's targets: for losses that may know no `IGNORED`, and are masked anyway."""
 
     def batch(self, numbers: Sequence[int] | NDArray[Any]) -> Batch:
         """The training samples with these numbers, counted from the start of the run over all epochs.
@@ -80,7 +84,7 @@ class Data(ABC):
         model = self._train_batch(np.zeros(1, np.int64))
         return Batch(
             inputs=model.inputs,
-            targets=no_targets(model.targets),
+            targets=model.targets if self.padding_has_targets else no_targets(model.targets),
             samples=torch.full((1,), -1),
             real=torch.zeros(1, dtype=torch.bool),
             keywords=model.keywords,
@@ -92,11 +96,23 @@ def make_batch(
 ) -> Batch:
     """A batch of real rows."""
     real = torch.ones(len(numbers), dtype=torch.bool)
-    return Batch(inputs, targets, torch.from_numpy(numbers.copy()), real, keywords or {})
+    numbered = torch.from_numpy(numbers.copy())
+    return Batch(inputs, targets, numbered, real, keywords or {}, class_range(targets))
+
+
+def class_range(targets: Tensor) -> tuple[int, int] | None:
+    """Least and largest of integer targets, `IGNORED` ones left out; None if there are none."""
+    if targets.dtype not in _INTEGERS or targets.numel() == 0:
+        return None
+    least, largest = (int(value) for value in torch.aminmax(targets))
+    if least >= 0:
+        return least, largest
+    kept = targets[targets != IGNORED]
+    return (int(kept.min()), int(kept.max())) if len(kept) else None
 
 
 def no_targets(targets: Tensor) -> Tensor:
     """`IGNORED` for classes, 0 for what is measured: `Batch.real` tells a loss to leave the row out."""
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         return torch.zeros_like(targets)
-    return torch.full_like(targets, IGNORED)
+    return torch.full_like(targets, IGNORED, dtype=torch.int64)  # bytes have no such number

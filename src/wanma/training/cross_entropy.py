@@ -38,7 +38,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, *, spend: bool = False) -
 
     Args:
         logits: (..., classes); or a DTensor of them whose last dim is split evenly over a mesh of one axis.
-        targets: (...), int64; `IGNORED` ones count nothing. Whole on every rank.
+        targets: (...), int64; `IGNORED` ones count nothing, others must be classes. Whole on every rank.
         spend: nobody reads the logits after this. In backward their gradient is then written over them, if a
             matrix product has made them, whose backward does not need them either. Were one wrong about an
             operation of autograd's, its backward would refuse: tensors count how often they are changed.
@@ -46,6 +46,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, *, spend: bool = False) -
     Returns:
         the same on every rank that holds a part of the logits.
     """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} for targets of {tuple(targets.shape)}")
     group, local = None, logits
     if isinstance(logits, DTensor):
         if logits.placements != (Shard(logits.ndim - 1),):
@@ -103,9 +105,13 @@ class _CrossEntropySum(torch.autograd.Function):
 def _columns(targets: Tensor, classes: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Column of each row's target among a rank's `classes`, and whether it is there at all.
 
-    A class beyond the vocabulary keeps a column beyond the last rank's, which gather refuses.
+    A class beyond the vocabulary keeps a column beyond the last rank's, which gather refuses, as it does a
+    negative one.
     """
-    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    if group is None:
+        column = torch.where(targets == IGNORED, 0, targets)
+        return column, targets == column
+    rank, ranks = group.rank(), group.size()
     mine = targets - rank * classes
     column = mine.clamp(min=0, max=None if rank == ranks - 1 else classes - 1)
     return column, mine == column

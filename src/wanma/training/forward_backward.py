@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,8 +19,7 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.parallel.pipeline import Loss
 from wanma.parallel.sequence import residual_positions, split_sequence
-from wanma.training.cross_entropy import cross_entropy_sum
-from wanma.training.loss import LossFunction, whole_output
+from wanma.training.loss import Classification, LossFunction, class_range, right_classes
 
 _EVALUATED_TOGETHER = 4
 """Micro-batches per stage in one run of an evaluating pipeline: its bubble is a fifth of the time."""
@@ -33,6 +33,9 @@ class ForwardBackward:
         self._plan = plan
         self._grid = grid
         self._loss = loss
+        known = loss if isinstance(loss, Classification) else Classification(classes_last=True)
+        self._of_pipeline = replace(known, spend=True)
+        """A pipeline computes cross entropy, and nobody reads its logits afterwards."""
         self._seed = job.train.seed
         self._routers = [module for module in parallel.modules() if isinstance(module, Routing)]
 
@@ -44,9 +47,10 @@ class ForwardBackward:
         """
         set_loss_factor(self._routers, factor)
         if self._parallel.pipeline is not None:
+            classes = class_range(batches)
 
             def scaled(output: Tensor, targets: Tensor) -> Tensor:
-                return cross_entropy_sum(output, targets, spend=True) * factor
+                return self._of_pipeline.sum(output, targets, classes) * factor
 
             return self._pipelined(batches, factor, scaled, backward=True)
         loss_sum, targets = self._zero(), self._zero()
@@ -77,9 +81,8 @@ class ForwardBackward:
             # A schedule keeps what all its micro-batches put out until its end: a few at a time.
 
             def loss(output: Tensor, of_batch: Tensor) -> Tensor:
-                if of_batch.ndim == 1:
-                    right.add_((whole_output(output).argmax(dim=-1) == of_batch).sum())
-                return cross_entropy_sum(output, of_batch)
+                right.add_(right_classes(output, of_batch))
+                return self._of_pipeline.sum(output, of_batch)
 
             while some := list(islice(remaining, _EVALUATED_TOGETHER * self._plan.pp)):
                 some_loss, some_targets = self._pipelined(some, 1.0, loss, backward=False)
@@ -94,8 +97,7 @@ class ForwardBackward:
                 batch_loss, batch_targets = self._loss(output, part)
                 loss_sum += batch_loss
                 targets += batch_targets
-                if part.targets.ndim == 1 and not part.targets.is_floating_point():
-                    right += (whole_output(output).argmax(dim=-1) == part.targets).sum()
+                right += right_classes(output, part.targets)
         self._parallel.rest()
         self._parallel.settle()
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()

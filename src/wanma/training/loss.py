@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,24 +12,112 @@ from torch.distributed.tensor import DTensor
 
 from wanma.data.batch import IGNORED, Batch
 from wanma.job.errors import WanmaError
+from wanma.training.counting import Counting, UserLoss
 from wanma.training.cross_entropy import cross_entropy_sum
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 """(model output, batch) -> (sum of the losses of real targets, their number)."""
 
-UserLoss = Callable[[Any, Any], Tensor]
-"""(model output, targets) -> one loss per target, leading dimension the batch's rows."""
+
+@dataclass(frozen=True)
+class Classification:
+    """Cross entropy: the loss of text, labelled images, and of own data by default."""
+
+    spend: bool = False
+    """As of `cross_entropy_sum`."""
+    classes_last: bool = False
+    """Logits are known to be (..., classes). Otherwise those of more than two dims may also be (rows,
+    classes, ...), as torch has them: their shape beside the targets' tells, or they are refused."""
+
+    def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of real targets, and their number.
+
+        Raises:
+            WanmaError: the output has no logits, logits that do not fit the targets, or targets that
+                are no classes of theirs.
+        """
+        loss = self.sum(logits_of(output), batch.targets, class_range([batch]))
+        return loss, (batch.targets != IGNORED).sum()
+
+    def sum(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None = None) -> Tensor:
+        """Sum of the losses of targets that are not `IGNORED`.
+
+        Args:
+            classes: least and largest of the targets, if known.
+        """
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise WanmaError(
+                f"the targets are {targets.dtype}, but cross entropy, the default loss, is of classes",
+                "give integers as targets, or a loss of your own: loss= of wanma.train, model.loss of a job",
+            )
+        arranged = self._arranged(logits, targets)
+        if classes is not None and not 0 <= classes[0] <= classes[1] < arranged.shape[-1]:
+            wrong = classes[0] if classes[0] < 0 else classes[1]
+            raise WanmaError(
+                f"a target is class {wrong}, but the model tells {arranged.shape[-1]} classes apart: "
+                f"0 to {arranged.shape[-1] - 1}",
+                f"mend the data or the model; a target of {IGNORED} counts for nothing",
+            )
+        return cross_entropy_sum(arranged, targets.long(), spend=self.spend)
+
+    def _arranged(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(..., classes) of logits that may be (rows, classes, ...)."""
+        shape = tuple(logits.shape)
+        last = shape[:-1] == tuple(targets.shape)
+        second = not self.classes_last and len(shape) > 2 and shape[:1] + shape[2:] == tuple(targets.shape)
+        if last and second:
+            raise WanmaError(
+                f"logits of shape {shape} for targets of shape {tuple(targets.shape)} may have their classes "
+                "in dim 1, as torch's cross entropy takes them, or in the last dim, as language models have "
+                "them",
+                "give the loss: loss=torch.nn.CrossEntropyLoss(reduction='none') takes dim 1; for the last, "
+                "loss=lambda logits, targets: F.cross_entropy(logits.movedim(-1, 1), targets, "
+                "reduction='none')",
+            )
+        if not last and not second:
+            raise WanmaError(
+                f"the model gives logits of shape {shape} for targets of shape {tuple(targets.shape)}, but "
+                "cross entropy, the default loss, takes (..., classes) for (...), or (rows, classes, ...) "
+                "for (rows, ...)",
+                "mend the shapes, or give a loss of your own: loss= of wanma.train, model.loss of a job",
+            )
+        return logits if last else logits.movedim(1, -1)
 
 
 def classification_loss(output: Any, batch: Batch, *, spend: bool = False) -> tuple[Tensor, Tensor]:
-    """The loss of text and labelled images.
+    """`Classification` of logits whose classes are the last dim."""
+    return Classification(spend, classes_last=True)(output, batch)
 
-    Args:
-        output: logits, or an object that has them, as the models of transformers give it.
-        spend: as of `cross_entropy_sum`.
+
+def class_range(batches: Iterable[Batch]) -> tuple[int, int] | None:
+    """Least and largest class among the targets of some batches; None where none is known."""
+    known = [batch.class_range for batch in batches if batch.class_range is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+def logits_of(output: Any) -> Tensor:
+    """A model's logits: its output, or what this has under that name, as in models of transformers.
+
+    Raises:
+        WanmaError: there are none.
     """
-    logits = output if isinstance(output, Tensor) else output.logits
-    return cross_entropy_sum(logits, batch.targets, spend=spend), (batch.targets != IGNORED).sum()
+    logits = _logits(output)
+    if logits is None:
+        raise WanmaError(
+            f"the model returns {_described(output)}, of which cross entropy, the default loss, takes no "
+            "logits",
+            "return a tensor, or an object or dict with `logits`; or give a loss of your own, which gets "
+            "the output as it is: loss= of wanma.train, model.loss of a job",
+        )
+    return logits
+
+
+def right_classes(output: Any, targets: Tensor) -> Tensor | int:
+    """Number of samples whose largest logit is that of their class; 0 where that means nothing."""
+    logits = _logits(whole_output(output))
+    if targets.ndim != 1 or targets.is_floating_point() or logits is None or logits.ndim != 2:
+        return 0
+    return (whole_output(logits).argmax(dim=-1) == targets).sum() if len(logits) == len(targets) else 0
 
 
 def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
@@ -37,16 +126,18 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
     Args:
         by_position: ranks share each sample's sequence, so losses must be those of single positions.
     """
+    count = Counting(function)
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         losses = function(whole_output(output), batch.targets)
-        if by_position and losses.shape[:2] != batch.targets.shape[:2]:
+        alone = losses[0] if isinstance(losses, tuple) and losses else losses
+        if by_position and isinstance(alone, Tensor) and alone.shape[:2] != batch.targets.shape[:2]:
             raise WanmaError(
-                f"the loss has shape {tuple(losses.shape)} for targets of {tuple(batch.targets.shape)}, but "
+                f"the loss has shape {tuple(alone.shape)} for targets of {tuple(batch.targets.shape)}, but "
                 "under parallel.cp a rank sees a part of each sequence and knows the losses of its positions",
                 "return one loss per position, or set parallel.cp = 1",
             )
-        return sum_losses(losses, batch)
+        return count(losses, batch)
 
     return loss
 
@@ -56,19 +147,14 @@ def whole_output(output: Any) -> Any:
     return output.full_tensor() if isinstance(output, DTensor) else output
 
 
-def sum_losses(losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sum and number of the losses of `batch`'s real targets: no padding rows, and no class `IGNORED`.
+def _logits(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else None
 
-    Raises:
-        WanmaError: the loss was already averaged, which no layout could undo.
-    """
-    if losses.ndim == 0 or losses.shape[0] != batch.rows:
-        raise WanmaError(
-            f"the loss has shape {tuple(losses.shape)}, but must keep one value per sample "
-            f"({batch.rows} rows here)",
-            "return unreduced losses (reduction='none'); wanma divides once by the global batch's targets",
-        )
-    real = batch.real.reshape(-1, *[1] * (losses.ndim - 1)).expand_as(losses)
-    if batch.targets.dtype == torch.int64 and batch.targets.shape == losses.shape:
-        real = real & (batch.targets != IGNORED)
-    return torch.where(real, losses, 0.0).sum(), real.sum()
+
+def _described(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
+    return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")

@@ -6,9 +6,9 @@ The supervisor calls `train_worker` in every rank; `train` is the same with the 
 from __future__ import annotations
 
 import pickle
-from functools import partial
 from typing import Any
 
+from wanma.data.data import Kind
 from wanma.data.open import open_data
 from wanma.job.errors import JobError
 from wanma.job.imports import import_object
@@ -22,7 +22,7 @@ from wanma.parallel.scratch import open_scratch
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
 from wanma.training.loop import run_loop
-from wanma.training.loss import LossFunction, classification_loss, user_loss
+from wanma.training.loss import Classification, LossFunction, user_loss
 from wanma.training.numerics import set_numerics
 from wanma.training.request import Request
 from wanma.training.state import seed_generators
@@ -73,7 +73,8 @@ def train(worker: Worker, request: Request) -> str:
         ) as trainer:
             if health is not None:
                 trainer.tell_health(health)
-            loss = choose_loss(request, spec)
+            loss = choose_loss(request, spec, data.kind)
+            data.padding_has_targets = not isinstance(loss, Classification)
             return run_loop(trainer, data, ForwardBackward(parallel, job, plan, grid, loss))
 
 
@@ -97,14 +98,20 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     )
 
 
-def choose_loss(request: Request, spec: ModelSpec) -> LossFunction:
-    """The loss that the user passed or named, or cross entropy."""
+def choose_loss(request: Request, spec: ModelSpec, kind: Kind) -> LossFunction:
+    """The loss that the user passed or named, or cross entropy.
+
+    Args:
+        kind: of the data; logits of text have their classes last.
+    """
     function = request.objects.get("loss")
     if function is None and request.job.model.loss is not None:
         function = import_object(request.job.model.loss, "model.loss")
     if function is None:
         # A module of the user's may have kept its logits, to look at later.
-        return partial(classification_loss, spend=spec.layout is not None)
+        return Classification(
+            spend=spec.layout is not None, classes_last=spec.layout is not None or kind == "tokens"
+        )
     if request.plan.pp > 1:
         raise JobError(
             f"parallel.pp = {request.plan.pp}: pipelines compute cross entropy, not a loss of one's own",

@@ -39,13 +39,13 @@ from wanma.parallel.global_batch import GlobalBatch
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
+from wanma.training.counting import Counting, Losses
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
-from wanma.training.loss import sum_losses
 from wanma.training.trainer import Trainer
 
-LossesOf = Callable[[Batch], Tensor]
-"""The user's forward pass: a batch to one loss per sample or target, leading dimension the batch's rows."""
+LossesOf = Callable[[Batch], Losses]
+"""The user's forward pass: a batch to its losses."""
 
 
 class Session:
@@ -80,6 +80,7 @@ class Session:
         self._measure: Callable[[], float | None] = lambda: None
         self._iteration: Generator[Batch, None, None] | None = None
         self._current: _Current | None = None
+        self._count = Counting()
         self._stopped = False
         """An orderly stop was asked for."""
         self._saved_at = 0
@@ -159,6 +160,7 @@ class Session:
             )
         self.worker.control.progress(0, "opening data")
         data = open_data(self.job.data, self.job.train, dataset=dataset)
+        data.padding_has_targets = True
         self._trainer = trainer = self._begin(self._parallel, data)
         self._saved_at = trainer.state.step
         self._on_start(self._workload)
@@ -180,11 +182,12 @@ class Session:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
         self._parallel.settle()
 
-    def step(self, losses: Tensor) -> None:
+    def step(self, losses: Losses) -> None:
         """Backward of the current micro-batch; at the step's last one, update, validate, save and record.
 
         Args:
-            losses: one loss per sample or target, leading dimension the batch's rows.
+            losses: one loss per sample or target, leading dimension the batch's rows; or a pair of these
+                and of what counts: a mask, or weights by whose sum theirs is divided.
 
         Raises:
             WanmaError: a second call for one batch, losses that were averaged already or have no
@@ -194,7 +197,7 @@ class Session:
         current, trainer = self._current, self._trainer
         if trainer is None or current is None or current.done:
             raise WanmaError("session.step was called twice for one batch, or outside session.batches")
-        loss_sum, targets = _sum(losses, current.batch)
+        loss_sum, targets = self._count(losses, current.batch)
         if not loss_sum.requires_grad:
             raise WanmaError(
                 "the losses given to session.step have no gradient",
@@ -324,7 +327,7 @@ class Session:
                 for batch in batches:
                     batch = batch.to(self.device)
                     with keyed_samples(module, self.job.train.seed, batch.samples):
-                        of_batch, number = _sum(losses_of(batch), batch)
+                        of_batch, number = self._count(losses_of(batch), batch)
                     loss_sum += of_batch
                     targets += number
             trainer.state.parallel.rest()
@@ -348,16 +351,6 @@ class _Current:
         self.step, self.batch, self.is_last = step, batch, is_last
         self.loss_sum, self.targets = loss_sum, targets
         self.done = False
-
-
-def _sum(losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`sum_losses` of what a user's code gave."""
-    if not isinstance(losses, Tensor):
-        raise WanmaError(
-            f"the losses are {type(losses).__name__}, not a tensor",
-            f"give one value per sample ({batch.rows} rows here), as reduction='none' does",
-        )
-    return sum_losses(losses, batch)
 
 
 def _checked(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

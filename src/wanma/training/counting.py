@@ -1,0 +1,168 @@
+"""Sum and number of a user's losses: which of them count is what torch's own mean would count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wanma.data.batch import IGNORED, Batch
+from wanma.job.errors import WanmaError
+
+Losses = Tensor | tuple[Tensor, Tensor]
+"""One loss per sample or target, leading dimension the batch's rows; or a pair of those and what counts: a
+mask (bool), or the weights by whose sum the sum of the losses is divided."""
+
+UserLoss = Callable[[Any, Any], Losses]
+"""(model output, targets) -> their losses."""
+
+_NODES = 256
+"""Operations of autograd's graph, from the losses back, among which a cross entropy is looked for."""
+
+
+class Counting:
+    """The rule by which the targets of one loss count, found out once.
+
+    A target is left out if it is the `ignore_index` that the loss declares (an attribute of a module, a
+    keyword of a `functools.partial`) or that the first losses' graph shows a cross entropy of torch's to
+    have used. Where neither says anything, a target of `IGNORED` is left out whose loss is zero: a
+    regression may have such a target, and then has a loss.
+
+    Args:
+        loss: the user's function, if it is known.
+    """
+
+    def __init__(self, loss: object = None) -> None:
+        self._ignored = declared_ignore_index(loss)
+        self._searched = self._ignored is not None
+        self._of_other_positions: int | None = None
+        """`ignore_index` of a cross entropy of fewer or more positions than the batch's targets have."""
+
+    def __call__(self, losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum and number of the losses of `batch`'s real targets.
+
+        Args:
+            losses: `Losses`.
+
+        Returns:
+            (sum, number of targets or sum of weights).
+
+        Raises:
+            WanmaError: the loss was already averaged, which no layout could undo; or is nothing that can be
+                counted.
+        """
+        losses, counted = losses if isinstance(losses, tuple) and len(losses) == 2 else (losses, None)
+        checked = _checked(losses, batch)
+        real = batch.real.reshape(-1, *[1] * (checked.ndim - 1)).expand_as(checked)
+        if counted is not None:
+            return _by_weight(checked, counted, real)
+        if not self._searched and checked.requires_grad:
+            self._searched = True
+            self._ignored = _of_graph(checked, batch.targets)
+        targets = batch.targets
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            pass
+        elif targets.shape == checked.shape:
+            if self._ignored is not None:
+                real = real & (targets != self._ignored)
+            else:
+                real = real & ~((targets == IGNORED) & (checked == 0))
+        elif targets.ndim == checked.ndim and checked.ndim > 1:
+            self._refuse_ignored(checked, targets)
+        return torch.where(real, checked, 0.0).sum(), real.sum()
+
+    def _refuse_ignored(self, losses: Tensor, targets: Tensor) -> None:
+        """Refuse losses of other positions than the targets', if a cross entropy leaves some of them out."""
+        index, has = self._of_other_positions, False
+        if losses.requires_grad:
+            for index, of in _cross_entropies(losses):
+                if of.numel() == losses.numel():
+                    self._of_other_positions, has = index, has or bool((of == index).any())
+        elif index is not None:
+            has = bool((targets == index).any())
+        if has:
+            raise WanmaError(
+                f"the loss has shape {tuple(losses.shape)} and leaves out targets of class "
+                f"{self._of_other_positions}, but which of its values those are cannot be told from the "
+                f"batch's targets of shape {tuple(targets.shape)}",
+                "return (losses, mask), e.g. (losses, labels[:, 1:] != -100)",
+            )
+
+
+def sum_losses(losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`Counting` of losses of which nothing is known."""
+    return Counting()(losses, batch)
+
+
+def declared_ignore_index(loss: object) -> int | None:
+    """The class that a loss says it leaves out; None if it does not say."""
+    given = getattr(loss, "ignore_index", None)
+    if given is None and isinstance(loss, partial):
+        given = loss.keywords.get("ignore_index")
+        if given is None:
+            return declared_ignore_index(loss.func)
+    return given if isinstance(given, int) and not isinstance(given, bool) else None
+
+
+def _checked(losses: object, batch: Batch) -> Tensor:
+    if not isinstance(losses, Tensor):
+        raise WanmaError(
+            f"the loss is {type(losses).__name__}, not a tensor",
+            f"give one value per sample ({batch.rows} rows here), as reduction='none' does; or a pair of "
+            "these and of what counts",
+        )
+    if losses.ndim == 0 or losses.shape[0] != batch.rows:
+        raise WanmaError(
+            f"the loss has shape {tuple(losses.shape)}, but must keep one value per sample "
+            f"({batch.rows} rows here)",
+            "return unreduced losses (reduction='none'); wanma divides once by the global batch's targets",
+        )
+    return losses
+
+
+def _by_weight(losses: Tensor, counted: object, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and divisor by what the user says counts."""
+    try:
+        if not isinstance(counted, Tensor):
+            raise TypeError(f"it is {type(counted).__name__}")
+        weights = counted.detach().expand_as(losses)
+    except (TypeError, RuntimeError) as error:
+        raise WanmaError(
+            f"a loss returned a pair, but its second part does not say what counts: {error}",
+            f"return (losses, mask) or (losses, weights), both of shape {tuple(losses.shape)}",
+        ) from error
+    if weights.dtype == torch.bool:
+        real = real & weights
+        return torch.where(real, losses, 0.0).sum(), real.sum()
+    return torch.where(real, losses, 0.0).sum(), torch.where(real, weights, 0).double().sum()
+
+
+def _of_graph(losses: Tensor, targets: Tensor) -> int | None:
+    """The `ignore_index` of the cross entropies of `targets` that made `losses`; None if there are none."""
+    found = {index for index, of in _cross_entropies(losses) if of.numel() == targets.numel()}
+    if len(found) > 1:
+        raise WanmaError(
+            f"the loss leaves out the classes {sorted(found)} by different ignore_index, so that the number "
+            "of its targets is not known",
+            "return (losses, mask), the mask true where a target counts",
+        )
+    return found.pop() if found else None
+
+
+def _cross_entropies(losses: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(ignore_index, targets) of torch's cross entropies near the end of a graph."""
+    waiting: list[Any] = [losses.grad_fn]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("NllLoss"):
+            index = node._saved_ignore_index
+            yield (index - (1 << 64) if index >> 63 else index), node._saved_target  # torch gives it unsigned
+        else:
+            waiting += [before for before, _ in node.next_functions]
