@@ -29,6 +29,8 @@ class Batch:
     """(rows,) bool: false for padding rows."""
     keywords: dict[str, Tensor] = field(default_factory=dict)
     """Keyword arguments of the model; text with document masks: `documents`, `positions` (rows, sequence)."""
+    target_key: str | None = None
+    """Key under which a dict sample gives the target."""
     class_range: tuple[int, int] | None = None
     """Least and largest target that is not `IGNORED`, where targets are integers; None: not known, or none.
     It is known on the host, so that a loss may look without waiting for a device."""

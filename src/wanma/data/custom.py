@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +24,9 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
 from wanma.job.sections import DataSection
 
-_TARGETS = ("target", "targets", "label", "labels")
+_LABELS = ("label", "labels")
+"""Keys of targets that mean what a model of transformers makes of them."""
+_TARGETS = ("target", "targets", *_LABELS)
 _INPUTS = ("input", "inputs")
 
 
@@ -45,6 +47,8 @@ class CustomData(Data):
     kind: ClassVar[Kind] = "custom"
     targets_per_sample = 1
     fingerprint = ""
+    read_labels: Callable[[Batch], Batch] | None = None
+    """Prepares batches of samples that give their targets as `labels`."""
 
     def __init__(
         self,
@@ -104,8 +108,9 @@ class CustomData(Data):
 
     def _read(self, dataset: Any, rows: Numbers, numbers: Numbers) -> Batch:
         with self._lock:
-            samples = [self._item(dataset, int(row)) for row in rows]
+            items = [self._item(dataset, int(row)) for row in rows]
         name = type(dataset).__name__
+        samples = [_sample(item, name) for item in items]
         try:
             joined = [
                 (
@@ -128,17 +133,20 @@ class CustomData(Data):
                     f"data: {name} gives something as {what} that makes no tensor (sample {rows[0]})",
                     "give tensors, arrays, numbers or lists of numbers",
                 )
-        return make_batch(tuple(inputs), target, numbers, dict(keywords))
+        batch = make_batch(tuple(inputs), target, numbers, dict(keywords))
+        batch = replace(batch, target_key=_target_key(items[0]))
+        if self.read_labels is not None and batch.target_key in _LABELS:
+            return self.read_labels(batch)
+        return batch
 
     @staticmethod
-    def _item(dataset: Any, row: int) -> Sample:
+    def _item(dataset: Any, row: int) -> Any:
         try:
-            item = dataset[row]
+            return dataset[row]
         except Exception as error:
             raise WanmaError(
                 f"data: sample {row} of {type(dataset).__name__} failed: {type(error).__name__}: {error}",
             ) from error
-        return _sample(item, type(dataset).__name__)
 
 
 def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> CustomData:
@@ -205,7 +213,7 @@ def _sample(item: Any, name: str) -> Sample:
     if isinstance(item, Sample):
         return item
     if isinstance(item, Mapping):
-        target = next((key for key in _TARGETS if key in item), None)
+        target = _target_key(item)
         if target is None:
             raise WanmaError(
                 f"data: a sample of {name} has the keys {sorted(item)} and no target",
@@ -221,6 +229,12 @@ def _sample(item: Any, name: str) -> Sample:
         f"data: a sample of {name} is {type(item).__name__}",
         "return (input, target), a dict with a target, or wanma.data.custom.Sample",
     )
+
+
+def _target_key(item: Any) -> str | None:
+    if not isinstance(item, Mapping):
+        return None
+    return next((key for key in _TARGETS if key in item), None)
 
 
 def _as_tensor(value: Any) -> Any:

@@ -97,7 +97,7 @@ def make_batch(
     """A batch of real rows."""
     real = torch.ones(len(numbers), dtype=torch.bool)
     numbered = torch.from_numpy(numbers.copy())
-    return Batch(inputs, targets, numbered, real, keywords or {}, class_range(targets))
+    return Batch(inputs, targets, numbered, real, keywords or {}, class_range=class_range(targets))
 
 
 def class_range(targets: Tensor) -> tuple[int, int] | None:

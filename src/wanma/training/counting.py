@@ -110,7 +110,7 @@ def declared_ignore_index(loss: object) -> int | None:
 def _checked(losses: object, batch: Batch) -> Tensor:
     if not isinstance(losses, Tensor):
         raise WanmaError(
-            f"the loss is {type(losses).__name__}, not a tensor",
+            f"the losses are {type(losses).__name__}, not a tensor",
             f"give one value per sample ({batch.rows} rows here), as reduction='none' does; or a pair of "
             "these and of what counts",
         )
@@ -118,7 +118,8 @@ def _checked(losses: object, batch: Batch) -> Tensor:
         raise WanmaError(
             f"the loss has shape {tuple(losses.shape)}, but must keep one value per sample "
             f"({batch.rows} rows here)",
-            "return unreduced losses (reduction='none'); wanma divides once by the global batch's targets",
+            "return unreduced losses (reduction='none'); wanma divides once by the global batch's targets. "
+            "Instead of the `loss` of a model of transformers: session.losses(output, batch)",
         )
     return losses
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from wanma.data.batch import IGNORED, Batch
 from wanma.job.errors import WanmaError
-from wanma.training.counting import Counting, UserLoss
+from wanma.models.transformers_task import LABEL_KEYS
+from wanma.training.counting import Counting, Losses, UserLoss
 from wanma.training.cross_entropy import cross_entropy_sum
 
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
@@ -36,8 +38,16 @@ class Classification:
             WanmaError: the output has no logits, logits that do not fit the targets, or targets that
                 are no classes of theirs.
         """
-        loss = self.sum(logits_of(output), batch.targets, class_range([batch]))
+        loss = self.sum(self._logits(output, batch), batch.targets, class_range([batch]))
         return loss, (batch.targets != IGNORED).sum()
+
+    def losses(self, output: Any, batch: Batch) -> Losses:
+        """One loss per target, and which of them count."""
+        arranged = self._checked(self._logits(output, batch), batch.targets, class_range([batch]))
+        precise = arranged.to(torch.promote_types(arranged.dtype, torch.float32))
+        classes = batch.targets.long().flatten()
+        losses = F.cross_entropy(precise.flatten(0, -2), classes, ignore_index=IGNORED, reduction="none")
+        return losses.view(batch.targets.shape), batch.targets != IGNORED
 
     def sum(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None = None) -> Tensor:
         """Sum of the losses of targets that are not `IGNORED`.
@@ -45,6 +55,16 @@ class Classification:
         Args:
             classes: least and largest of the targets, if known.
         """
+        return cross_entropy_sum(self._checked(logits, targets, classes), targets.long(), spend=self.spend)
+
+    def _logits(self, output: Any, batch: Batch) -> Tensor:
+        logits = logits_of(output)
+        if not self.classes_last and logits is not output and logits.ndim > 2:
+            _refuse_unknown_labels(output, batch)
+        return logits
+
+    def _checked(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None) -> Tensor:
+        """Logits (..., classes) that fit the targets."""
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise WanmaError(
                 f"the targets are {targets.dtype}, but cross entropy, the default loss, is of classes",
@@ -58,7 +78,7 @@ class Classification:
                 f"0 to {arranged.shape[-1] - 1}",
                 f"mend the data or the model; a target of {IGNORED} counts for nothing",
             )
-        return cross_entropy_sum(arranged, targets.long(), spend=self.spend)
+        return arranged
 
     def _arranged(self, logits: Tensor, targets: Tensor) -> Tensor:
         """(..., classes) of logits that may be (rows, classes, ...)."""
@@ -145,6 +165,18 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
 def whole_output(output: Any) -> Any:
     """A model's output for code that knows no ranks: logits that are split over the vocabulary, gathered."""
     return output.full_tensor() if isinstance(output, DTensor) else output
+
+
+def _refuse_unknown_labels(output: Any, batch: Batch) -> None:
+    """Refuse labels of a module that wraps a model of transformers, which may mean them shifted or not."""
+    of_transformers = any(kind.__name__ == "ModelOutput" for kind in type(output).__mro__)
+    if of_transformers and batch.target_key in LABEL_KEYS:
+        raise WanmaError(
+            f"the model is none of transformers' own and returns a {type(output).__name__}: it is not known "
+            f"whether its {batch.target_key} belong to their own places or to those before",
+            "train the model of transformers itself; or call the key `target`, which belongs to its own "
+            "place; or give a loss of your own",
+        )
 
 
 def _logits(output: Any) -> Tensor | None:

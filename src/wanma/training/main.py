@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from wanma.data.data import Kind
+from wanma.data.data import Data
 from wanma.data.open import open_data
 from wanma.job.errors import JobError
 from wanma.job.imports import import_object
@@ -17,12 +17,13 @@ from wanma.job.worker import Worker
 from wanma.models.build import ModelSpec, custom_spec, model_spec
 from wanma.models.lora import with_adapters
 from wanma.parallel.mesh import process_grid
-from wanma.parallel.parallelize import parallelize
+from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
+from wanma.training.labels import default_loss
 from wanma.training.loop import run_loop
-from wanma.training.loss import Classification, LossFunction, user_loss
+from wanma.training.loss import LossFunction, user_loss
 from wanma.training.numerics import set_numerics
 from wanma.training.request import Request
 from wanma.training.state import seed_generators
@@ -73,8 +74,7 @@ def train(worker: Worker, request: Request) -> str:
         ) as trainer:
             if health is not None:
                 trainer.tell_health(health)
-            loss = choose_loss(request, spec, data.kind)
-            data.padding_has_targets = not isinstance(loss, Classification)
+            loss = choose_loss(request, spec, data, parallel)
             return run_loop(trainer, data, ForwardBackward(parallel, job, plan, grid, loss))
 
 
@@ -98,23 +98,20 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     )
 
 
-def choose_loss(request: Request, spec: ModelSpec, kind: Kind) -> LossFunction:
-    """The loss that the user passed or named, or cross entropy.
+def choose_loss(request: Request, spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunction:
+    """The loss that the user passed or named; else that of the model's own library, or cross entropy.
 
-    Args:
-        kind: of the data; logits of text have their classes last.
+    Data whose samples have `labels` are told what the model means by them.
     """
     function = request.objects.get("loss")
     if function is None and request.job.model.loss is not None:
         function = import_object(request.job.model.loss, "model.loss")
-    if function is None:
-        # A module of the user's may have kept its logits, to look at later.
-        return Classification(
-            spend=spec.layout is not None, classes_last=spec.layout is not None or kind == "tokens"
-        )
-    if request.plan.pp > 1:
-        raise JobError(
-            f"parallel.pp = {request.plan.pp}: pipelines compute cross entropy, not a loss of one's own",
-            "set parallel.pp = 1, or leave the loss out",
-        )
-    return user_loss(function, by_position=request.plan.cp > 1)
+    if function is not None:
+        if request.plan.pp > 1:
+            raise JobError(
+                f"parallel.pp = {request.plan.pp}: pipelines compute cross entropy, not a loss of one's own",
+                "set parallel.pp = 1, or leave the loss out",
+            )
+        data.padding_has_targets = True
+        return user_loss(function, by_position=request.plan.cp > 1)
+    return default_loss(spec, data, parallel)

@@ -40,6 +40,7 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
 from wanma.training.counting import Counting, Losses
+from wanma.training.labels import default_losses
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
 from wanma.training.trainer import Trainer
@@ -181,6 +182,23 @@ class Session:
         if self._parallel is None:
             raise WanmaError("the session has no model yet", "call session.prepare(model) first")
         self._parallel.settle()
+
+    def losses(self, output: Any, batch: Batch) -> Losses:
+        """The losses that `wanma.train` computes by default of a model's output, for `step` and `validate`.
+
+        A model of transformers means `labels` as its own loss does, shifted for a causal language model.
+        Otherwise they are the cross entropy of the batch's targets.
+
+        Args:
+            output: what the model returns when it is given no labels.
+
+        Raises:
+            WanmaError: there is no model yet, the loss of its class is not known, or the output and the
+                targets do not fit it.
+        """
+        if self._parallel is None:
+            raise WanmaError("the session has no model yet", "call session.prepare(model) first")
+        return default_losses(self._parallel.module, output, batch)
 
     def step(self, losses: Losses) -> None:
         """Backward of the current micro-batch; at the step's last one, update, validate, save and record.

@@ -1,0 +1,131 @@
+"""The loss of a model of `transformers`, as its class defines it: what the model means by `labels`.
+
+Nothing is imported that the user's program has not imported: a model of transformers cannot be there without.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, Literal
+
+from torch import nn
+
+from wanma.job.errors import JobError
+
+Task = Literal["causal", "classes", "samples", "sequence_to_sequence"]
+"""causal: cross entropy of (rows, sequence, classes), labels[i] predicted from position i - 1; classes: cross
+entropy of (..., classes), each label at its own place; samples: by `problem_type`, cross entropy, squares or
+binary cross entropy of (rows, labels); sequence_to_sequence: as classes, and the decoder reads the labels
+shifted."""
+
+LABEL_KEYS = ("label", "labels")
+"""Keys of a dict sample under which datasets for transformers have their targets."""
+
+_BY_LOSS: dict[str, Task] = {
+    "ForCausalLMLoss": "causal",
+    "ForMaskedLMLoss": "classes",
+    "ForTokenClassification": "classes",
+    "ForSequenceClassificationLoss": "samples",
+}
+"""transformers' loss functions (`LOSS_MAPPING`) that are means over labels which are not -100."""
+_BY_REGISTRY: tuple[tuple[str, Task], ...] = (
+    ("SEQ_TO_SEQ_CAUSAL_LM", "sequence_to_sequence"),
+    ("MASKED_LM", "classes"),
+    ("TOKEN_CLASSIFICATION", "classes"),
+    ("MULTIPLE_CHOICE", "classes"),
+    ("AUDIO_CLASSIFICATION", "classes"),
+    ("SEQUENCE_CLASSIFICATION", "samples"),
+    ("IMAGE_CLASSIFICATION", "samples"),
+    ("VIDEO_CLASSIFICATION", "samples"),
+)
+"""Of classes that write their loss out themselves: what all of them write that are registered for a task."""
+
+
+def label_task(model: nn.Module) -> Task | None:
+    """What a model of transformers means by `labels`; None for a model of others.
+
+    Raises:
+        JobError: its class has a loss that is not known here, or one that couples samples.
+    """
+    own = base_of_adapters(model)
+    if not is_of_transformers(own):
+        return None
+    kind = _class_with_forward(own)
+    name = kind.__name__
+    if not kind.__module__.startswith("transformers."):
+        raise _unknown(name, f"{name} has a forward of its own")
+    config: Any = own.config
+    parts = (config, getattr(config, "text_config", None))
+    if any(getattr(part, "output_router_logits", False) for part in parts):
+        raise _unknown(
+            name, "output_router_logits adds a balancing loss that couples the samples of a micro-batch"
+        )
+    task = _task_of(own, kind)
+    if task is None:
+        raise _unknown(name, f"{name} computes a loss that wanma does not know")
+    return task
+
+
+def is_of_transformers(model: object) -> bool:
+    """Say whether a model is one of transformers' classes, or derived from one."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def base_of_adapters(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper of `peft`; other models as they are.
+
+    Raises:
+        JobError: the wrapper puts virtual tokens before those of the data.
+    """
+    library = sys.modules.get("peft")
+    if library is None or not isinstance(model, library.PeftModel):
+        return model
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        raise JobError(
+            f"{type(model).__name__} learns virtual tokens, for which the labels have no places",
+            "give a loss of your own: loss= of wanma.train, model.loss of a job",
+        )
+    base: nn.Module = model.get_base_model()
+    return base
+
+
+def _task_of(model: Any, kind: type) -> Task | None:
+    """By the loss function that the class calls, or by the tasks that it is registered for."""
+    try:
+        source = inspect.getsource(kind.forward)  # type: ignore[attr-defined]  # it was found by that
+    except OSError:
+        source = ""
+    decodes = bool(getattr(model.config, "is_encoder_decoder", False))
+    task: Task | None
+    if "self.loss_function(" in source:
+        # A class without a type has the loss of causal models; asking for it would warn.
+        by_default = model.loss_type is None and not hasattr(model, "_loss_function")
+        task = "causal" if by_default else _BY_LOSS.get(model.loss_function.__name__)
+        if decodes and task in ("causal", "classes"):
+            can = task == "classes" and hasattr(model, "prepare_decoder_input_ids_from_labels")
+            return "sequence_to_sequence" if can else None
+        return task
+    from transformers.models.auto import modeling_auto
+
+    names = {one.__name__ for one in kind.__mro__}
+    for registry, task in _BY_REGISTRY:
+        known = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES", {}).values()
+        if names & {name for one in known for name in ([one] if isinstance(one, str) else one)}:
+            if task == "sequence_to_sequence" and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+                return None
+            return task
+    return None
+
+
+def _class_with_forward(model: nn.Module) -> type:
+    return next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+
+
+def _unknown(name: str, why: str) -> JobError:
+    return JobError(
+        f"the labels of a dataset mean what {name}'s own loss makes of them, and {why}",
+        "give the loss: loss= of wanma.train, model.loss of a job, a function (output, targets) -> one loss "
+        "per target; the output is what the model returns without labels",
+    )
