@@ -146,6 +146,7 @@ def parallelize(
     _refuse_low_weights(whole, spec)
     _refuse_sparse_gradients(whole, spec)
     _refuse_what_depends_on_the_layout(whole, spec, plan)
+    _store_row_by_row(whole)
     names = tuple(name for name, _ in whole.named_parameters())
     trainable = tuple(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
     noting = noting_modules(whole)
@@ -193,6 +194,17 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
         module.to(torch.float64)
     replace_dropout(module)
     return module
+
+
+def _store_row_by_row(module: nn.Module) -> None:
+    """Give parameters in another order of memory, such as `channels_last`, the usual one, with the same values.
+
+    Summed gradients come in the usual one. Fused optimizers go through both as if they were laid out alike,
+    and FSDP2 takes no other.
+    """
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _apply(
