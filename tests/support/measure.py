@@ -50,7 +50,7 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
         parallel = parallelize(spec, plan, grid, 1)
         parallel.initialize()
         module = parallel.module
-        updater = build_updater(dict(module.named_parameters()), parsed.train, plan)
+        updater = build_updater(dict(module.named_parameters()), parsed.train, plan, roles=parallel.roles)
         run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)
         groups = [
             m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)

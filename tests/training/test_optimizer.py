@@ -5,7 +5,8 @@ from torch import nn
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import ParameterGroupSection, TrainSection
-from wanma.training.optimizer import build_updater, check_patterns, group_rules
+from wanma.models.roles import parameter_roles
+from wanma.training.optimizer import Updater, build_updater, check_patterns, group_rules
 
 
 class Small(nn.Module):
@@ -16,6 +17,10 @@ class Small(nn.Module):
         self.norm = nn.LayerNorm(4)
 
 
+def updater_of(model: nn.Module, train: TrainSection) -> Updater:
+    return build_updater(dict(model.named_parameters()), train, Plan(), roles=parameter_roles(model))
+
+
 def give_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -23,13 +28,13 @@ def give_gradients(model: nn.Module) -> None:
 
 
 def test_norms_and_biases_are_not_decayed() -> None:
-    rules = group_rules(
-        {"inner.weight": 2, "inner.bias": 1, "norm.weight": 1}, TrainSection(weight_decay=0.3)
-    )
+    rules = group_rules(parameter_roles(Small()), TrainSection(weight_decay=0.3))
     assert {name: rule.weight_decay for name, rule in rules.items()} == {
+        "embedding.weight": 0.3,
         "inner.weight": 0.3,
         "inner.bias": 0.0,
         "norm.weight": 0.0,
+        "norm.bias": 0.0,
     }
 
 
@@ -40,7 +45,7 @@ def test_the_first_matching_group_wins() -> None:
             ParameterGroupSection(match="*", learning_rate_scale=2.0),
         ]
     )
-    rules = group_rules({"inner.bias": 1, "norm.weight": 1}, train)
+    rules = group_rules(parameter_roles(Small()), train)
     assert (rules["inner.bias"].learning_rate_scale, rules["inner.bias"].weight_decay) == (0.5, 0.7)
     assert rules["norm.weight"].learning_rate_scale == 2.0
 
@@ -49,7 +54,7 @@ def test_frozen_parameters_get_no_gradient_and_no_update() -> None:
     model = Small()
     before = model.embedding.weight.clone()
     train = TrainSection(parameter_groups=[ParameterGroupSection(match="embedding.*", frozen=True)])
-    updater = build_updater(dict(model.named_parameters()), train, Plan())
+    updater = updater_of(model, train)
     give_gradients(model)
     updater.step(0.1)
     assert not model.embedding.weight.requires_grad
@@ -60,7 +65,7 @@ def test_frozen_parameters_get_no_gradient_and_no_update() -> None:
 def test_freezing_everything_is_refused() -> None:
     train = TrainSection(parameter_groups=[ParameterGroupSection(match="*", frozen=True)])
     with pytest.raises(JobError, match="freezes every parameter"):
-        build_updater(dict(Small().named_parameters()), train, Plan())
+        updater_of(Small(), train)
 
 
 def test_a_pattern_that_matches_nothing_is_a_typing_error() -> None:
@@ -72,7 +77,7 @@ def test_a_pattern_that_matches_nothing_is_a_typing_error() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
 def test_every_rule_steps_and_gives_its_state_by_parameter_name(name: str) -> None:
     model = Small()
-    updater = build_updater(dict(model.named_parameters()), TrainSection(optimizer=name), Plan())
+    updater = updater_of(model, TrainSection(optimizer=name))
     before = {n: p.clone() for n, p in model.named_parameters()}
     give_gradients(model)
     updater.step(0.1)
@@ -87,11 +92,11 @@ def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name
     torch.manual_seed(0)
     one, other = Small(), Small()
     other.load_state_dict(one.state_dict())
-    first = build_updater(dict(one.named_parameters()), train, Plan())
+    first = updater_of(one, train)
     give_gradients(one)
     first.step(0.1)
 
-    second = build_updater(dict(other.named_parameters()), train, Plan())
+    second = updater_of(other, train)
     start = {n: p.clone() for n, p in other.named_parameters()}
     second.allocate_state(first.state_tensors())
     assert second.state_tensors().keys() == first.state_tensors().keys()
@@ -107,7 +112,7 @@ def test_allocating_state_changes_no_weight_and_the_state_continues_exactly(name
 
 
 def test_state_is_allocated_only_for_parameters_that_had_some() -> None:
-    updater = build_updater(dict(Small().named_parameters()), TrainSection(), Plan())
+    updater = updater_of(Small(), TrainSection())
     name = next(iter(updater.parameters))
     updater.allocate_state([f"{name}.exp_avg", f"{name}.exp_avg_sq"])
     assert set(updater.state_tensors()) == {f"{name}.exp_avg", f"{name}.exp_avg_sq"}
@@ -119,7 +124,7 @@ def test_state_that_was_reserved_changes_no_bit_and_is_nobodys_before_its_first_
     torch.manual_seed(0)
     one, other = Small(), Small()
     other.load_state_dict(one.state_dict())
-    lazy, eager = (build_updater(dict(m.named_parameters()), train, Plan()) for m in (one, other))
+    lazy, eager = (updater_of(m, train) for m in (one, other))
     eager.reserve_state()
     assert eager.state_tensors() == {}
     places = {tensor.data_ptr() for pair in eager._reserved.values() for tensor in pair}

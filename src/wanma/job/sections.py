@@ -163,6 +163,9 @@ class ParameterGroupSection(Section):
     learning_rate_scale: float = Field(1.0, ge=0, description="factor on the learning rate")
     weight_decay: float | None = Field(None, ge=0, description="instead of train.weight_decay")
     frozen: bool = Field(False, description="not trained")
+    muon: bool | None = Field(
+        None, description="with train.optimizer = 'muon': updated by it or by AdamW; unset: by its role"
+    )
 
 
 class TrainSection(Section):

@@ -17,6 +17,7 @@ from wanma.models.blocks import repeated_blocks
 from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
+from wanma.models.roles import Role, parameter_roles
 from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
 from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.common_weights import share_weights
@@ -54,6 +55,8 @@ class Parallel:
     """Of the whole model, whatever part of it is here."""
     trainable_names: tuple[str, ...]
     """Those that the model itself does not freeze."""
+    roles: Mapping[str, Role]
+    """Of the whole model's parameters, by name."""
     noting: Mapping[str, NotesStatistics]
     """Modules of the whole model that note statistics of a step; those of other stages without memory."""
     clock: WorkClock
@@ -149,6 +152,7 @@ def parallelize(
     _store_row_by_row(whole)
     names = tuple(name for name, _ in whole.named_parameters())
     trainable = tuple(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
+    roles = parameter_roles(whole)
     noting = noting_modules(whole)
     numbers = plan.stages_of(grid.at("pp"))
     parts = [whole]
@@ -174,6 +178,7 @@ def parallelize(
         ties,
         names,
         trainable,
+        roles,
         noting,
         clock,
         to_draw,

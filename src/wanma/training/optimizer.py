@@ -21,7 +21,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from wanma.checkpoint.shards import local_part
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import UPDATED_TOGETHER, Plan
-from wanma.job.sections import TrainSection
+from wanma.job.sections import ParameterGroupSection, TrainSection
+from wanma.models.roles import Role
 from wanma.planner.capabilities import split_factors
 from wanma.training.muon import Muon
 from wanma.training.state_home import StateHome
@@ -33,6 +34,8 @@ class GroupRule:
 
     learning_rate_scale: float
     weight_decay: float
+    is_orthogonalised: bool = False
+    """Muon updates it."""
 
 
 class Updater:
@@ -58,7 +61,8 @@ class Updater:
         self._home = home
         self._updates = 0
         self._reserved: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        matrices, others = _split_for(train.optimizer, self.parameters, copies)
+        matrices = [name for name in rules if rules[name].is_orthogonalised]
+        others = [name for name in rules if not rules[name].is_orthogonalised]
         self._local = {
             name: nn.Parameter(local_part(self.parameters[name]))
             for name in others
@@ -219,6 +223,7 @@ def build_updater(
     train: TrainSection,
     plan: Plan,
     *,
+    roles: Mapping[str, Role],
     trainable: Iterable[str] | None = None,
     copies: Mapping[str, str] = MappingProxyType({}),
     home: StateHome | None = None,
@@ -227,12 +232,13 @@ def build_updater(
 
     Args:
         parameters: of this rank; of a pipeline's stage that is frozen altogether, none are trained.
+        roles: of the whole model's parameters, by name.
         trainable: names of the whole model's parameters that may be trained; None: `parameters` are all.
         home: as of `Updater`.
         copies: as of `Updater`; a copy follows the rule of the tensor that it is a copy of.
 
     Raises:
-        JobError: nothing is left to train.
+        JobError: nothing is left to train, or Muon does not know what to do with a matrix.
     """
     if trainable is None:
         trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
@@ -243,8 +249,10 @@ def build_updater(
         parameters[name].requires_grad_(False)
     if error := split_factors(train.optimizer, plan):
         raise error
-    trained = {n: p.ndim for n, p in parameters.items() if n not in frozen and p.requires_grad}
-    by_saved_name = group_rules({copies.get(name, name): ndim for name, ndim in trained.items()}, train)
+    by_saved_name = group_rules({name: roles[name] for name in trainable}, train)
+    trained = [
+        name for name, parameter in parameters.items() if name not in frozen and parameter.requires_grad
+    ]
     rules = {name: by_saved_name[copies.get(name, name)] for name in trained}
     return Updater(parameters, rules, train, copies, home)
 
@@ -265,17 +273,22 @@ def check_patterns(names: Iterable[str], train: TrainSection) -> None:
             )
 
 
-def group_rules(dimensions: dict[str, int], train: TrainSection) -> dict[str, GroupRule]:
-    """Rule by parameter name: the first matching group, else the default (no decay below two dimensions)."""
+def group_rules(roles: Mapping[str, Role], train: TrainSection) -> dict[str, GroupRule]:
+    """Rule by parameter name: what the first matching group says, else what follows from the role.
+
+    Raises:
+        JobError: Muon is to update a matrix whose role is not known, or what is no matrix of a hidden layer.
+    """
     rules = {}
-    for name, ndim in dimensions.items():
-        group = next((g for g in train.parameter_groups if fnmatchcase(name, g.match)), None)
-        decay = train.weight_decay if ndim >= 2 else 0.0
+    for name, role in roles.items():
+        group = _group_of(name, train)
+        decay = train.weight_decay if role.decays else 0.0
         scale = 1.0
         if group is not None:
             scale = group.learning_rate_scale
             decay = decay if group.weight_decay is None else group.weight_decay
-        rules[name] = GroupRule(scale, decay)
+        orthogonalised = train.optimizer == "muon" and _is_for_muon(name, role, group)
+        rules[name] = GroupRule(scale, decay, orthogonalised)
     return rules
 
 
@@ -295,24 +308,33 @@ def placed_as(local: Tensor, like: nn.Parameter) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def _group_of(name: str, train: TrainSection) -> ParameterGroupSection | None:
+    return next((group for group in train.parameter_groups if fnmatchcase(name, group.match)), None)
+
+
 def _is_frozen(name: str, train: TrainSection) -> bool:
-    group = next((g for g in train.parameter_groups if fnmatchcase(name, g.match)), None)
+    group = _group_of(name, train)
     return group is not None and group.frozen
 
 
-def _split_for(
-    optimizer: str, parameters: dict[str, nn.Parameter], copies: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
+def _is_for_muon(name: str, role: Role, group: ParameterGroupSection | None) -> bool:
     """Muon takes hidden matrices; embeddings, heads, norms and biases go to AdamW (Jordan et al. 2024)."""
-    if optimizer != "muon":
-        return [], list(parameters)
-    outside = ("embedding", "head")
-    matrices = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.ndim == 2 and not any(part in copies.get(name, name).split(".") for part in outside)
-    ]
-    return matrices, [name for name in parameters if name not in set(matrices)]
+    if group is not None and group.frozen:
+        return False
+    if group is not None and group.muon is not None:
+        if group.muon and not role.is_matrix:
+            raise JobError(
+                f"train.parameter_groups: muon = true matches {name}, which is no matrix",
+                "Muon updates parameters of two dimensions; match only those",
+            )
+        return group.muon
+    if role.is_hidden_matrix is None:
+        raise JobError(
+            f"train.optimizer = 'muon': {name} is a matrix that its module holds by itself, so that wanma "
+            "cannot see whether it is multiplied in a hidden layer (Muon's) or is a table (AdamW's)",
+            f'say it: [[train.parameter_groups]] match = "{name}", muon = true or false',
+        )
+    return role.is_hidden_matrix
 
 
 def _groups(

@@ -98,6 +98,7 @@ class Trainer:
                 dict(parallel.named_parameters()),
                 train,
                 plan,
+                roles=parallel.roles,
                 trainable=parallel.trainable_names,
                 copies=parallel.ties.names,
                 home=state_home(plan, parallel.scratch),
