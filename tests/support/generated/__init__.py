@@ -1,0 +1,1 @@
+"""Modules, losses and data of users' own, generated as source; each trained by wanma and by a plain loop."""

@@ -1,0 +1,45 @@
+"""Features of a module of one's own, as source: blocks, lines of the model's own class, and what is done to a
+finished model. In them x is (rows, T, D); `task` is (rows,) int64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature's source, by the place where it stands."""
+
+    block: str = ""
+    """Body of a class of its own, from x to x."""
+    init: str = ""
+    """Lines of the model's constructor, after its blocks."""
+    forward: str = ""
+    """Lines of the model's forward, after its blocks."""
+    end: str = ""
+    """Lines of the model's forward, from `output` to `output`."""
+    setup: str = ""
+    """Lines that change the finished `model`."""
+    methods: str = ""
+    """Methods of the model's class."""
+    whole_batch: bool = False
+    """Its result is defined over the batch of a forward, so that a plain loop's is over the global batch."""
+    refused: bool = False
+    """Cannot be made right on several ranks; equal or refused is as good elsewhere."""
+    layers: bool = False
+    """Batch normalisation: several micro-batches need `model.statistics_group`."""
+
+
+def block(init: str, forward: str, more: str = "", **traits: bool) -> Feature:
+    """A module of its own: lines of its constructor, and of its forward, whose last is an expression."""
+    *lines, last = forward.strip().split("\n")
+    body = ["def __init__(self):", "    super().__init__()"]
+    body += [f"    {line}" for line in init.strip().split("\n")]
+    body += ["", "def forward(self, x):", *(f"    {line}" for line in lines), f"    return {last.strip()}"]
+    if more:
+        body += ["", *more.strip().split("\n")]
+    return Feature(block="\n".join(body), **traits)
+
+
+LINEAR = "self.linear = nn.Linear(D, D)"

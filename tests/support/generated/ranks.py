@@ -1,0 +1,216 @@
+"""Processes that stay for many cases: starting them takes longer than training what a case trains."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support.generated.case import Case, program
+from support.generated.reference import Trained
+from support.ranks import _context
+from wanma.job.errors import WanmaError
+from wanma.job.worker import Unsupervised, Worker
+
+SECONDS = 60
+"""After which a case that no rank has ended is said to hang."""
+PATIENCE = 4
+"""For the other ranks, after one has failed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    kind: str
+    """trained; refused (a WanmaError before the first update); late (after it); error; hang; crash."""
+    text: str = ""
+    trained: Trained | None = None
+
+
+class Ranks:
+    """So many processes, started when they are needed and anew after one of them has hung."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, case: Case) -> Outcome:
+        if not self._processes:
+            self._start()
+        folder = Path(tempfile.mkdtemp(prefix="wanma-case-"))
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            self._send((case, store.port, folder))
+            return self._collect()
+        finally:
+            del store
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _send(self, what: Any) -> None:
+        try:
+            for pipe in self._pipes:
+                pipe.send(what)
+        except OSError:  # one died after its last case
+            self.close()
+            self._start()
+            for pipe in self._pipes:
+                pipe.send(what)
+
+    def _start(self) -> None:
+        for rank in range(self._count):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, self._count, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self) -> Outcome:
+        """Of all ranks: the first one's that failed, or what rank 0 has trained."""
+        outcomes: dict[int, Outcome] = {}
+        waiting = dict(zip(self._pipes, range(self._count), strict=True))
+        deadline = time.monotonic() + SECONDS
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    outcomes[rank] = Outcome("crash", f"rank {rank} is gone")
+                if outcomes[rank].kind != "trained":
+                    deadline = min(deadline, time.monotonic() + PATIENCE)
+        failed = [outcome for outcome in outcomes.values() if outcome.kind != "trained"]
+        if waiting or any(outcome.kind == "crash" for outcome in failed):
+            self.close()
+        if not failed and waiting:
+            return Outcome("hang", f"no word of ranks {sorted(waiting.values())}")
+        # A rank that lost its peer says less than the peer.
+        failed.sort(key=lambda outcome: outcome.kind in ("hang", "error", "crash") and "peer" in outcome.text)
+        refused = [outcome for outcome in failed if outcome.kind == "refused"]
+        return (refused or failed or [outcomes[0]])[0]
+
+
+def _serve(rank: int, count: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            case, port, folder = pipe.recv()
+        except EOFError:
+            return
+        worker = Worker(rank, rank, count, count, 0, 1, folder, store_port=port, control=Steps())
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            outcome = _run(worker, case)
+        pipe.send(outcome)
+
+
+class Steps(Unsupervised):
+    """Counts the steps that have changed the weights."""
+
+    done = 0
+
+    def step_done(self, step: int) -> None:
+        self.done = step
+
+
+def _run(worker: Worker, case: Case) -> Outcome:
+    from wanma.collectives.shared.errors import SharedMemoryError
+
+    control: Any = worker.control
+    try:
+        own = program(case)
+        if case.entry == "train":
+            _train(worker, case, own)
+        else:
+            _own_loop(worker, case, own)
+        return Outcome("trained", trained=_read(worker.run_directory) if worker.rank == 0 else None)
+    except SharedMemoryError:
+        return Outcome("error", "peer: " + traceback.format_exc())
+    except WanmaError as error:
+        return Outcome("refused" if control.done == 0 else "late", str(error))
+    except BaseException:
+        text = traceback.format_exc()
+        lost = "Connection closed by peer" in text or "Connection reset" in text
+        return Outcome("error", ("peer: " if lost else "") + text)
+
+
+def _train(worker: Worker, case: Case, own: Any) -> None:
+    """What `wanma.train` has a rank do."""
+    from support.generated.losses import LOSSES
+    from wanma.api.planning import finish, first_layout
+    from wanma.api.run import to_bytes
+    from wanma.job.run_directory import RunDirectory
+    from wanma.job.sections import Job
+    from wanma.training.main import Request, train_worker
+
+    RunDirectory(worker.run_directory).create()
+    job = Job.model_validate(case.job())
+    plan = finish(job, first_layout(job), None).plan
+    objects = {"model": own.make(), "data": own.Data()}
+    if case.validates:
+        objects["data"] = (own.Data(), own.Data(20))
+    if not LOSSES[case.loss].default:
+        objects["loss"] = own.loss
+    train_worker(worker, to_bytes(Request(job, plan, objects=objects)))
+
+
+def _own_loop(worker: Worker, case: Case, own: Any) -> None:
+    """A script around `wanma.session`, as each rank of `wanma launch` runs it."""
+    import wanma
+    from wanma.job.run_directory import RunDirectory
+    from wanma.job.worker import current_worker
+
+    RunDirectory(worker.run_directory).create()
+    token = current_worker.set(worker)
+    try:
+        with wanma.session(case.job()) as session:
+            model = session.prepare(own.make())
+
+            def losses(batch: Any) -> torch.Tensor:
+                return own.loss(model(*batch.inputs), batch.targets)
+
+            data = (own.Data(), own.Data(20)) if case.validates else own.Data()
+            for batch in session.batches(data, validate=losses if case.validates else None):
+                session.step(losses(batch))
+    finally:
+        current_worker.reset(token)
+
+
+def _read(run: Path) -> Trained:
+    import json
+
+    from support.ranks import Outcome as Files
+
+    files = Files(run)
+    tensors = {
+        name.removeprefix("model."): tensor.clone()
+        for name, tensor in files.tensors().items()
+        if name.startswith("model.")
+    }
+    validation = None
+    events = run / "events.jsonl"
+    if events.exists():
+        for line in events.read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] == "validation":
+                validation = event["loss"]
+    return Trained(tensors, files.losses, validation)
