@@ -15,7 +15,13 @@ from wanma.job.plan import Plan
 
 JOB: dict[str, Any] = {
     "model": {"factory": "any:thing"},
-    "train": {"steps": 3, "global_batch": 7, "precision": "fp64", "learning_rate": 1e-2, "validation_samples": 2},
+    "train": {
+        "steps": 3,
+        "global_batch": 7,
+        "precision": "fp64",
+        "learning_rate": 1e-2,
+        "validation_samples": 2,
+    },
     "checkpoint": {"every_steps": 0},
 }
 
@@ -45,7 +51,9 @@ def by_rows() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(micro_batch=4), Plan(dp_shard=2, shard="parameters", micro_batch=2)], ids=["alone", "ZeRO 3"]
+    "plan",
+    [Plan(micro_batch=4), Plan(dp_shard=2, shard="parameters", micro_batch=2)],
+    ids=["alone", "ZeRO 3"],
 )
 def test_the_order_in_memory_changes_no_number(plan: Plan, tmp_path: Path) -> None:
     rows = one_process(tmp_path / "rows", JOB, 7, objects={"model": by_rows(), "data": Numbers()})

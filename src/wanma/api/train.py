@@ -96,11 +96,21 @@ def train(
 
 
 def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put the trained weights into the user's module; of tied ones only the first name was saved."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    saved = {id(tensor): weights[name] for name, tensor in named if name in weights}
-    state = model.state_dict(keep_vars=True)
-    model.load_state_dict({name: saved[id(value)] for name, value in state.items() if id(value) in saved})
+    """Put the trained weights into the user's module, in place; of tied ones only the first name was saved.
+
+    Not by `load_state_dict`, which wants what else a module saves (`get_extra_state`) and may read it in its
+    own way.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name not in weights:
+                continue
+            if tensor.shape == weights[name].shape:
+                tensor.copy_(weights[name])
+            else:  # a buffer that a forward made anew
+                tensor.data = weights[name].to(tensor)
 
 
 def _with_model(job: Any, model: nn.Module | None) -> Any:

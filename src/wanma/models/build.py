@@ -21,6 +21,7 @@ from wanma.models.huggingface_config import read_config
 from wanma.models.initialize import initial_value
 from wanma.models.layout import Layout, tie_parameters
 from wanma.models.lora import with_adapters
+from wanma.models.ready import check_ready
 from wanma.models.statistics import convert_batch_norm
 from wanma.models.vision import VISION_LAYOUT, build_vision
 
@@ -111,7 +112,11 @@ def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelS
     Args:
         statistics_group: converts its batch normalisation to groups of so many samples, in place.
             Without it, `couples_samples` names what a plan of more than one micro-batch must refuse.
+
+    Raises:
+        JobError: as of `check_ready`.
     """
+    check_ready(model)
     if statistics_group is not None:
         model = convert_batch_norm(model, statistics_group)
     config: Any = getattr(model, "config", None)
@@ -208,6 +213,7 @@ class _Factory:
                 f"model.factory = '{self.path}' returned {type(made).__name__}, not an nn.Module",
                 "return the module itself",
             )
+        check_ready(made)
         return convert_batch_norm(made, self.statistics_group)
 
     def _command(self) -> str:

@@ -142,7 +142,12 @@ def _run(worker: Worker, case: Case) -> Outcome:
             _train(worker, case, own)
         else:
             _own_loop(worker, case, own)
-        return Outcome("trained", trained=_read(worker.run_directory) if worker.rank == 0 else None)
+        if worker.rank > 0:
+            return Outcome("trained")
+        trained = _read(worker.run_directory)
+        if case.entry == "train":
+            _hand_back(own.make(), trained)
+        return Outcome("trained", trained=trained)
     except SharedMemoryError:
         return Outcome("error", "peer: " + traceback.format_exc())
     except WanmaError as error:
@@ -171,6 +176,16 @@ def _train(worker: Worker, case: Case, own: Any) -> None:
     if not LOSSES[case.loss].default:
         objects["loss"] = own.loss
     train_worker(worker, to_bytes(Request(job, plan, objects=objects)))
+
+
+def _hand_back(model: Any, trained: Trained) -> None:
+    """What `wanma.train` does at its end: the user's own module takes the trained weights."""
+    from wanma.api.train import _take_weights
+
+    _take_weights(model, trained.tensors)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in trained.tensors:
+            assert torch.equal(tensor, trained.tensors[name].to(tensor)), f"{name} was not handed back"
 
 
 def _own_loop(worker: Worker, case: Case, own: Any) -> None:

@@ -1,0 +1,41 @@
+"""Refusals of what is given as a model and cannot be spread: a class, lazy layers, compiled TorchScript."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from wanma.job.errors import JobError
+
+
+def check_ready(model: object) -> None:
+    """
+    Raises:
+        JobError: no module, or one whose parameters do not exist yet or belong to TorchScript.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise JobError(
+            f"the model is the class {model.__name__}, and wanma trains a module that has been made",
+            f"give {model.__name__}(...), or name it as model.factory with model.arguments",
+        )
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"the model is a {type(model).__name__}, not an nn.Module",
+            "give a module; a function that makes one goes by its name into model.factory",
+        )
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise JobError(
+                f"{name}: {path or 'the model'} is compiled by TorchScript, which holds its own parameters",
+                "give the plain module; parallel.compile = true compiles blocks with torch.compile",
+            )
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for parameter, tensor in own:
+            if is_lazy(tensor):
+                raise JobError(
+                    f"{name}: {f'{path}.' if path else ''}{parameter} has no shape before the first forward "
+                    f"({type(module).__name__})",
+                    "run the model once on a sample before it is given to wanma, or name its sizes",
+                )
