@@ -42,7 +42,7 @@ class GlooAllGather(_Allocation, AllGather):
 
     def __init__(self, stopwatch: Stopwatch, *, ahead: bool = False) -> None:
         super().__init__(stopwatch)
-        self._ahead = ahead
+        self.ahead = ahead
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class GlooAllGather(_Allocation, AllGather):
         works = [group.recv([parts[peer]], peer, _GATHER) for peer in peers]
         works += [group.send([own], peer, _GATHER) for peer in peers]
         gathering = _Gathering(works, output_tensor, self._stopwatch)
-        if self._ahead:
+        if self.ahead:
             return gathering
         gathering.wait()
         return None

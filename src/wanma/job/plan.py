@@ -177,6 +177,12 @@ class Plan:
         )
 
     @property
+    def reshards(self) -> bool:
+        """Whether ranks gather parameters for each use of a block, and let go of them after it."""
+        # A pipeline's schedule says itself when a stage's parameters are gathered and let go.
+        return (self.shard == "parameters" or self.offload_parameters != "nothing") and self.pp == 1
+
+    @property
     def compressions(self) -> frozenset[Compression]:
         """The ways in which gradients are made smaller; empty where they are exchanged as they are."""
         methods = {self.compression, *(method for _, method in self.compression_groups)}

@@ -111,11 +111,23 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
     return weights
 
 
+def communicates(group: Any) -> bool:
+    """Whether parameters of one of FSDP2's groups come from other ranks, each time that they are gathered."""
+    gather = group._all_gather_comm
+    shards: int = getattr(group.mesh_info, "shard_mesh_size", 1)
+    return shards > 1 and not (isinstance(gather, _Gather) and gather.is_all)
+
+
 class _Gather(AllGather):
     """Of a unit of which some is common, or all."""
 
     def __init__(self, weights: CommonWeights, usual: AllGather | None) -> None:
         self._weights, self._usual = weights, usual
+
+    @property
+    def is_all(self) -> bool:
+        """Nothing is left to be gathered."""
+        return self._usual is None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._usual is not None:

@@ -24,6 +24,7 @@ from wanma.parallel.common_weights import share_weights
 from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
+from wanma.parallel.gather_watch import watch_gathers
 from wanma.parallel.low_precision import compute_in_fp8
 from wanma.parallel.materialize import allocate, draw
 from wanma.parallel.mesh import Grid
@@ -254,6 +255,7 @@ def _apply(
     offload_parameters(part, blocks, plan, scratch)
     if isinstance(data_parallel, Sharded):
         data_parallel = replace(data_parallel, weights=share_weights(part, plan, stopwatch))
+        data_parallel.order.watch = watch_gathers(part, plan)
     if spec.own_initialization and plan.precision in ("bf16", "fp16"):
         autocast_forward(part, DTYPES[plan.precision], grid.device)
     return data_parallel

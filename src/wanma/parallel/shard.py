@@ -49,6 +49,7 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
 from wanma.parallel.strays import Strays
+from wanma.parallel.unit_order import UnitOrder
 from wanma.parallel.units import units
 from wanma.parallel.whole import Whole
 
@@ -92,8 +93,7 @@ def shard_data(
         low = DTYPES[plan.precision]
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         root_policy = replace(policy, output_dtype=torch.float32) if full_precision_output else policy
-    # A pipeline's schedule says itself when a stage's parameters are gathered and let go.
-    reshard = (plan.shard == "parameters" or plan.offload_parameters != "nothing") and plan.pp == 1
+    reshard = plan.reshards
     offload = offload_policy(plan)
     if (
         plan.device == "cpu"
@@ -156,7 +156,7 @@ def shard_data(
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
-    return Sharded(model, plan, stopwatch, divisor, strays, scalars)
+    return Sharded(model, plan, stopwatch, divisor, strays, scalars, UnitOrder(model, grid, stopwatch))
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,8 @@ class Sharded:
     strays: Strays
     scalars: Whole | None
     """Parameters that are one number."""
+    order: UnitOrder
+    """In which gradients are reduced."""
     weights: CommonWeights | None = None
     """What this rank computes with, where it is the same memory on all ranks of the machine."""
 
@@ -183,19 +185,21 @@ class Sharded:
         """
         if self.weights is not None:
             self.weights.begin_micro_batch(last)
-        if self.plan.shard in ("nothing", "optimizer") or self.plan.pp > 1:
+        at_end = self.plan.shard in ("nothing", "optimizer") or self.plan.pp > 1
+        self.order.begin_micro_batch(reduces=last or not at_end)
+        if at_end:
             self.model.set_requires_gradient_sync(last)
         else:
             self.model.set_requires_all_reduce(last)
         if self.plan.pp > 1:
             self.model.set_is_last_backward(last)
-        stays = self.plan.shard != "parameters" and self.plan.offload_parameters == "nothing"
-        if stays or self.plan.pp > 1:
+        if not self.plan.reshards:
             self.model.set_reshard_after_backward(last)
 
     def end_backward(self) -> None:
-        """As of `Whole`; FSDP2 has reduced gradients within backward."""
+        """As of `Whole`; most gradients have been reduced within backward."""
         self.strays.refuse()
+        self.order.end_backward()
         if self.scalars is not None:
             self.scalars.end_backward()
         self.settle()
