@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,11 @@ def to_bytes(request: Request) -> bytes:
         return pickle.dumps(request)
     import cloudpickle
 
+    model = request.objects.get("model")
+    if model is not None and not isinstance(model, type):
+        from wanma.models.parameter_hooks import hooks_of
+
+        request = replace(request, parameter_hooks=hooks_of(model))
     for name, value in request.objects.items():
         try:
             cloudpickle.dumps(value)

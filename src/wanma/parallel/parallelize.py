@@ -25,6 +25,7 @@ from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
 from wanma.parallel.gather_watch import watch_gathers
+from wanma.parallel.gradient_hooks import GradientHooks
 from wanma.parallel.low_precision import compute_in_fp8
 from wanma.parallel.materialize import allocate, draw
 from wanma.parallel.mesh import Grid
@@ -60,6 +61,8 @@ class Parallel:
     """Of the whole model's parameters, by name."""
     noting: Mapping[str, NotesStatistics]
     """Modules of the whole model that note statistics of a step; those of other stages without memory."""
+    hooks: GradientHooks
+    """Users' hooks on parameters."""
     clock: WorkClock
     """Of what this rank computes, without what it waits for others."""
     seed: int | None
@@ -155,6 +158,7 @@ def parallelize(
     trainable = tuple(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
     roles = parameter_roles(whole)
     noting = noting_modules(whole)
+    hooks = GradientHooks(whole, plan)
     numbers = plan.stages_of(grid.at("pp"))
     parts = [whole]
     if plan.pp > 1:
@@ -181,6 +185,7 @@ def parallelize(
         trainable,
         roles,
         noting,
+        hooks,
         clock,
         to_draw,
         scratch,

@@ -16,6 +16,7 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.build import ModelSpec, custom_spec, model_spec
 from wanma.models.lora import with_adapters
+from wanma.models.parameter_hooks import register_hooks
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
@@ -87,6 +88,7 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     """The model that the user passed, or the one that the job describes."""
     model = request.objects.get("model")
     if model is not None:
+        register_hooks(model, request.parameter_hooks)
         section = request.job.model
         return with_adapters(custom_spec(model, section.statistics_group), section)
     return model_spec(

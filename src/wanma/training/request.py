@@ -21,3 +21,5 @@ class Request:
     """Of one rank's device."""
     objects: dict[str, Any] = field(default_factory=dict)
     """What a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function)."""
+    parameter_hooks: dict[str, Any] = field(default_factory=dict)
+    """Of that model: parameters are sent without theirs."""

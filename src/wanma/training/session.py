@@ -310,6 +310,8 @@ class Session:
 
     def _micro_batches(self, trainer: Trainer, step: Step) -> Iterator[Batch]:
         module = trainer.state.parallel.module
+        # Those that were registered on what `prepare` has returned: backward has other parameters.
+        trainer.state.parallel.hooks.collect(trainer.state.updater.parameters)
         loss_sum, targets = self._zero(), self._zero()
         set_loss_factor(module.modules(), trainer.factor(step.global_batch))
         for index, batch in enumerate(step.micro_batches):

@@ -99,8 +99,14 @@ class TrainingState:
         kept = compression.tensors() if compression is not None else {}
         return {f"{COMPRESSION}{name}": tensor for name, tensor in kept.items()}
 
-    def end_step(self, applied: bool) -> None:
-        """After a step's update, which was left out if not `applied`; the loss scale may be another now."""
+    def end_step(self, applied: bool, samples: int) -> None:
+        """After a step's update, which was left out if not `applied`; the loss scale may be another now.
+
+        Args:
+            samples: of the step.
+        """
+        self.step += 1
+        self.samples += samples
         if self.parallel.compression is not None:
             self.parallel.compression.end_step(applied=applied, unit=self._gradient_unit())
 

@@ -46,7 +46,7 @@ from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
 from wanma.training.state_home import state_home
 from wanma.training.step_numbers import compression_numbers, expert_numbers, take_phases, watch_gpu
-from wanma.training.update import Agreement, agree, agree_again, apply_update, what_is_not_finite
+from wanma.training.update import Agreement, agree, agree_again, apply_update, call_hooks, what_is_not_finite
 from wanma.training.uploads import Uploads
 from wanma.training.work import OwnWork
 
@@ -228,6 +228,7 @@ class Trainer:
         sites, is_last = state.sites, step + 1 == train.steps
         with self.phases.phase("communication"):
             factor = self.factor(global_batch) / state.parallel.divisor
+            call_hooks(state.parallel.hooks, state.updater, targets, self.grid, factor)
             of_snapshots = self._snapshots.shared()
             agreement = agree(
                 loss_sum,
@@ -254,9 +255,7 @@ class Trainer:
                 state.average.update()
             if sites is not None:
                 self._apply_late(sites, agreement, rate, is_last)
-        state.end_step(applied)
-        state.step += 1
-        state.samples += global_batch
+        state.end_step(applied, global_batch)
         if sites is not None:
             with self.phases.phase("communication"):
                 self._outer = sites.step_done(state.step, agreement.site_targets, is_last)

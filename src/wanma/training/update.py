@@ -16,6 +16,7 @@ from torch import Tensor
 from wanma.checkpoint.shards import local_part
 from wanma.job.errors import WanmaError
 from wanma.job.sections import TrainSection
+from wanma.parallel.gradient_hooks import GradientHooks
 from wanma.parallel.mesh import Grid
 from wanma.parallel.norm import squared_norm_share
 from wanma.training.late import Summed
@@ -123,6 +124,22 @@ def agree(
         site_targets=tuple(int(count) for count in counts),
         has_gradients=summed is None or summed.targets != 0,
     )
+
+
+def call_hooks(hooks: GradientHooks, updater: Updater, targets: Tensor, grid: Grid, factor: float) -> None:
+    """Let users' hooks see the step's gradients, before `agree`; every rank calls it.
+
+    Args:
+        targets, factor: as of `agree`.
+    """
+    hooks.collect(updater.parameters)
+    if not hooks:
+        return
+    count = targets.detach().double().clone()
+    if grid.plan.world_size > 1:
+        dist.all_reduce(count)
+    if count > 0:
+        hooks.call(updater.parameters, 1.0 / (float(count) * factor), grid.device)
 
 
 def agree_again(agreement: Agreement, updater: Updater, grid: Grid, summed: Summed) -> Agreement:

@@ -1,0 +1,61 @@
+"""Hooks that users have registered on parameters: torch copies and sends parameters without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+Hook = Callable[[Tensor], Any]
+
+
+@dataclass
+class ParameterHooks:
+    """Hooks of one parameter, in the dictionaries that torch made: from there a handle removes its hook."""
+
+    on_gradient: list[Mapping[int, Hook]] = field(default_factory=list)
+    """Of `Tensor.register_hook`: gradient → another one or None."""
+    after_gradient: list[Mapping[int, Hook]] = field(default_factory=list)
+    """Of `Tensor.register_post_accumulate_grad_hook`: parameter → None."""
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move the hooks of a parameter that backward does not reach to here."""
+        held: Any = parameter
+        if held._backward_hooks:
+            self.on_gradient.append(held._backward_hooks)
+            held._backward_hooks = None
+        if held._post_accumulate_grad_hooks:
+            self.after_gradient.append(held._post_accumulate_grad_hooks)
+            held._post_accumulate_grad_hooks = None
+
+    def __bool__(self) -> bool:
+        return any(map(len, (*self.on_gradient, *self.after_gradient)))
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    held: Any = parameter
+    return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
+
+
+def hooks_of(model: nn.Module) -> dict[str, tuple[list[Hook], list[Hook]]]:
+    """Hooks of the parameters that have some, by name, as `register_hooks` takes them in another process."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        held: Any = parameter
+        if has_hooks(parameter):
+            kinds = held._backward_hooks, held._post_accumulate_grad_hooks
+            before, after = ([*(kind or {}).values()] for kind in kinds)
+            found[name] = before, after
+    return found
+
+
+def register_hooks(model: nn.Module, hooks: Mapping[str, tuple[list[Hook], list[Hook]]]) -> None:
+    """Register what `hooks_of` found."""
+    for name, (on_gradient, after_gradient) in hooks.items():
+        parameter = model.get_parameter(name)
+        for hook in on_gradient:
+            parameter.register_hook(hook)
+        for hook in after_gradient:
+            parameter.register_post_accumulate_grad_hook(hook)
