@@ -21,9 +21,10 @@ from wanma.models.build import custom_spec
         (lambda: Plain(), "a function, not an nn.Module", "model.factory"),
         (nn.Sequential(nn.LazyLinear(3)), "0.weight has no shape", "run the model once"),
         (nn.Sequential(nn.LazyBatchNorm1d()), "0.weight has no shape", "run the model once"),
+        (nn.ParameterList([torch.ones(2, dtype=torch.complex64)]), "0 is complex", "view_as_real"),
         (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "0 is compiled by TorchScript", "plain module"),
     ],
-    ids=["class", "function", "lazy", "lazy norm", "script"],
+    ids=["class", "function", "lazy", "lazy norm", "complex", "script"],
 )
 def test_a_model_that_cannot_be_spread_is_refused(model: Any, told: str, way_out: str) -> None:
     with pytest.raises(JobError) as refusal:

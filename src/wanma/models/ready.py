@@ -1,4 +1,5 @@
-"""Refusals of what is given as a model and cannot be spread: a class, lazy layers, compiled TorchScript."""
+"""Refusals of what is given as a model and cannot be trained: a class, lazy layers, compiled TorchScript,
+complex weights."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from wanma.job.errors import JobError
 def check_ready(model: object) -> None:
     """
     Raises:
-        JobError: no module, or one whose parameters do not exist yet or belong to TorchScript.
+        JobError: no module, or one whose parameters do not exist yet, are complex, or belong to TorchScript.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise JobError(
@@ -33,9 +34,15 @@ def check_ready(model: object) -> None:
             )
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for parameter, tensor in own:
+            full_name = f"{path}.{parameter}" if path else parameter
             if is_lazy(tensor):
                 raise JobError(
-                    f"{name}: {f'{path}.' if path else ''}{parameter} has no shape before the first forward "
-                    f"({type(module).__name__})",
+                    f"{name}: {full_name} has no shape before the first forward ({type(module).__name__})",
                     "run the model once on a sample before it is given to wanma, or name its sizes",
+                )
+            if tensor.is_complex() and isinstance(tensor, nn.Parameter):
+                raise JobError(
+                    f"{name}: {full_name} is complex, and wanma sums and updates real numbers",
+                    "keep it as nn.Parameter(torch.view_as_real(weight)), and compute with "
+                    "torch.view_as_complex(self.weight)",
                 )

@@ -202,7 +202,7 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
         with torch.device("meta"):
             module = spec.make()
     if plan.precision == "fp64":
-        module.to(torch.float64)
+        module.double()  # and not `to`, which drops the imaginary part of complex buffers
     replace_dropout(module)
     return module
 

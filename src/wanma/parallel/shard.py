@@ -19,8 +19,9 @@ Gradients are summed over the global batch; what FSDP2 divides by on the way (`S
 multiplied in beforehand, so that the loop divides once, by the global batch's target count.
 
 On a CPU, what is neither sharded nor computed in another precision than it is kept in goes without FSDP2:
-`parallel.whole`. So do parameters that are one number, which FSDP2 does not take, on every device: they are
-whole on every rank at every stage, and in their own precision.
+`parallel.whole`. So do parameters that FSDP2 does not take, on every device: single numbers, those without
+elements, and those of another data type than most. They are whole on every rank at every stage, and in their own
+precision.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from wanma.parallel.recompute import hide_hooks
 from wanma.parallel.strays import Strays
 from wanma.parallel.unit_order import UnitOrder
 from wanma.parallel.units import units
-from wanma.parallel.whole import Whole
+from wanma.parallel.whole import Whole, kept_whole
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,11 +82,11 @@ def shard_data(
     strays, scalars = Strays(model), None
     divides = _divides(plan)
     divisor = plan.replicas if divides else 1
-    if any(parameter.ndim == 0 for parameter in model.parameters()):
+    if kept_whole(model):
         # The time of communication is told on CPUs alone.
         watch = stopwatch if plan.device == "cpu" else Stopwatch()
         scalars = Whole(model, grid, watch, None, divisor=divisor, scalars_only=True)
-    whole = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    whole = kept_whole(model)
     policy = MixedPrecisionPolicy()
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
     root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy

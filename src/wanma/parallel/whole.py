@@ -10,6 +10,7 @@ take, are held so beside it.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,7 +88,7 @@ class Whole:
     Args:
         input_dtype: given to all floating-point tensors that come into the module; None leaves them.
         divisor: of gradients, beside their sum.
-        scalars_only: leave all other parameters alone.
+        scalars_only: leave all parameters alone but those of `kept_whole`.
         compression: sums gradients over the replicas in fewer bytes, after backward; None: as they are.
     """
 
@@ -252,13 +253,31 @@ class Whole:
         return gradients
 
 
+def kept_whole(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that FSDP2 does not take: of no dims, without elements, or trained in another data type than
+    most of the trained ones."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            sizes[parameter.dtype] += parameter.numel()
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return {
+        parameter
+        for parameter in model.parameters()
+        if parameter.ndim == 0
+        or parameter.numel() == 0
+        or (parameter.requires_grad and parameter.dtype != usual)
+    }
+
+
 def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
     """Make the parameters of `model` its state: DTensors over all ranks that hold them."""
     everywhere = (Replicate(), Replicate())
     held: dict[nn.Parameter, _Held] = {}
+    alone = kept_whole(model) if scalars_only else set()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or (scalars_only and parameter.ndim > 0):
+            if parameter is None or (scalars_only and parameter not in alone):
                 continue
             if parameter not in held:
                 if isinstance(parameter, DTensor):

@@ -34,12 +34,17 @@ WAYS = [
 ]
 """Layout, entry and collectives of the cases that have one feature only."""
 
+FP32 = {("replicas", "shared"), ("ZeRO 1", "gloo"), ("ZeRO 3", "shared"), ("pipeline", "gloo")}
+"""Layouts and collectives of those that compute in fp32."""
+
 
 def single_features() -> Iterator[Case]:
     """Each feature, loss and output by itself, in each of `WAYS`."""
     for layout, entry, collectives in WAYS:
         case = Case(layout=layout, entry=entry, collectives=collectives, global_batch=8)  # type: ignore[arg-type]
         piped = "pp" in LAYOUTS[layout]
+        # Some of the ways in the precision that most jobs have.
+        case = replace(case, precision="fp32" if (layout, collectives) in FP32 else "fp64")
         for name in FEATURES:
             if name in ROOT and piped:
                 continue

@@ -129,7 +129,7 @@ x""",
     ),
     "complex_parameter": block(
         "self.filter = nn.Parameter(torch.ones(3, D, dtype=torch.complex64))",
-        "torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=T, dim=1).to(x.dtype)",
+        "x + torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=T, dim=1).to(x.dtype).tanh()",
     ),
     "half_buffer": block(
         LINEAR + "\nself.register_buffer('mask', torch.ones(D, dtype=torch.bfloat16) / 2)",

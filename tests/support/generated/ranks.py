@@ -22,7 +22,7 @@ from support.ranks import _context
 from wanma.job.errors import WanmaError
 from wanma.job.worker import Unsupervised, Worker
 
-SECONDS = 60
+SECONDS = 30
 """After which a case that no rank has ended is said to hang."""
 PATIENCE = 4
 """For the other ranks, after one has failed."""
