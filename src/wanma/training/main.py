@@ -6,6 +6,7 @@ The supervisor calls `train_worker` in every rank; `train` is the same with the 
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 from wanma.data.data import Data
@@ -21,9 +22,11 @@ from wanma.parallel.global_batch import GlobalBatch
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
+from wanma.training.code_fingerprint import code_fingerprint
 from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
+from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of
 from wanma.training.labels import default_loss
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, user_loss
@@ -63,6 +66,9 @@ def train(worker: Worker, request: Request) -> str:
         progress(0, "opening data")
         data = open_data(job.data, job.train, dataset=request.objects.get("data"))
         progress(0, "building the model")
+        identity = Identity()
+        if (model := request.objects.get("model")) is not None:
+            identity = identity_of(model, seeded=request.seeded)
         spec = choose_spec(request, data)
         parallel = parallelize(spec, plan, grid, job.train.seed, scratch)
         with Trainer(
@@ -72,7 +78,7 @@ def train(worker: Worker, request: Request) -> str:
             grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
-            data_fingerprint=data.fingerprint,
+            identity=replace(identity, data=data.fingerprint, loss=loss_fingerprint(request)),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:
@@ -106,6 +112,12 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
         image_shape=data.image_shape,
         classes=data.classes,
     )
+
+
+def loss_fingerprint(request: Request) -> str:
+    """Fingerprint of the loss that the user passed or named."""
+    function = own_loss(request)
+    return DEFAULT_LOSS if function is None else code_fingerprint(function)
 
 
 def choose_loss(request: Request, spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunction:

@@ -14,6 +14,7 @@ Accumulation, sharding, clipping, the schedule, validation, records, checkpoints
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -42,6 +43,7 @@ from wanma.parallel.scratch import open_scratch
 from wanma.training.counting import Counting, Losses
 from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.dependence import Dependence, dependence_of_outputs
+from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
@@ -84,6 +86,7 @@ class Session:
         self._iteration: Generator[Batch, None, None] | None = None
         self._current: _Current | None = None
         self._count = Counting()
+        self._identity = Identity()
         self._stopped = False
         """An orderly stop was asked for."""
         self._saved_at = 0
@@ -124,6 +127,7 @@ class Session:
             )
         if not isinstance(model, nn.Module):
             raise WanmaError(f"session.prepare takes an nn.Module, not {type(model).__name__}")
+        self._identity = identity_of(model, seeded=is_seeded())
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
             self._workload = module_workload(model, _checked(example))
         self._parallel = parallelize(
@@ -290,7 +294,7 @@ class Session:
             self.grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
-            data_fingerprint=data.fingerprint,
+            identity=replace(self._identity, data=data.fingerprint),
             flops_per_sample=self._workload.flops_per_sample if self._workload else None,
             peak_flops_per_second=self._peak,
         )
