@@ -204,11 +204,12 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
     if plan.precision == "fp64":
         module.double()  # and not `to`, which drops the imaginary part of complex buffers
     replace_dropout(module)
+    module.zero_grad()  # a gradient from before is none of the run's
     return module
 
 
 def _store_row_by_row(module: nn.Module) -> None:
-    """Give parameters in another order of memory, such as `channels_last`, the usual one, with the same values.
+    """Give parameters in another order of memory, such as `channels_last`, the usual one; values stay.
 
     Summed gradients come in the usual one. Fused optimizers go through both as if they were laid out alike,
     and FSDP2 takes no other.

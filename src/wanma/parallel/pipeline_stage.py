@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from wanma.collectives.stopwatch import Stopwatch
+from wanma.job.errors import JobError
 from wanma.parallel.work_clock import WorkClock
+
+_CHANGED = "a leaf Variable that requires grad is being used in an in-place operation"
+"""In torch's message for it."""
 
 
 class OwnWork:
@@ -58,7 +62,16 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
         with self._work:
             self._clock.start()
-            output = super().forward_one_chunk(*arguments, **keywords)
+            try:
+                output = super().forward_one_chunk(*arguments, **keywords)
+            except RuntimeError as error:
+                if _CHANGED in f"{error} {error.__cause__}":
+                    raise JobError(
+                        f"stage {self.stage_index} of the pipeline changes in place what another sent it",
+                        "build the first module of a stage with inplace=False, or cut the stages elsewhere "
+                        "(parallel.stage_cuts)",
+                    ) from error
+                raise
             self._clock.stop(forward=True)
             return output
 

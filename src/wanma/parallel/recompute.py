@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.costly import Costly
 from wanma.models.dropout import recompute_context
@@ -48,18 +49,34 @@ def recompute(blocks: list[nn.Module], plan: Plan) -> None:
     for index in plan.recomputed(len(blocks)):
         block = blocks[index]
         contexts = _contexts(block, keeps_some=plan.recompute == "selective")
-        block.forward = _recomputing(block.forward, contexts)
+        block.forward = _recomputing(block.forward, contexts, type(block).__name__)
 
 
-def _recomputing(forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None) -> Callable[..., Any]:
+def _recomputing(
+    forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None, name: str
+) -> Callable[..., Any]:
     # torch.compile takes a function here, but no functools.partial, and does not know torch's own default
     # where it comes as an argument.
     def run(*arguments: Any, **keywords: Any) -> Any:
+        watches = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        before = _versions(arguments) if watches else []
         if contexts is None:
-            return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
-        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+            output = checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+        else:
+            output = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+        if watches and _versions(arguments) != before:
+            raise JobError(
+                f"{name} changes its input in place, which it would find changed when backward runs it again",
+                "build it with inplace=False, or set parallel.recompute = 'none'",
+            )
+        return output
 
     return run
+
+
+def _versions(arguments: tuple[Any, ...]) -> list[int]:
+    """Counts of the changes of tensors in place."""
+    return [x._version for x in arguments if isinstance(x, torch.Tensor)]
 
 
 def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts] | None:

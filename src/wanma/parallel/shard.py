@@ -20,8 +20,8 @@ multiplied in beforehand, so that the loop divides once, by the global batch's t
 
 On a CPU, what is neither sharded nor computed in another precision than it is kept in goes without FSDP2:
 `parallel.whole`. So do parameters that FSDP2 does not take, on every device: single numbers, those without
-elements, and those of another data type than most. They are whole on every rank at every stage, and in their own
-precision.
+elements, and those of another data type than most. They are whole on every rank at every stage, and in their
+own precision.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="combinations")
     parser.add_argument("--seed", type=int, default=1, help="of the combinations")
     parser.add_argument("--match", default="", help="only cases whose text has this in it")
+    parser.add_argument("--without", default="", help="leave out cases that have one of these, by commas")
     parser.add_argument("--every", type=int, default=1, help="only each so manieth")
     parser.add_argument("--log", type=Path, help="verdicts go there, a line each")
     parser.add_argument("--case", help="one case: 'Case(...)'")
@@ -29,7 +30,12 @@ def main() -> int:
     cases = [*(single_features() if given.single else ()), *combinations(given.seed, given.count)]
     if given.case:
         cases = [eval(given.case, {"Case": Case})]
-    cases = [case for case in cases if given.match in str(case)][:: given.every]
+    left_out = [name for name in given.without.split(",") if name]
+    cases = [
+        case
+        for case in cases
+        if given.match in str(case) and not any(f"'{name}'" in str(case) for name in left_out)
+    ][:: given.every]
     if given.source:
         print(source(cases[0]))
         return 0

@@ -77,6 +77,7 @@ def _combination(draw: random.Random) -> Case:
     losses = [name for name, loss in LOSSES.items() if not piped or (loss.default and not loss.end)]
     grouped = any(FEATURES[name].layers for name in features)
     is_sequential = piped or (draw.random() < 0.1 and not any(name in ROOT for name in features))
+    losses = [name for name in losses if not (is_sequential and LOSSES[name].end)]
     return Case(
         features,
         loss=draw.choice(losses) if draw.random() < 0.5 else ("default" if piped else "squares"),

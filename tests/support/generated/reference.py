@@ -91,7 +91,8 @@ def plain_loop(case: Case, own: types.ModuleType) -> Trained:
         for module in noting.values():
             module.commit(*module.take())
         losses.append(float(loss))
-    return Trained(_tensors(model), losses, _validation(case, own, model) if case.validates else None)
+    validation = _validation(case, own, model) if case.validates else None
+    return Trained(_tensors(model), losses, validation)
 
 
 def _batch(case: Case, data, rows):
