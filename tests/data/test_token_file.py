@@ -140,8 +140,51 @@ def test_binary_files_found_in_a_folder_are_left_out_and_counted(tmp_path: Path)
     file = build(list_documents([str(folder)]), tmp_path)
     assert file.header["skipped"] == {"binary": 1, "empty": 1}
     assert bytes(file.tokens[:-1].tolist()) == b"text"
-    named = build(list_documents([str(folder / "b.png")]), tmp_path)
-    assert bytes(named.tokens[:-1].tolist()) == b"\x89PNG\0\0"
+    with pytest.raises(WanmaError, match=r"data\.text\[0\]: .*b\.png is an image") as error:
+        build(list_documents([str(folder / "b.png")]), tmp_path)
+    assert "data.images" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.parquet", b"PAR1" + bytes(range(1, 200)), "a Parquet file"),
+        ("a.arrow", b"ARROW1\0\0", "an Arrow file"),
+        ("a.txt", "text".encode("utf-16"), "UTF-16; save it as UTF-8"),
+        ("a.bin", b"text\0text", "binary"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n', "JSON records"),
+        ("a.txt", b'\n{"text": "one"}\n\n{"text": "two"}\n', "JSON records"),
+        ("a.json", b'[\n {"text": "one"},\n {"text": "two"}\n]', "JSON records"),
+    ],
+)
+def test_files_that_are_no_text_are_refused_by_their_content(
+    name: str, content: bytes, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(WanmaError, match=told) as error:
+        build(list_documents([str(tmp_path / name)]), tmp_path)
+    assert "data.factory" in (error.value.hint or "")
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"{braces}\n{braces}\n", b'{"a": 1}\nand text', b"[1, 2]", b"PAR2 is text", b"ORC"]
+)
+def test_text_that_begins_like_something_else_is_text(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert bytes(build(list_documents([str(tmp_path / "a.txt")]), tmp_path).tokens[:-1].tolist()) == content
+
+
+def test_a_folder_of_records_is_refused_and_one_with_some_among_its_texts_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(WanmaError, match="most of 2 files: JSON records"):
+        build(list_documents([str(folder)]), tmp_path)
+    for number in range(2):
+        (folder / f"{number}.txt").write_text("text")
+    assert build(list_documents([str(folder)]), tmp_path).header["documents"] == 4
 
 
 def test_a_corpus_of_binary_files_is_empty(tmp_path: Path) -> None:

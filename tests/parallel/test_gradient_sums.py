@@ -123,7 +123,8 @@ def test_a_missing_gradient_is_sent_as_zeros_at_the_end_and_told() -> None:
         0.0,
         0.0,
         0.0,
-    ]  # by place in the buckets: 3, 2, 1, 0; then what came late
+        0.0,
+    ]  # by place in the buckets: 3, 2, 1, 0; then what came late; then what ranks say beside it
     assert rank.begun == [[3.0, 0.0], [1.0, 0.0], told]
     assert sorted(found) == [0, 1, 3]
 

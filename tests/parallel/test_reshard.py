@@ -28,6 +28,7 @@ from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import parallelize
+from wanma.training.identity import Identity
 from wanma.training.main import choose_spec
 from wanma.training.numerics import set_numerics
 from wanma.training.request import Request
@@ -173,7 +174,7 @@ def take_up_and_save(worker: Worker, runs: list[Path], text: dict[str, Any], pla
                 grid,
                 parallel,
                 targets_per_sample=data.targets_per_sample,
-                data_fingerprint=data.fingerprint,
+                identity=Identity(data=data.fingerprint),
             ) as trainer:
                 dist.barrier()
                 if worker.rank == 0:

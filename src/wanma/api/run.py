@@ -169,7 +169,12 @@ def _payload(
     objects: dict[str, Any], flops_per_sample: float | None, job: Job, plan: Plan, peak: float | None
 ) -> bytes:
     """What the ranks are told."""
-    return to_bytes(Request(job, plan, flops_per_sample, peak, objects))
+    seeded = False
+    if "model" in objects:
+        from wanma.training.identity import is_seeded
+
+        seeded = is_seeded()
+    return to_bytes(Request(job, plan, flops_per_sample, peak, objects, seeded=seeded))
 
 
 def to_bytes(request: Request) -> bytes:

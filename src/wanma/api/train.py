@@ -91,7 +91,10 @@ def train(
         raise WanmaError(failures[0], exit_code=exit_code)
     result = Result(run, exit_code)
     if model is not None:
+        from wanma.training.identity import note_returned
+
         _take_weights(model, result.weights())
+        note_returned(run, model)
     return result
 
 

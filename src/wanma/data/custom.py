@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from wanma.data.batch import Batch
 from wanma.data.data import Data, Kind, make_batch
+from wanma.data.fingerprint import dataset_fingerprint, digest
 from wanma.data.order import Numbers, permute, shuffled
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
@@ -46,7 +47,6 @@ class CustomData(Data):
 
     kind: ClassVar[Kind] = "custom"
     targets_per_sample = 1
-    fingerprint = ""
     read_labels: Callable[[Batch], Batch] | None = None
     """Prepares batches of samples that give their targets as `labels`."""
 
@@ -70,6 +70,8 @@ class CustomData(Data):
         self._lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
         self._total = total_samples
         self.seed = seed
+        parts = [part for part in (train, validation) if part is not None]
+        self.fingerprint = digest(*(dataset_fingerprint(part, self._item) for part in parts))
         size = _length(train)
         if validation is not None:
             self.train_samples, self.validation_samples = size, _length(validation)

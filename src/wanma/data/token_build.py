@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wanma.data.text import Document, filesystem_to_json
+from wanma.data.text_content import content_of, refuse_content
 from wanma.data.tokenizer import BytesTokenizer, Tokenizer
 from wanma.job.errors import WanmaError
 
@@ -44,6 +45,8 @@ class Built:
     binary: int = 0
     empty: int = 0
     not_utf8: int = 0
+    records: int = 0
+    """Of those with tokens, files of JSON records."""
 
     def extend(self, other: Built) -> None:
         self.lengths += other.lengths
@@ -51,6 +54,7 @@ class Built:
         self.binary += other.binary
         self.empty += other.empty
         self.not_utf8 += other.not_utf8
+        self.records += other.records
 
 
 class TokenWriter:
@@ -123,11 +127,17 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, writer
     built = Built()
     for document in documents:
         digest = hashlib.blake2b(digest_size=8)
-        length, valid = 0, True
+        length, valid, begun = 0, True, False
         for piece in document.pieces():
-            if not length and not document.explicit and b"\0" in piece[:8192]:
-                built.binary += 1  # as git and grep tell binary from text
-                break
+            if not begun:
+                begun = True
+                content, name = content_of(piece)
+                if content != "text" and document.explicit:
+                    raise refuse_content(document.key, document.url, content, name)
+                if content == "binary":
+                    built.binary += 1
+                    break
+                built.records += content == "records"
             digest.update(piece)
             if tokenizer.needs_utf8 and valid:
                 valid = _is_utf8(piece)

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wanma.data.text import Document
+from wanma.data.text_content import refuse_content
 from wanma.data.token_build import Progress, TokenWriter, build_tokens
 from wanma.data.tokenizer import Tokenizer
 from wanma.job.errors import JobError, WanmaError
@@ -175,6 +176,8 @@ def _build(
                 f"({built.binary} of them binary)",
                 "name files or folders with text, or use ['stdlib']",
             )
+        if 2 * built.records > len(built.lengths):  # among much else, a few are what they are: files of data
+            raise refuse_content(documents[0].key, f"most of {len(documents)} files", "records", "")
         offsets = np.concatenate([[0], np.cumsum(built.lengths, dtype=np.int64)])
         hashes = {
             "tokens.bin": writer.sha256,

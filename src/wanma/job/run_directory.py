@@ -4,6 +4,7 @@ runs/NAME/
     job.toml            the job as run, defaults and overrides included
     plan.json           the plan and its forecast
     environment.json    versions, host, devices, command line
+    returned.json       fingerprint of the weights that `wanma.train` has given to the user's module
     metrics.jsonl       one object per optimizer step
     events.jsonl        validations, checkpoints, messages, starts and ends
     logs/rank-N.log     standard output and error of each rank

@@ -31,6 +31,7 @@ from wanma.collectives.shared.group import SharedGroup
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
+from wanma.parallel.forward_changes import WATCHED_STEPS, checksum, refuse_lost_change
 from wanma.parallel.units import group_of, units
 
 
@@ -43,6 +44,7 @@ class CommonWeights:
         self._may_have_changed = True
         """Since ranks met: not all may have written their parts."""
         self._is_between_steps = True
+        self._steps = 0
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before the forward of one; whoever has the weights may have changed them between two steps."""
@@ -67,6 +69,9 @@ class CommonWeights:
                 tensor.write()
             self._meet()
             self._may_have_changed = False
+            self._steps += 1
+            for tensor in self.tensors if self._steps <= WATCHED_STEPS else ():
+                tensor.note()
 
     def _meet(self) -> None:
         with self._stopwatch.waiting("data"):
@@ -164,6 +169,7 @@ class Common:
         self._before = _Before(torch.zeros(1, dtype=whole.dtype))
         self._is_shard = shard.sharded_param.dtype == whole.dtype
         self._changes = self._whole._version
+        self._noted: Tensor | None = None
         self.keep()
 
     def __deepcopy__(self, memo: Any) -> Common:
@@ -200,17 +206,18 @@ class Common:
             local = shard.sharded_param._local_tensor
             self._part[: local.numel()].copy_(local.view(-1))
 
+    def note(self) -> None:
+        """Remember the values of this rank's part, before anybody computes with them."""
+        self._noted = checksum(self._part)
+
     def check(self) -> None:
         """
         Raises:
             WanmaError: as of `CommonWeights.settle`.
         """
-        if self._whole._version != self._changes:
-            raise WanmaError(
-                f"{self._name} was changed in a forward pass, and ranks of one machine compute with one copy",
-                "leave weights alone there (nn.Embedding: no max_norm; or keep what changes as a buffer), "
-                "or set parallel.collectives = 'gloo'",
-            )
+        noted, self._noted = self._noted, None
+        if self._whole._version != self._changes or (noted is not None and checksum(self._part) != noted):
+            raise refuse_lost_change(self._name, on_cpu=True)
 
     def _after(
         self, _outputs: Any, _metadata: None, _dtype: torch.dtype, *, out: Tensor | None = None

@@ -90,6 +90,8 @@ class GlobalBatch:
         self._grid = grid
         self._most_samples = most_samples
         self._group: dist.ProcessGroup | None = None
+        self.is_used = False
+        """Whether a loss or a forward has gathered yet."""
 
     def announced(self, plan: Plan, samples: int) -> AbstractContextManager[None]:
         """Announce a batch of so many samples, around its forward and backward.
@@ -100,9 +102,13 @@ class GlobalBatch:
         return announce(_SharedRows(self, plan, samples))
 
     def refuse(self, plan: Plan, samples: int) -> None:
-        """Raises:
-        JobError: under `plan` a batch of so many samples is not in memory at once, or not as whole samples.
+        """Called for each gathering.
+
+        Raises:
+            JobError: under `plan` a batch of so many samples is not in memory at once, or not as whole
+                samples.
         """
+        self.is_used = True
         if refusal := _why_not(plan, max(samples, self._most_samples)):
             reason, way_out = refusal
             raise JobError(f"wanma.global_batch cannot gather the global batch: {reason}", way_out)

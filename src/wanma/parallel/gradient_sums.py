@@ -105,6 +105,8 @@ class GradientSums:
         self._sums: dict[int, Tensor] = {}
         self._has: set[int] = set()
         """Parameters of which this rank had a gradient."""
+        self.was_said = False
+        """After `finish`: by some rank."""
         self.came_late = False
         """After `finish`: some rank's backward went on with a gradient that was under way already."""
 
@@ -123,11 +125,12 @@ class GradientSums:
                 return
             self._begin_next()
 
-    def finish(self, take: Callable[[int], Tensor | None]) -> dict[int, Tensor]:
+    def finish(self, take: Callable[[int], Tensor | None], says: bool = False) -> dict[int, Tensor]:
         """Begin what has not begun, and wait for all: after the last backward.
 
         Args:
             take: as above, of whatever parameter.
+            says: whatever ranks want to know of each other beside it.
 
         Which parameters have a gradient may differ between ranks, as where an expert got no token: all send
         the same buckets, zeros for what they do not have, and whether they have it.
@@ -146,12 +149,14 @@ class GradientSums:
         sizes = [size for bucket in self._layout for size in bucket.sizes]
         told = [float(size.parameter in self._has) for size in sizes]
         told += [float(size.parameter in late) for size in sizes]
+        told.append(float(says))
         ranks = torch.tensor(told, device=self._device)
         self._start(ranks)
         self._wait()
         # In a dry run tensors have no values, and what one rank has all have.
         numbers = told if is_fake(ranks) else ranks.tolist()
-        has, had_late = numbers[: len(sizes)], numbers[len(sizes) :]
+        has, had_late = numbers[: len(sizes)], numbers[len(sizes) : -1]
+        self.was_said = numbers[-1] > 0
         sums = {
             size.parameter: self._sums[size.parameter]
             for size, number in zip(sizes, has, strict=True)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 
 from wanma.collectives.stopwatch import Stopwatch
+from wanma.parallel.forward_changes import GatheredCopies
 from wanma.parallel.gather_watch import GatherWatch
 from wanma.parallel.mesh import Grid
 from wanma.parallel.units import group_of, units
@@ -47,8 +48,10 @@ class UnitOrder:
         self._leads = all(axis.get_local_rank() == 0 for axis in axes)
         groups = [(unit, group_of(unit)) for unit in units(model)]
         self._units = [_Unit(unit, group) for unit, group in groups if group is not None]
+        self._copies = {unit: GatheredCopies(model, unit.group) for unit in self._units}
         for unit in self._units:
             unit.group.pre_forward = partial(self._pre_forward, unit, unit.group.pre_forward)
+            unit.group.post_forward = partial(self._post_forward, unit, unit.group.post_forward)
             unit.group.post_backward = partial(self._post_backward, unit)
         self.watch: GatherWatch | None = None
         """Over what ranks gather and reduce."""
@@ -75,7 +78,11 @@ class UnitOrder:
 
     def end_backward(self) -> None:
         """After the last backward of a step: reduce what is left, and take zeros away that nobody has had a
-        gradient for. All ranks call it."""
+        gradient for. All ranks call it.
+
+        Raises:
+            WanmaError: ranks have not gathered the same, or the model has changed a weight as it computed.
+        """
         self._is_open = True  # torch's pipelines begin none
         self._end_micro_batch()
         told = self._tell()
@@ -86,6 +93,7 @@ class UnitOrder:
             self._learn(told)
         for unit, tells in zip(self._units, told, strict=True):
             unit.end_step(tells.had)
+            self._copies[unit].end_step()
 
     def _tell(self) -> list[_Tells]:
         """Sums over the data ranks of what each knows of each unit; of the places the first rank's.
@@ -136,11 +144,18 @@ class UnitOrder:
         # Not what is recomputed: torch._C has the only way to ask, and FSDP2 asks so.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             unit.forwards += 1
+        found = forward(*arguments)
+        self._copies[unit].begin()
+        return found
+
+    def _post_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
+        self._copies[unit].check_values()
         return forward(*arguments)
 
     def _post_backward(self, unit: _Unit, *_: Any) -> None:
         """Backward has passed a use of `unit`; FSDP2 calls it also at the end of all, for each unit."""
         unit.backwards += 1
+        self._copies[unit].check_values()
         # Without a gradient it is not its backward, but a `torch.autograd.grad` within a forward.
         is_passed = (
             unit.group.reduce_grads

@@ -28,6 +28,7 @@ from wanma.collectives.stopwatch import Stopwatch
 from wanma.parallel.compressed import GradientCompression, whole_slot
 from wanma.parallel.compressed_whole import sum_compressed
 from wanma.parallel.data_sums import data_sums
+from wanma.parallel.forward_changes import ForwardChanges
 from wanma.parallel.gradient_sums import Bucket, GradientSums, Size, buckets
 from wanma.parallel.mesh import Grid
 from wanma.parallel.strays import Strays
@@ -117,6 +118,7 @@ class Whole:
         """Of the step whose last micro-batch runs backward."""
         self._strays = Strays(model)
         self._held = _hold(model, grid, scalars_only=scalars_only)
+        self._changes = ForwardChanges([held.full_name for held in self._held])
         self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
         self._layout: tuple[list[Size], list[Bucket]] = [], []
         self._compression = compression if grid.state["replicate"].size() > 1 else None
@@ -125,13 +127,14 @@ class Whole:
             for held, size in zip(self._held, self._sizes, strict=True):
                 slot = whole_slot(held.full_name, partial(getattr, held, "state"), tuple(size.shape))
                 self._compression.register(slot)
-        self._computes = False
+        self._computes = self._has_changed = False
         # Outside what is compiled, as FSDP2's are.
         before = torch.compiler.disable(self._before_forward)
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say whether the next backward is the step's last, in which gradients become complete."""
+        self._changes.begin_micro_batch()
         overlaps = last and self._overlaps and not self._compresses
         self._sums = self._sums_of(self._take_complete, axis=0) if overlaps else None
 
@@ -139,9 +142,10 @@ class Whole:
         """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
 
         Raises:
-            JobError: as of `Strays`.
+            WanmaError: as of `Strays` and `ForwardChanges`.
         """
         self._strays.refuse()
+        self._has_changed = self._changes.end_backward()
         gradients = self._over_data_ranks(self._over_tensor_ranks())
         self.rest()
         for index, gradient in gradients.items():
@@ -171,6 +175,7 @@ class Whole:
             self._computes = True
             for index, held in enumerate(self._held):
                 _name(held, held.alias(_hears(self, index)))
+            self._changes.begin([held.computing for held in self._held if held.computing is not None])
         if self._input_dtype is None:
             return arguments, keywords
 
@@ -247,9 +252,12 @@ class Whole:
 
             sums = self._sums if self._sums is not None else self._sums_of(take, axis)
             self._sums = None
-            gradients = sums.finish(take)
+            gradients = sums.finish(take, self._has_changed)
+            self._has_changed = sums.was_said
             # From now on this model's are complete only at the end.
             self._overlaps = self._overlaps and not sums.came_late
+        if self._has_changed:
+            self._changes.compare([sums.group for sums in self._axes])
         return gradients
 
 

@@ -58,7 +58,7 @@ class ForwardBackward:
         for index, batch in enumerate(batches):
             self._parallel.begin_micro_batch(last=index == len(batches) - 1)
             clock.start()
-            batch_loss, batch_targets = self._losses(batch)
+            batch_loss, batch_targets = self.losses(batch)
             clock.stop(forward=True)
             clock.start()
             (batch_loss * factor).backward()
@@ -102,9 +102,12 @@ class ForwardBackward:
         self._parallel.settle()
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
 
-    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """As of `LossFunction`. A function of its own: a caller that held the logits would hold them until
-        backward has ended, and through the next forward."""
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum, number of targets) of this rank's part of a micro-batch, without a pipeline.
+
+        A function of its own: a caller that held the logits would hold them until backward has ended, and
+        through the next forward.
+        """
         part, output = self._forward(batch)
         return self._loss(output, part)
 

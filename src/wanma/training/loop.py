@@ -23,8 +23,11 @@ Evaluate = Callable[[Iterable[Batch]], tuple[Tensor, ...]]
 """Over this rank's batches, without gradients: (sum of losses, targets), and right classes where known."""
 
 
-def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) -> str:
+def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, gathering: GlobalBatch) -> str:
     """Train from the trainer's position to the end of the job.
+
+    Args:
+        gathering: for losses that see a whole global batch.
 
     Returns:
         "finished", or "interrupted" when an orderly stop was asked for, which both leave a checkpoint; or
@@ -33,7 +36,6 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward) ->
     job, state, phases = trainer.job, trainer.state, trainer.phases
     progress = trainer.worker.control.progress
     outcome = "finished"
-    gathering = GlobalBatch(trainer.grid, job.train.global_batch)
     measure = partial(validate, trainer, data, forward_backward.evaluate, gathering)
     with Loader(
         data,

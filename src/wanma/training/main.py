@@ -6,6 +6,7 @@ The supervisor calls `train_worker` in every rank; `train` is the same with the 
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 from wanma.data.data import Data
@@ -17,11 +18,15 @@ from wanma.job.worker import Worker
 from wanma.models.build import ModelSpec, custom_spec, model_spec
 from wanma.models.lora import with_adapters
 from wanma.models.parameter_hooks import register_hooks
+from wanma.parallel.global_batch import GlobalBatch
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
+from wanma.training.code_fingerprint import code_fingerprint
+from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
+from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of
 from wanma.training.labels import default_loss
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, user_loss
@@ -50,16 +55,20 @@ def train(worker: Worker, request: Request) -> str:
     job, plan = request.job, request.plan
     set_numerics(job, plan)
     seed_generators(job.train.seed, worker.rank)
-    worker.control.progress(0, "joining")
+    progress = worker.control.progress
+    progress(0, "joining")
     device = before_joining(job.cluster, plan, worker)
     with (
         process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid,
         open_scratch(job, worker) as scratch,
     ):
         health = together(device, job.cluster, worker) if device is not None else None
-        worker.control.progress(0, "opening data")
+        progress(0, "opening data")
         data = open_data(job.data, job.train, dataset=request.objects.get("data"))
-        worker.control.progress(0, "building the model")
+        progress(0, "building the model")
+        identity = Identity()
+        if (model := request.objects.get("model")) is not None:
+            identity = identity_of(model, seeded=request.seeded)
         spec = choose_spec(request, data)
         parallel = parallelize(spec, plan, grid, job.train.seed, scratch)
         with Trainer(
@@ -69,14 +78,19 @@ def train(worker: Worker, request: Request) -> str:
             grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
-            data_fingerprint=data.fingerprint,
+            identity=replace(identity, data=data.fingerprint, loss=loss_fingerprint(request)),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:
             if health is not None:
                 trainer.tell_health(health)
             loss = choose_loss(request, spec, data, parallel)
-            return run_loop(trainer, data, ForwardBackward(parallel, job, plan, grid, loss))
+            forward_backward = ForwardBackward(parallel, job, plan, grid, loss)
+            gathering = GlobalBatch(grid, job.train.global_batch)
+            if checked := own_code(request, spec, forward_backward):
+                progress(trainer.state.step, "checking the loss")
+                refuse_coupling(trainer, data, checked, gathering)
+            return run_loop(trainer, data, forward_backward, gathering)
 
 
 def longest_silence(job: Job) -> float:
@@ -100,14 +114,18 @@ def choose_spec(request: Request, data: Any) -> ModelSpec:
     )
 
 
+def loss_fingerprint(request: Request) -> str:
+    """Fingerprint of the loss that the user passed or named."""
+    function = own_loss(request)
+    return DEFAULT_LOSS if function is None else code_fingerprint(function)
+
+
 def choose_loss(request: Request, spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunction:
     """The loss that the user passed or named; else that of the model's own library, or cross entropy.
 
     Data whose samples have `labels` are told what the model means by them.
     """
-    function = request.objects.get("loss")
-    if function is None and request.job.model.loss is not None:
-        function = import_object(request.job.model.loss, "model.loss")
+    function = own_loss(request)
     if function is not None:
         if request.plan.pp > 1:
             raise JobError(
@@ -117,3 +135,25 @@ def choose_loss(request: Request, spec: ModelSpec, data: Data, parallel: Paralle
         data.padding_has_targets = True
         return user_loss(function, by_position=request.plan.cp > 1)
     return default_loss(spec, data, parallel)
+
+
+def own_code(request: Request, spec: ModelSpec, forward_backward: ForwardBackward) -> Checked | None:
+    """A model or loss that may couple samples; None where both are wanma's."""
+    loss = own_loss(request)
+    if spec.kind != "custom" and loss is None:
+        return None
+    pipelined = request.plan.pp > 1
+    return Checked(
+        (lambda batch: forward_backward.evaluate([batch])[:2]) if pipelined else forward_backward.losses,
+        model_is_own=spec.kind == "custom",
+        loss_is_own=loss is not None,
+        others=() if loss is None else (loss,),
+    )
+
+
+def own_loss(request: Request) -> Any:
+    """The loss that the user passed or named; None if there is none."""
+    function = request.objects.get("loss")
+    if function is None and request.job.model.loss is not None:
+        function = import_object(request.job.model.loss, "model.loss")
+    return function

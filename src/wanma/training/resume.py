@@ -26,6 +26,7 @@ from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
 from wanma.observe.jsonl import last_record
 from wanma.training.between_sites import left_out
+from wanma.training.identity import Identity, check_identity
 from wanma.training.published import published_names, start_from_published
 from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
 from wanma.training.snapshots import EVERY, layout_of
@@ -45,11 +46,13 @@ class Resumed:
     this run, or none of these."""
     messages: list[str]
     """What to tell the user, on rank 0."""
+    identity: Identity
+    """What the run's next checkpoints keep."""
     snapshots_every: int | None = None
     """Steps between the snapshots of the ranks before, where those had found out; told already."""
 
 
-def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fingerprint: str) -> Resumed:
+def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity: Identity) -> Resumed:
     """Take up the snapshot that the supervisor has chosen or the run directory's newest whole checkpoint,
     whichever is of the later step; else the weights that the job starts from.
 
@@ -57,7 +60,8 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
 
     Args:
         state: filled in place.
-        data_fingerprint: of the data as it is now; a checkpoint of other data is refused.
+        identity: of the run as it is now; a checkpoint of another model, other data or another loss is
+            refused.
 
     Raises:
         WanmaError: the checkpoint is of another job, all that there are are damaged, or the weights to start
@@ -83,14 +87,14 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
     if path is not None or snapshot is not None:
         source, label = (on_disk(path), path.name) if path is not None else (snapshot, "its snapshot")
         assert source is not None
-        notes = _carry_on(state, source, label, job.train, plan, worker, data_fingerprint)
+        identity, notes = _carry_on(state, source, label, job.train, plan, worker, identity)
         if worker.restart is None:  # else the record of the recovery tells it
             messages.append(f"carrying on from step {state.step} ({label})")
         messages += notes
         memory: Literal["memory", "partner"] = "partner" if helped else "memory"
         if path is not None:
-            return Resumed("checkpoint", messages)
-        return Resumed(memory, messages, source.manifest.state.get(EVERY))
+            return Resumed("checkpoint", messages, identity)
+        return Resumed(memory, messages, identity, source.manifest.state.get(EVERY))
 
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())
@@ -104,7 +108,7 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, data_fing
         if recorded is not None:
             text = f"this run has recorded {recorded['step']} steps, and {folder} has no checkpoint"
             messages.append(f"{text}: it begins anew")
-    return Resumed("beginning", messages)
+    return Resumed("beginning", messages, identity)
 
 
 def _snapshot(
@@ -190,11 +194,15 @@ def _carry_on(
     train: TrainSection,
     plan: Plan,
     worker: Worker,
-    data_fingerprint: str,
-) -> list[str]:
-    """Take up a state; returns what to tell beside that."""
+    identity: Identity,
+) -> tuple[Identity, list[str]]:
+    """Take up a state.
+
+    Returns:
+        what the next checkpoints keep of what is trained, and what to tell beside that.
+    """
     values, saved = source.manifest.state, source.manifest.tensors
-    _check_position(values, source.name, train, data_fingerprint)
+    _check_position(values, source.name, train)
     _allocate(state, saved)
     tensors = state.tensors()
     elsewhere = _names_elsewhere(tensors, plan)
@@ -220,6 +228,16 @@ def _carry_on(
         rank=worker.rank,
         world_size=worker.world_size,
     )
+    # After loading, which names the tensors that another model has not.
+    identity, told_of_identity = check_identity(
+        identity,
+        values,
+        source.name,
+        worker.run_directory,
+        is_over=values["step"] >= train.steps,
+        is_retry=worker.restart is not None,
+    )
+    notes += told_of_identity
     take_over_remainders({name: tensors[name] for name in of_others if name in tensors}, source)
     state.complete_ties()
     state.restore(values)
@@ -227,7 +245,7 @@ def _carry_on(
         state.average.restart()
     if rank_state is not None:
         restore_random_state(rank_state["random"])
-    return notes
+    return identity, notes
 
 
 def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
@@ -242,19 +260,14 @@ def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
     )
 
 
-def _check_position(values: dict[str, Any], name: str, train: TrainSection, data_fingerprint: str) -> None:
-    """The position is one integer; a job that counts it differently, or on other data, is another job."""
+def _check_position(values: dict[str, Any], name: str, train: TrainSection) -> None:
+    """The position is one integer; a job that counts it differently is another job."""
     expected = samples_before(train, values["step"])
     if values["samples"] != expected:
         raise WanmaError(
             f"{name} was saved after {values['samples']} samples at step {values['step']}, but with "
             f"train.global_batch = {train.global_batch} that step comes after {expected}",
             "keep the batch size of the run, or start a new run with checkpoint.start_from",
-        )
-    if values["data_fingerprint"] != data_fingerprint:
-        raise WanmaError(
-            f"{name} was saved while training on other data than [data] now gives",
-            "put the data back as it was, or start a new run with checkpoint.start_from",
         )
 
 

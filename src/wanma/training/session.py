@@ -14,6 +14,7 @@ Accumulation, sharding, clipping, the schedule, validation, records, checkpoints
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -40,6 +41,9 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
 from wanma.training.counting import Counting, Losses
+from wanma.training.coupling import Checked, refuse_coupling
+from wanma.training.dependence import Dependence, dependence_of_outputs
+from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
@@ -82,6 +86,7 @@ class Session:
         self._iteration: Generator[Batch, None, None] | None = None
         self._current: _Current | None = None
         self._count = Counting()
+        self._identity = Identity()
         self._stopped = False
         """An orderly stop was asked for."""
         self._saved_at = 0
@@ -89,6 +94,7 @@ class Session:
         self._scratch = open_scratch(job, worker)
         self._loader: Loader | None = None
         self._gathering = GlobalBatch(grid, job.train.global_batch)
+        self._dependence: Dependence | None = None
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +127,7 @@ class Session:
             )
         if not isinstance(model, nn.Module):
             raise WanmaError(f"session.prepare takes an nn.Module, not {type(model).__name__}")
+        self._identity = identity_of(model, seeded=is_seeded())
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
             self._workload = module_workload(model, _checked(example))
         self._parallel = parallelize(
@@ -164,6 +171,10 @@ class Session:
         data.padding_has_targets = True
         self._trainer = trainer = self._begin(self._parallel, data)
         self._saved_at = trainer.state.step
+        if validate is not None:
+            losses = partial(self._losses_of, trainer, validate)
+            refuse_coupling(trainer, data, Checked(losses), self._gathering)
+        self._dependence = dependence_of_outputs(trainer, self._gathering)
         self._on_start(self._workload)
         if validate is not None:
             self._measure = self._measuring(trainer, data, validate)
@@ -225,6 +236,9 @@ class Session:
         factor = trainer.factor(current.step.global_batch)
         clock = trainer.state.parallel.clock
         clock.stop(forward=True)
+        if self._dependence is not None:
+            self._dependence.refuse(losses[0] if isinstance(losses, tuple) else losses)
+            self._dependence = None
         with trainer.phases.phase("forward_backward"):
             clock.start()
             (loss_sum * factor).backward()
@@ -280,7 +294,7 @@ class Session:
             self.grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
-            data_fingerprint=data.fingerprint,
+            identity=replace(self._identity, data=data.fingerprint),
             flops_per_sample=self._workload.flops_per_sample if self._workload else None,
             peak_flops_per_second=self._peak,
         )
@@ -339,15 +353,12 @@ class Session:
 
     def _measuring(self, trainer: Trainer, data: Data, losses_of: LossesOf) -> Callable[[], float | None]:
         """Validation by the user's own forward pass."""
-        module = trainer.state.parallel.module
 
         def evaluate(batches: Iterable[Batch]) -> tuple[Tensor, ...]:
             loss_sum, targets = self._zero(), self._zero()
             with torch.no_grad():
                 for batch in batches:
-                    batch = batch.to(self.device)
-                    with keyed_samples(module, self.job.train.seed, batch.samples):
-                        of_batch, number = self._count(losses_of(batch), batch)
+                    of_batch, number = self._losses_of(trainer, losses_of, batch.to(self.device))
                     loss_sum += of_batch
                     targets += number
             trainer.state.parallel.rest()
@@ -355,6 +366,11 @@ class Session:
             return loss_sum, targets
 
         return partial(validate_with, trainer, data, evaluate, self._gathering)
+
+    def _losses_of(self, trainer: Trainer, losses_of: LossesOf, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, number of targets) of a batch, by the user's own forward pass."""
+        with keyed_samples(trainer.state.parallel.module, self.job.train.seed, batch.samples):
+            return self._count(losses_of(batch), batch)
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)

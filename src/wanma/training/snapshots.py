@@ -25,6 +25,7 @@ from wanma.job.sections import Job
 from wanma.job.worker import Images, Worker
 from wanma.observe.units import bytes_text
 from wanma.planner.snapshots import steps_between
+from wanma.training.identity import Identity
 from wanma.training.state import TrainingState, random_state
 
 _MARGIN = 1.2
@@ -78,14 +79,14 @@ class StepSnapshots:
         state: TrainingState,
         *,
         replicas: Sequence[int],
-        data_fingerprint: str,
+        identity: Identity,
         compare: Callable[[], None],
         every: int | None = None,
     ) -> None:
         self.notes: list[str] = []
         """What to tell the user at the start."""
         self._plan, self._worker, self._state = plan, worker, state
-        self._replicas, self._fingerprint, self._compare = replicas, data_fingerprint, compare
+        self._replicas, self._identity, self._compare = replicas, identity, compare
         self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
         self._interval = Interval(every)
         self._last_step = state.step
@@ -277,7 +278,7 @@ class StepSnapshots:
             self._snapshots.begin(
                 step,
                 tensors,
-                {**self._state.values(), "data_fingerprint": self._fingerprint, EVERY: self._interval.steps},
+                {**self._state.values(), **self._identity.values(), EVERY: self._interval.steps},
                 {"random": random_state()},
                 # What is left out of gradients changes in the next backward, before this is settled.
                 changing=self._buffers | self._state.kept_of_gradients().keys(),

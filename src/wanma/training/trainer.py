@@ -32,6 +32,7 @@ from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
 from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
+from wanma.training.identity import UNKNOWN, Identity
 from wanma.training.memory import held_bytes
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.outer import OuterStep
@@ -75,7 +76,7 @@ class Trainer:
         parallel: Parallel,
         *,
         targets_per_sample: int,
-        data_fingerprint: str = "",
+        identity: Identity = UNKNOWN,
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
     ) -> None:
@@ -83,7 +84,6 @@ class Trainer:
         self._devices = plan.world_size
         self.phases = PhaseTimer()
         self._targets_per_sample = targets_per_sample
-        self._fingerprint = data_fingerprint
         self._flops_per_sample = flops_per_sample
         self._peak = peak_flops_per_second
         self._waited_seconds = 0.0
@@ -127,7 +127,8 @@ class Trainer:
             room=self._room_for_saves(),
             still_mine=worker.still_mine,
         )
-        resumed = resume(self.state, job, plan, worker, data_fingerprint)
+        resumed = resume(self.state, job, plan, worker, identity)
+        self._identity = resumed.identity
         self._shares = ShareMoves(job, plan, grid, parallel, self.state)
         self._replicas = ReplicaCheck(
             self.state,
@@ -142,7 +143,7 @@ class Trainer:
             worker,
             self.state,
             replicas=same_tensors,
-            data_fingerprint=data_fingerprint,
+            identity=resumed.identity,
             compare=self._replicas.compare,
             every=resumed.snapshots_every,
         )
@@ -358,7 +359,7 @@ class Trainer:
             self._checkpointer.save(
                 self.state.step,
                 self.state.tensors(),
-                {**self.state.values(), "data_fingerprint": self._fingerprint},
+                {**self.state.values(), **self._identity.values()},
                 rank_state={"random": random_state()},
                 metric=metric,
             )

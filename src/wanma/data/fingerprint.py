@@ -1,0 +1,114 @@
+"""Fingerprint of a dataset of one's own: its length, and a few samples if they do not change when read again.
+
+Numbers are compared to some three digits, because what a dataset computes may differ in the last ones between
+machines; of large arrays a few elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wanma.job.errors import WanmaError
+
+_ELEMENTS = 16
+_DEPTH = 6
+
+ReadItem = Callable[[Any, int], Any]
+"""(dataset, row) -> item."""
+
+
+def dataset_fingerprint(dataset: Any, read: ReadItem) -> str:
+    """Hash of a map-style dataset: the same for the same dataset in another process.
+
+    Reads the first item twice, the middle one and the last. Of a dataset that draws, only the types and
+    shapes of its items count. One whose items cannot be read fails when it trains.
+    """
+    size = len(dataset)
+    with _generators_kept():
+        try:
+            shown = _shown(dataset, size, read)
+        except WanmaError:
+            shown = []
+    return digest(str(size), *shown)
+
+
+def _shown(dataset: Any, size: int, read: ReadItem) -> list[str]:
+    first = _text(read(dataset, 0), _value)
+    if first != _text(read(dataset, 0), _value):
+        return [_text(read(dataset, 0), _kind)]
+    return [first, *(_text(read(dataset, row), _value) for row in sorted({size // 2, size - 1} - {0}))]
+
+
+def digest(*texts: str) -> str:
+    """Hash of texts, each apart from the next."""
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def sampled(tensor: Tensor) -> str:
+    """Shape, type and a few elements of a tensor, floats rounded to some three digits."""
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        return _kind(tensor)
+    flat = tensor.detach().reshape(-1)
+    if len(flat) > _ELEMENTS:
+        places = torch.linspace(0, len(flat) - 1, _ELEMENTS, dtype=torch.float64, device=flat.device)
+        flat = flat[places.long()]
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    values = flat.to("cpu", torch.bfloat16).float().tolist() if flat.is_floating_point() else flat.tolist()
+    return f"{_kind(tensor)} {values}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+            return _kind(value)
+        flat = value.reshape(-1)
+        chosen = flat[np.linspace(0, len(flat) - 1, min(len(flat), _ELEMENTS)).astype(np.int64)]
+        shown = chosen.astype(np.float64) if value.dtype.kind == "f" else chosen.astype(np.int64)
+        return f"{_kind(value)} {sampled(torch.from_numpy(shown))}"
+    if isinstance(value, Tensor):
+        return sampled(value)
+    if isinstance(value, float):
+        return sampled(torch.tensor(value))
+    return repr(value) if isinstance(value, int | str | bytes | None) else _kind(value)
+
+
+def _text(item: Any, leaf: Callable[[Any], str], depth: int = 0) -> str:
+    """An item with its nested containers, each leaf as `leaf` says."""
+    if depth > _DEPTH:
+        return "..."
+    if isinstance(item, Mapping):
+        return "{" + ", ".join(f"{key}: {_text(item[key], leaf, depth + 1)}" for key in item) + "}"
+    if isinstance(item, tuple | list):
+        if len(item) > _ELEMENTS and all(isinstance(part, int | float) for part in item):
+            return leaf(np.asarray(item))
+        return "[" + ", ".join(_text(part, leaf, depth + 1) for part in item) + "]"
+    if hasattr(item, "__dict__") and not isinstance(item, Tensor):
+        return type(item).__name__ + _text(vars(item), leaf, depth + 1)
+    return leaf(item)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the generators of torch, numpy and `random` as they are, whatever a dataset draws inside."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)

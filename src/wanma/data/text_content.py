@@ -1,0 +1,90 @@
+"""Content of a file, told from its first bytes: text, JSON records, or something binary. No torch here."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from wanma.job.errors import JobError
+
+Content = Literal["text", "records", "binary"]
+
+_LOOKED_AT = 8192
+_FORMATS = (
+    (b"PAR1", "a Parquet file"),
+    (b"ARROW1", "an Arrow file"),
+    (b"ORC", "an ORC file"),
+    (b"Obj\x01", "an Avro file"),
+    (b"SQLite format 3", "a database of SQLite"),
+    (b"PK\x03\x04", "a zip archive, as .npz, .docx and PyTorch's own files are"),
+    (b"\x1f\x8b", "compressed by gzip; its name must end in .gz"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"BZh", "compressed by bzip2; its name must end in .bz2"),
+    (b"\xfd7zXZ", "compressed by xz; its name must end in .xz"),
+    (b"%PDF-", "a PDF"),
+    (b"\x89PNG", "an image"),
+    (b"\xff\xd8\xff", "an image"),
+    (b"\x93NUMPY", "an array of numpy's"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\xff\xfe", "UTF-16; save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16; save it as UTF-8"),
+)
+"""First bytes of files that are no text, and what they are."""
+_ALSO_TEXT = (b"ORC", b"BZh")
+"""Those that a text may begin with."""
+
+
+def content_of(first: bytes) -> tuple[Content, str]:
+    """What a file holds, and of something binary what that is.
+
+    Args:
+        first: its first bytes, up to the end of a line where there are lines.
+    """
+    for start, name in _FORMATS:
+        if first.startswith(start) and (start not in _ALSO_TEXT or b"\0" in first[:_LOOKED_AT]):
+            return "binary", name
+    if b"\0" in first[:_LOOKED_AT]:  # as git and grep tell binary from text
+        return "binary", "binary"
+    return ("records", "") if _has_records(first) else ("text", "")
+
+
+def refuse_content(key: str, url: str, content: Content, name: str) -> JobError:
+    """Error about a document that is no text."""
+    if content == "records":
+        return JobError(
+            f"{key}: {url}: JSON records, and data.text would train on their braces and keys",
+            "no key of [data] reads records yet: write their text to plain files, one per document, or "
+            "return a dataset of tokens with data.factory",
+        )
+    return JobError(
+        f"{key}: {url} is {name}, and data.text reads plain text",
+        "no key of [data] reads the text in it: write it to plain files, one per document, or return a "
+        "dataset of tokens with data.factory. Images belong into data.images",
+    )
+
+
+def _has_records(first: bytes) -> bool:
+    """Say whether text begins as JSON lines or as a list of JSON objects."""
+    begin = first.lstrip()
+    if begin.startswith(b"["):
+        return begin[1:].lstrip().startswith(b"{") and _is_list(begin)
+    if not begin.startswith(b"{"):
+        return False
+    lines = [line for line in first.split(b"\n") if line.strip()][:2]
+    return all(_is_object(line) for line in lines)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _is_list(text: bytes) -> bool:
+    """Say whether the first item of a list is a whole JSON object."""
+    try:
+        body = text[1:].decode("utf-8", "ignore").lstrip()
+        return isinstance(json.JSONDecoder().raw_decode(body)[0], dict)
+    except ValueError:
+        return False

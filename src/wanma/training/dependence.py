@@ -1,0 +1,68 @@
+"""A check in a user's own loop, on its first micro-batch: losses depend on no outputs of other samples.
+
+It follows their gradient as far as the model's outputs, without a further forward or a function from a
+batch to its losses. It sees nothing that no gradient goes through, and nothing within the model: `coupling`
+does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from wanma.parallel.global_batch import GlobalBatch
+from wanma.training.coupling import is_cut, refuse_together
+from wanma.training.trainer import Trainer
+
+
+def dependence_of_outputs(trainer: Trainer, gathering: GlobalBatch) -> Dependence | None:
+    """Watch what the model puts out from now on; None where any loss is that of a plain loop."""
+    return Dependence(trainer, gathering) if is_cut(trainer) else None
+
+
+class Dependence:
+    """Outputs of the model in one micro-batch, to which the gradient of its losses is compared."""
+
+    def __init__(self, trainer: Trainer, gathering: GlobalBatch) -> None:
+        self._trainer, self._gathering = trainer, gathering
+        self._outputs: list[Tensor] = []
+        self._hook = trainer.state.parallel.module.register_forward_hook(self._note)
+
+    def refuse(self, losses: Tensor) -> None:
+        """Before backward; every rank calls it. Afterwards nothing is watched any more.
+
+        Raises:
+            JobError: on some rank the losses of some samples depend on others; all ranks raise it.
+        """
+        self._hook.remove()
+        outputs, self._outputs = self._outputs, []
+        refuse_together(self._trainer, not self._gathering.is_used and _reaches(losses, outputs), False)
+
+    def _note(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
+        def note(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad or tensor.ndim == 0:
+                return tensor
+            # Another tensor than what is watched by the hooks that gather parameters for a backward.
+            seen = tensor.view_as(tensor)
+            self._outputs.append(seen)
+            return seen
+
+        return tree_map_only(Tensor, note, output)
+
+
+def _reaches(losses: Tensor, outputs: list[Tensor]) -> bool:
+    """Whether the gradient of the first half of the losses reaches the rows of the others."""
+    rows = len(losses)
+    outputs = [output for output in outputs if len(output) == rows]
+    if rows < 2 or not outputs:
+        return False
+    half = rows // 2
+    try:
+        gradients = torch.autograd.grad(losses[:half].sum(), outputs, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # a graph that is compiled to be gone through once
+        return False
+    others = [gradient[half:] for gradient in gradients if gradient is not None]
+    return any(bool(((other != 0) & other.isfinite()).any()) for other in others)

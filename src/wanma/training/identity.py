@@ -1,0 +1,152 @@
+"""What a run trains, as fingerprints that its checkpoints keep: one that carries on must be of the same.
+
+Weights are compared because a run that has ended returns its own, whatever model it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanma.data.fingerprint import digest, sampled
+from wanma.job.errors import WanmaError
+from wanma.job.run_directory import RunDirectory, write_json
+from wanma.training.code_fingerprint import code_fingerprint, module_texts, same_code
+
+DEFAULT_LOSS = "default"
+_SEEDS = 1 << 32
+"""Seeds that people choose lie below; one that torch draws for itself has 53 bits."""
+_WAYS_OUT = (
+    "give the new run a name of its own (observe.name, or run_directory= in Python), or begin anew in its "
+    "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new ones"
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Fingerprints of a run's data, model and loss; an empty one is not known and not compared."""
+
+    data: str = ""
+    model: str = ""
+    """Of its classes, settings, parameters' names and shapes."""
+    weights: str = ""
+    """Of its initial weights, of an object that the user's program has made."""
+    loss: str = ""
+    seeded: bool = False
+    """The user's program has seeded torch: run again, it makes the same weights."""
+
+    def values(self) -> dict[str, Any]:
+        """As a checkpoint keeps them."""
+        return {"data_fingerprint": self.data, "identity": asdict(replace(self, data=""))}
+
+
+UNKNOWN = Identity()
+"""Of a run of which nothing is compared."""
+
+
+def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
+    """The part of a run's identity that its model has, as the user's program has made it."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors]
+    structure = digest(*module_texts(model, set()), *shapes, _config(model))
+    # The code in it is compiled by a version of Python.
+    versioned = f"{code_fingerprint(None).split(':')[0]}:{structure}"
+    return Identity(model=versioned, weights=weights_fingerprint(model), seeded=seeded)
+
+
+def _config(model: nn.Module) -> str:
+    """What a model of transformers is built from, without what says where and how it was loaded."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_dict", None)):
+        return ""
+    loading = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "problem_type"}
+    return str(sorted((key, str(value)) for key, value in config.to_dict().items() if key not in loading))
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """Hash of a few elements of each parameter and of each buffer that is saved."""
+    saved = model.state_dict(keep_vars=True)
+    return digest(*(f"{n} {sampled(t)}" for n, t in saved.items() if isinstance(t, torch.Tensor)))
+
+
+def is_seeded() -> bool:
+    """Say whether this process has seeded torch with a number of somebody's choice."""
+    return torch.initial_seed() < _SEEDS
+
+
+def note_returned(run: RunDirectory, model: nn.Module) -> None:
+    """Keep the fingerprint of the weights that a run has put into the user's module: it may come back."""
+    write_json(_returned(run.path), {"weights": weights_fingerprint(model)})
+
+
+def check_identity(
+    mine: Identity, values: Mapping[str, Any], name: str, directory: Path, *, is_over: bool, is_retry: bool
+) -> tuple[Identity, list[str]]:
+    """Compare with what a checkpoint keeps.
+
+    Args:
+        values: of the checkpoint.
+        name: of the checkpoint.
+        is_over: the run has no step left.
+        is_retry: the same program has been started again after a failure.
+
+    Returns:
+        the identity that the run's next checkpoints keep, and what to tell.
+
+    Raises:
+        WanmaError: the run is of another model, of other data or with another loss.
+    """
+    saved = Identity(**{**values.get("identity", {}), "data": values["data_fingerprint"]})
+    if saved.data and mine.data and saved.data != mine.data:
+        raise WanmaError(
+            f"{name} was saved while training on other data than there are now",
+            f"put the data back as it was; or {_WAYS_OUT}",
+        )
+    for what, before, now in (("model", saved.model, mine.model), ("loss", saved.loss, mine.loss)):
+        if before and now and not same_code(before, now):
+            raise WanmaError(
+                f"{name} was saved while training "
+                + ("another model than this one" if what == "model" else "with another loss than this one"),
+                f"put the {what} back as it was; or {_WAYS_OUT}",
+            )
+    kept = Identity(
+        mine.data or saved.data,
+        mine.model or saved.model,
+        saved.weights or mine.weights,
+        mine.loss or saved.loss,
+        mine.seeded if mine.weights else saved.seeded,
+    )
+    if not saved.weights or not mine.weights or saved.weights == mine.weights or is_retry:
+        return kept, []
+    if mine.weights == _returned_weights(directory):
+        return kept, []
+    if is_over or (saved.seeded and mine.seeded):
+        raise WanmaError(
+            f"{name} is of a model that began with other weights than this one has"
+            + (", and its run has ended" if is_over else ""),
+            "put the initial weights back as they were (seed torch before the model is made); "
+            f"or {_WAYS_OUT}",
+        )
+    return kept, [
+        "the model begins with other weights than at this run's first start, as one does that is drawn "
+        f"without a seed; the run goes on from {name}"
+    ]
+
+
+def _returned_weights(directory: Path) -> str | None:
+    path = _returned(directory)
+    try:
+        found = json.loads(path.read_text())["weights"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _returned(directory: Path) -> Path:
+    return directory / "returned.json"

@@ -1,0 +1,136 @@
+"""Forwards before the first step that leave no trace: weights, buffers, attributes and generators return."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wanma.checkpoint.shards import local_part
+from wanma.training.state import random_state, restore_random_state
+
+_OWN_ROOMS = ("torch", "wanma", "builtins", "abc", "typing")
+_SMALL_BYTES = 64 << 20
+_KEPT_BY_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module: its tensors, children and hooks."""
+
+
+class Undisturbed:
+    """The state of modules and of this process's generators, to be put back any number of times.
+
+    It covers parameters, buffers, training mode, the generators of torch, numpy and Python, and attributes of
+    users' classes: numbers, tensors, arrays and containers of Python, of which copies are made.
+
+    Args:
+        modules: with all that is in them.
+        others: further objects of users, such as a loss.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[object] = ()) -> None:
+        roots = [*modules, *(one for one in others if isinstance(one, nn.Module))]
+        held = list(dict.fromkeys(one for root in roots for one in root.modules()))
+        self._tensors = [(tensor, local_part(tensor).detach().clone()) for tensor in _kept(held)]
+        self._names = [(one, dict(one._buffers), one.training) for one in held]
+        plain = [one for one in others if not isinstance(one, nn.Module)]
+        users = [one for one in (*held, *plain) if _is_users(one)]
+        self._attributes = [(one, _copied(vars(one))) for one in users]
+        self._generators = random_state(), np.random.get_state(), random.getstate()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for module, buffers, training in self._names:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.training = training
+        for tensor, value in self._tensors:
+            _write(local_part(tensor), value)
+        for one, attributes in self._attributes:
+            _restore(one, attributes)
+        of_torch, of_numpy, of_python = self._generators
+        restore_random_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+@contextmanager
+def undisturbed(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> Iterator[Undisturbed]:
+    """Put everything back at the end; arguments as of `Undisturbed`."""
+    kept = Undisturbed(modules, others)
+    try:
+        yield kept
+    finally:
+        kept.put_back()
+
+
+def _kept(modules: list[nn.Module]) -> list[Tensor]:
+    """Tensors to copy: as much memory as their gradients will need, which are not there yet.
+
+    Frozen parameters that are far more than the trained ones are a base of adapters: no forward changes them.
+    """
+    parameters = _once(parameter for one in modules for parameter in one._parameters.values())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    few = _bytes(frozen) <= _bytes(trained) + _SMALL_BYTES
+    return [
+        *trained,
+        *(frozen if few else ()),
+        *_once(buffer for one in modules for buffer in one._buffers.values()),
+    ]
+
+
+def _once(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _is_users(one: object) -> bool:
+    """Whether a class of a user's has written its attributes."""
+    own = [kind for kind in type(one).__mro__ if kind.__module__.split(".")[0] not in _OWN_ROOMS]
+    return bool(own) and hasattr(one, "__dict__")
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """(value, copy of its content) by name."""
+    return {
+        name: (value, _content(value)) for name, value in attributes.items() if name not in _KEPT_BY_TORCH
+    }
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return local_part(value).detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return copy.copy(value) if type(value) in (list, dict, set, deque) else None
+
+
+def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
+    now = vars(one)
+    for name in now.keys() - attributes.keys() - _KEPT_BY_TORCH:
+        del now[name]
+    for name, (value, content) in attributes.items():
+        now[name] = value
+        if content is None:
+            continue
+        if isinstance(value, Tensor):
+            _write(local_part(value), content)
+        elif isinstance(value, np.ndarray):
+            value[...] = content
+        else:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape == value.shape and not torch.equal(tensor, value):
+        tensor.copy_(value)

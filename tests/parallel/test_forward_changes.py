@@ -1,0 +1,121 @@
+"""Weights that a model changes as it computes are those of a plain loop, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.compare import one_process, same_numbers, spread_over
+from support.own import Numbers, Plain, seeded
+from wanma.job.plan import Plan
+
+
+class Clamped(Plain):
+    """Its weights stay small. A second clamp changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Behind(Plain):
+    """As `Clamped`, by a way that leaves no trace in autograd's records."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Taught(Plain):
+    """A teacher follows its student slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(16, 4).requires_grad_(False)
+        self.teacher.load_state_dict(self.last.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for slow, fast in zip(self.teacher.parameters(), self.last.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        hidden = self.first(x).relu()
+        logits: Tensor = self.last(hidden) + self.teacher(hidden)
+        return logits
+
+
+class Renormed(nn.Module):
+    """Rows of a table get shorter where a rank looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 8, max_norm=0.5)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.table((x * 16).long().clamp(0, 63)).mean(1))
+        return logits
+
+
+def job(folder: Path, collectives: str = "auto") -> dict[str, Any]:
+    return {
+        "model": {"factory": "any:thing"},
+        "data": {"cache": str(folder / "cache")},
+        "train": {
+            "steps": 3,
+            "global_batch": 8,
+            "precision": "fp64",
+            "learning_rate": 1e-1,
+            "gradient_clip": 0.0,
+            "validation_samples": 2,
+        },
+        "parallel": {"collectives": collectives},
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+REPLICAS = Plan(dp_replicate=2, micro_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        (Clamped, REPLICAS),
+        (Clamped, Plan(dp_replicate=2, micro_batch=2)),
+        (Behind, Plan(micro_batch=2)),
+        (Taught, REPLICAS),
+    ],
+)
+def test_replicas_make_the_same_change(kind: type[nn.Module], plan: Plan, tmp_path: Path) -> None:
+    objects = {"model": seeded(kind), "data": Numbers()}
+    one = one_process(tmp_path / "one", job(tmp_path), 8, objects=objects)
+    same_numbers(one, spread_over(tmp_path / "many", job(tmp_path), plan, objects=objects))
+
+
+SHARED_OUT = (
+    r"{} was changed in a forward pass, which does not compute with .*\n.*parallel\.shard = 'nothing'"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "collectives", "message"),
+    [
+        (Clamped, Plan(dp_shard=2, shard="optimizer"), "gloo", SHARED_OUT.format("first.weight")),
+        (Clamped, Plan(dp_shard=2, shard="parameters"), "auto", SHARED_OUT.format("first.weight")),
+        (Behind, Plan(dp_shard=2, shard="parameters"), "gloo", SHARED_OUT.format("first.weight")),
+        (Behind, Plan(dp_shard=2, shard="gradients"), "auto", SHARED_OUT.format("first.weight")),
+        (Taught, Plan(dp_shard=2, shard="gradients"), "gloo", SHARED_OUT.format("teacher.weight")),
+        (Taught, Plan(micro_batch=4), "auto", r"teacher.weight was changed .* several"),
+        (Renormed, REPLICAS, "auto", r"table.weight was changed .* by each replica otherwise"),
+    ],
+)
+def test_a_change_that_would_be_lost_or_made_otherwise_is_refused(
+    kind: type[nn.Module], plan: Plan, collectives: str, message: str, tmp_path: Path
+) -> None:
+    objects = {"model": seeded(kind), "data": Numbers()}
+    with pytest.raises(AssertionError, match=message):
+        spread_over(tmp_path / "many", job(tmp_path, collectives), plan, objects=objects, seconds=40)

@@ -1,0 +1,204 @@
+"""A run directory carries on with the model, data and loss that it began with, or says what differs."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.own import Noisy, Numbers, Plain, seeded
+from support.ranks import run_job
+from wanma.data.fingerprint import dataset_fingerprint
+from wanma.job.errors import WanmaError
+from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
+from wanma.training.code_fingerprint import code_fingerprint, same_code
+from wanma.training.identity import DEFAULT_LOSS, Identity, check_identity, identity_of, note_returned
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy."""
+    return F.cross_entropy(output, targets, reduction="none")
+
+
+def smoothed(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets, reduction="none", label_smoothing=0.1)
+
+
+def objects(**changed: Any) -> dict[str, Any]:
+    return {"model": seeded(Plain), "data": Numbers(), "loss": loss, **changed}
+
+
+JOB = {
+    "model": {"factory": "support.own:Plain"},
+    "train": {"steps": 2, "global_batch": 8},
+    "checkpoint": {"every_steps": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"model": seeded(Noisy)}, "another model"),
+        ({"model": seeded(Plain, seed=4)}, "other weights than this one has, and its run has ended"),
+        ({"data": Numbers(seed=1)}, "other data"),
+        ({"data": Numbers(size=65)}, "other data"),
+        ({"loss": smoothed}, "another loss"),
+    ],
+    ids=["nothing", "model", "weights", "samples", "size", "loss"],
+)
+def test_a_run_that_has_ended_refuses_what_it_was_not_of(
+    changed: dict[str, Any], told: str | None, tmp_path: Path, once: Callable[[], Path]
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(once(), directory)
+    if told is None:
+        assert len(run_job(directory, JOB, Plan(micro_batch=8), objects()).losses) == 2
+        return
+    with pytest.raises(AssertionError, match=told) as error:
+        run_job(directory, JOB, Plan(micro_batch=8), objects(**changed))
+    assert "run_directory=" in str(error.value)
+    assert "--fresh" in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """The directory of a run that has ended."""
+
+    @functools.cache
+    def made() -> Path:
+        directory = tmp_path_factory.mktemp("identity") / "run"
+        run_job(directory, JOB, Plan(micro_batch=8), objects())
+        return directory
+
+    return made
+
+
+def checked(mine: Identity, saved: Identity, directory: Path, **how: Any) -> tuple[Identity, list[str]]:
+    how = {"is_over": False, "is_retry": False, **how}
+    return check_identity(mine, saved.values(), "step-2", directory, **how)
+
+
+def test_an_unseeded_model_carries_on_with_a_word_and_a_seeded_one_is_refused(tmp_path: Path) -> None:
+    first, second = (identity_of(seeded(Plain, seed), seeded=False) for seed in (1, 2))
+    kept, notes = checked(second, first, tmp_path)
+    assert kept.weights == first.weights
+    assert "drawn without a seed" in notes[0]
+    with pytest.raises(WanmaError, match="began with other weights"):
+        checked(replace(second, seeded=True), replace(first, seeded=True), tmp_path)
+    with pytest.raises(WanmaError, match="its run has ended"):
+        checked(second, first, tmp_path, is_over=True)
+    assert checked(second, first, tmp_path, is_over=True, is_retry=True)[1] == []
+
+
+def test_weights_that_a_run_has_returned_may_come_back_to_it(tmp_path: Path) -> None:
+    began, trained = identity_of(seeded(Plain, 1), seeded=True), seeded(Plain, 2)
+    note_returned(RunDirectory(tmp_path), trained)
+    kept, notes = checked(identity_of(trained, seeded=True), began, tmp_path, is_over=True)
+    assert (kept.weights, notes) == (began.weights, [])
+
+
+def test_checkpoints_that_keep_no_identity_are_taken(tmp_path: Path) -> None:
+    mine = identity_of(seeded(Plain), seeded=True)
+    assert check_identity(
+        mine, {"data_fingerprint": ""}, "step-2", tmp_path, is_over=True, is_retry=False
+    ) == (mine, [])
+    assert checked(Identity(loss=DEFAULT_LOSS), Identity(loss=""), tmp_path)[1] == []
+
+
+class WithRate(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(rate)
+        self.line = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.line(self.drop(x))
+        return made
+
+
+class WithResidual(WithRate):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_settings_and_the_users_own_forward_are_part_of_a_model() -> None:
+    plain, other, residual = seeded(lambda: WithRate(0.1)), seeded(lambda: WithRate(0.2)), None
+    residual = seeded(lambda: WithResidual(0.1))
+    found = [identity_of(model, seeded=True).model for model in (plain, other, residual)]
+    assert len(set(found)) == 3
+    assert found[0] == identity_of(seeded(lambda: WithRate(0.1)), seeded=True).model
+    assert identity_of(plain.eval(), seeded=True).model == found[0]
+
+
+def scaled(by: float) -> Any:
+    return lambda output, targets: by * (output - targets) ** 2
+
+
+def test_a_loss_is_known_by_its_code_constants_and_closure() -> None:
+    one = code_fingerprint(scaled(1.0))
+    assert one == code_fingerprint(scaled(1.0))
+    assert one != code_fingerprint(scaled(2.0))
+    assert code_fingerprint(loss) != code_fingerprint(smoothed)
+    ignoring = [nn.CrossEntropyLoss(ignore_index=index, reduction="none") for index in (1, 2)]
+    assert code_fingerprint(ignoring[0]) != code_fingerprint(ignoring[1])
+    weights = [functools.partial(F.cross_entropy, weight=torch.tensor([1.0, w])) for w in (1.0, 2.0)]
+    assert code_fingerprint(weights[0]) != code_fingerprint(weights[1])
+    assert same_code("3.11:a", "3.12:b")  # another Python compiles to other code
+    assert not same_code("3.11:a", "3.11:b")
+
+
+def test_fingerprints_are_the_same_in_another_process_with_other_hashes_of_strings() -> None:
+    program = (
+        "from test_identity import *\n"
+        "named = lambda o, t: o if 'a' in {'a', 'b', 'c'} else t\n"
+        "print(code_fingerprint(named), code_fingerprint(loss), identity_of(seeded(Noisy), seeded=True),"
+        "dataset_fingerprint(Numbers(), read))"
+    )
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:0] = {folders}\n{program}"],
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(told) == 1
+
+
+def read(dataset: Any, row: int) -> Any:
+    return dataset[row]
+
+
+class Drawn(Numbers):
+    """Augments its samples, by three generators."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.randn(8) + random.random(), target
+
+
+def test_a_dataset_is_known_by_its_samples_unless_it_draws_them() -> None:
+    before = torch.get_rng_state()
+    assert dataset_fingerprint(Drawn(), read) == dataset_fingerprint(Drawn(seed=1), read)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert dataset_fingerprint(Drawn(size=63), read) != dataset_fingerprint(Drawn(), read)
+    assert dataset_fingerprint(Numbers(), read) != dataset_fingerprint(Numbers(seed=1), read)
+    nearly = Numbers()
+    nearly.inputs *= 1 + 1e-7  # another machine's last digit
+    assert dataset_fingerprint(nearly, read) == dataset_fingerprint(Numbers(), read)
