@@ -73,6 +73,10 @@ class CommonWeights:
             for tensor in self.tensors if self._steps <= WATCHED_STEPS else ():
                 tensor.note()
 
+    def begin_steps(self) -> None:
+        """Watch the first steps from here on."""
+        self._steps = 0
+
     def _meet(self) -> None:
         with self._stopwatch.waiting("data"):
             for group in self._groups:

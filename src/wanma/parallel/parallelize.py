@@ -121,6 +121,11 @@ class Parallel:
         for part in self.data_parallel:
             part.rest()
 
+    def begin_steps(self) -> None:
+        """After forwards that were none of a step: the first step begins from here."""
+        for part in self.data_parallel:
+            part.begin_steps()
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self.parts:
             yield from part.named_parameters()

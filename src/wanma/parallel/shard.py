@@ -211,6 +211,11 @@ class Sharded:
         if self.weights is not None:
             self.weights.settle()
 
+    def begin_steps(self) -> None:
+        """As of `Parallel`."""
+        if self.weights is not None:
+            self.weights.begin_steps()
+
     def rest(self) -> None:
         """Let parameters be this rank's shards again: a forward without backward leaves them whole."""
         for unit in units(self.model):

@@ -158,6 +158,9 @@ class Whole:
     def settle(self) -> None:
         """As of `Sharded`: here every rank has its own."""
 
+    def begin_steps(self) -> None:
+        """As of `Sharded`: steps are counted by their backwards here."""
+
     def rest(self) -> None:
         """Let the module's parameters be the state again."""
         if self._computes:

@@ -74,6 +74,7 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
             found = _compare(state.parallel, batch, checked, recorded, plan)
             if found is not None:
                 break
+    state.parallel.begin_steps()
     refuse_together(trainer, *(found or (False, False)))
 
 
