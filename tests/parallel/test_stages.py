@@ -164,6 +164,65 @@ def test_a_users_sequence_in_a_pipeline_follows_one_process(plan: Plan, tmp_path
     same_numbers(one, other)
 
 
+class Doubling(nn.Module):
+    """Changes its input, which torch forbids for the input of a stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def test_modules_that_stand_twice_or_write_to_their_input_follow_one_process(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(1)
+        twice, twelve = nn.Tanh(), nn.Linear(12, 12)
+        return nn.Sequential(
+            Doubling(),
+            nn.Linear(6, 12),
+            twice,
+            twelve,
+            Doubling(),
+            nn.Linear(12, 12),
+            twice,
+            nn.Linear(12, 2),
+        )
+
+    one = one_process(tmp_path / "one", JOB, micro_batch=7, objects={"model": model(), "data": data()})
+    plan = Plan(pp=2, micro_batch=2, stage_cuts=(4,))
+    same_numbers(one, spread_over(tmp_path / "two", JOB, plan, objects={"model": model(), "data": data()}))
+
+
+class Borrowing(nn.Module):
+    """Computes with another module's weight, which it holds where torch does not see it."""
+
+    def __init__(self, lender: nn.Linear, hidden: bool) -> None:
+        super().__init__()
+        self.lenders = [] if hidden else [lender]
+        self.scale = (lambda: lender.weight.mean()) if hidden else (lambda: self.lenders[0].weight.mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_parts_that_compute_with_anothers_parameters_are_refused(hidden: bool, tmp_path: Path) -> None:
+    first = nn.Linear(6, 6)
+    model = nn.Sequential(first, nn.Linear(6, 6), Borrowing(first, hidden), nn.Linear(6, 2))
+    expected = (
+        r"0\.weight: the model computes" if hidden else r"a part of the model holds 0\.weight of another"
+    )
+    plan = Plan(pp=2, stage_cuts=(2,), micro_batch=2)
+    with pytest.raises(AssertionError, match=expected):
+        spread_over(tmp_path, JOB, plan, objects={"model": model, "data": data()})
+
+
+def test_hooks_that_every_stage_would_run_are_refused() -> None:
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        model = sequence(2, 2, 2)
+        getattr(model, register)(print)
+        with pytest.raises(JobError, match=r"Sequential has a hook, which every stage would run"):
+            stage_layout(model, None, Plan(pp=2))
+
+
 class Pairs(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x

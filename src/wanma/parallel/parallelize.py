@@ -35,6 +35,7 @@ from wanma.parallel.recompute import recompute
 from wanma.parallel.scratch import Scratch
 from wanma.parallel.shard import DTYPES, Sharded, shard_data
 from wanma.parallel.stages import keep_stage, stage_layout
+from wanma.parallel.strays import Strays
 from wanma.parallel.tensor import split_tensors
 from wanma.parallel.ties import Ties, tie_stages
 from wanma.parallel.whole import Whole
@@ -179,7 +180,9 @@ def parallelize(
     clock = WorkClock(
         grid.device.type, lambda: grid.communication.waited_seconds + within.seconds, by_piece=plan.pp > 1
     )
-    pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock) if plan.pp > 1 else None
+    pipeline = None
+    if plan.pp > 1:
+        pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock, Strays(whole))
     to_draw = None if spec.own_initialization else seed
     return Parallel(
         tuple(parts),

@@ -29,6 +29,7 @@ from wanma.models.dropout import keyed_samples
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline_stage import OwnWork, Stage
 from wanma.parallel.shard import Sharded
+from wanma.parallel.strays import Strays
 from wanma.parallel.whole import Whole
 from wanma.parallel.work_clock import WorkClock
 from wanma.planner.stages import SPLIT_BACKWARD
@@ -54,6 +55,7 @@ class Pipeline:
         numbers: which stages they are.
         data_parallel: how each of them is held by the data ranks.
         clock: of what they compute.
+        strays: parameters of the model before it was cut.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class Pipeline:
         grid: Grid,
         data_parallel: tuple[Sharded | Whole, ...],
         clock: WorkClock,
+        strays: Strays,
     ) -> None:
-        self._clock = clock
+        self._clock, self._strays = clock, strays
         self._parts = dict(zip(numbers, parts, strict=True))
         self._data_parallel = dict(zip(numbers, data_parallel, strict=True))
         self._plan = plan
@@ -77,10 +80,10 @@ class Pipeline:
         self._loss: Loss | None = None
         self._work = OwnWork(grid.communication)
         cuts_graph = plan.schedule in SPLIT_BACKWARD
-        self._announcers = [
-            _Announcer(part, no_views=cuts_graph and number < plan.stages - 1)
+        self._announcers = {
+            number: _Announcer(part, no_views=cuts_graph and number < plan.stages - 1)
             for number, part in self._parts.items()
-        ]
+        }
 
     def run(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
         """Forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
@@ -110,6 +113,7 @@ class Pipeline:
                 f"weights apart, which torch {torch.__version__} cannot do for {reason}",
                 "use parallel.schedule = 'interleaved_1f1b'",
             ) from error
+        self._strays.refuse()
         for part in self._data_parallel.values():
             part.end_backward()
         return total
@@ -126,7 +130,7 @@ class Pipeline:
 
     def _tell(self, positions: Tensor | None, seed: int, loss: Loss) -> None:
         self._loss = loss
-        for announcer in self._announcers:
+        for announcer in self._announcers.values():
             announcer.positions, announcer.seed = positions, seed
 
     def _schedule(self, batch: Batch, count: int, *, trains: bool) -> Any:
@@ -183,7 +187,7 @@ class Pipeline:
         memory that nobody has written to.
         """
         keywords = {name: tensor[:rows] for name, tensor in batch.keywords.items()}
-        given = batch.inputs[0][:rows]
+        given = batch.inputs[0][:rows].clone()  # which a stage may change
         found = [_Boundary(tuple(given.shape), given.dtype, requires_grad=False)]
         for number in range(self._plan.stages):
             told: list[Any] = [None]
@@ -211,7 +215,9 @@ class Pipeline:
         part = self._parts[number]
         were = {module: module.training for module in part.modules()}
         try:
+            version = given._version
             output = part.eval()(given, **keywords)
+            self._announcers[number].changes_input |= given._version != version
         finally:
             part.train(were[part])  # modules may do more there than note the mode
             for module, training in were.items():
@@ -279,6 +285,8 @@ class _Announcer:
     def __init__(self, part: nn.Module, *, no_views: bool) -> None:
         self.seed = 0
         self.positions: Tensor | None = None
+        self.changes_input = False
+        """Whether the stage writes to its input, which is a leaf of the graph here and must stay as it is."""
         self._announced = ExitStack()
         self._no_views = no_views
         part.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
@@ -290,6 +298,8 @@ class _Announcer:
         keywords = dict(keywords)
         samples = keywords.pop(SAMPLES)
         self._announced.enter_context(keyed_samples(module, self.seed, samples, self.positions))
+        if self.changes_input:
+            arguments = tuple(one.clone() if isinstance(one, Tensor) else one for one in arguments)
         return arguments, keywords
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
+import torch
 from torch import nn
 
 from wanma.job.errors import JobError
@@ -27,8 +30,10 @@ def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
             "use pp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
         )
     if layout is not None and layout.blocks is not None:
+        _refuse_hooks(model, layout.blocks, key)
         return layout
     if layout is None and type(model) is nn.Sequential:
+        _refuse_hooks(model, "", key)
         _refuse_shared(model, key)
         version = installed_torch()
         if plan.schedule in SPLIT_BACKWARD and version < (2, 13):
@@ -51,12 +56,15 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
     Parameter names stay those of the whole model, so that every stage writes the same checkpoint.
 
     Raises:
-        JobError: the plan's cuts do not fit the model's blocks, or there are too few of them.
+        JobError: the plan's cuts do not fit the model's blocks, or there are too few of them; or what stays
+            holds a parameter of what does not.
     """
     assert layout.blocks is not None
     model = copy.deepcopy(model)
+    absent_tensors = _Absent(model)
     blocks = model.get_submodule(layout.blocks)
-    names = [name for name, _ in blocks.named_children()]
+    # Not named_children(), which leaves out the second name of a module that has two.
+    names = [name for name, child in blocks._modules.items() if child is not None]
     cuts = plan.stage_cuts or _cuts_by_parameters(blocks, layout, plan)
     if reason := wrong_cuts(cuts, len(names), plan.stages, bool(layout.first), bool(layout.last)):
         given = f", stage cuts {list(plan.stage_cuts)}" if plan.stage_cuts else ""
@@ -73,7 +81,36 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
     absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
     for path in absent:
         _leave_out(model, path)
+    absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
     return model
+
+
+class _Absent:
+    """Parameters and buffers of the whole model, of which a stage is about to lose most."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._tensors = [(name, weakref.ref(tensor)) for name, tensor in named]
+
+    def refuse(self, stage: nn.Module, key: str) -> None:
+        """After the cut.
+
+        Raises:
+            JobError: something else than a module's attribute still holds one, which nobody would train.
+        """
+        kept = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+        if self._held(kept):
+            gc.collect()  # what was cut off may refer to itself
+        if held := self._held(kept):
+            raise JobError(
+                f"{key}: a part of the model holds {held[0]} of another stage, in a list or another object; "
+                "it would compute with a copy that is not trained",
+                "use pp = 1, or let each part read its own parameters only",
+            )
+
+    def _held(self, kept: set[int]) -> list[str]:
+        found = ((name, reference()) for name, reference in self._tensors)
+        return [name for name, tensor in found if tensor is not None and id(tensor) not in kept]
 
 
 def _leave_out(model: nn.Module, path: str) -> None:
@@ -91,18 +128,43 @@ def _leave_out(model: nn.Module, path: str) -> None:
 def _refuse_shared(model: nn.Module, key: str) -> None:
     """Children that share a parameter would be trained as two where a cut comes between them."""
     seen: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = seen.setdefault(id(parameter), name)
+    named: list[tuple[str, torch.Tensor]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        other = seen.setdefault(id(tensor), name)
         if other.partition(".")[0] != name.partition(".")[0]:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise JobError(
-                f"{key}: {other} and {name} are one parameter, which stages could hold only one copy of each",
+                f"{key}: {other} and {name} are one {kind}, which stages could hold only one copy of each",
                 "use pp = 1, or give each its own",
+            )
+
+
+def _refuse_hooks(model: nn.Module, blocks: str, key: str) -> None:
+    """Hooks of what all stages have a part of: each would run them, with its own inputs and outputs."""
+    parts = blocks.split(".") if blocks else []
+    for path in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
+        module = model.get_submodule(path)
+        hooks = (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        if any(hooks):
+            raise JobError(
+                f"{key}: {path or type(model).__name__} has a hook, which every stage would run on its part",
+                "register it on one of the parts that are handed to stages whole, such as the first or the "
+                "last, or use pp = 1",
             )
 
 
 def _cuts_by_parameters(blocks: nn.Module, layout: Layout, plan: Plan) -> tuple[int, ...]:
     """For models whose FLOPs the planner could not see; empty where there are too few blocks."""
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.children()]
+    held = [block for block in blocks._modules.values() if block is not None]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in held]
     first, last = 0.0 if layout.first else None, 0.0 if layout.last else None
     if plan.stages > len(sizes) + (first is not None) + (last is not None):
         return ()
