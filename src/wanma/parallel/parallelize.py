@@ -209,6 +209,8 @@ def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
     else:
         with torch.device("meta"):
             module = spec.make()
+    if not module.training:  # as `from_pretrained` leaves it. Parts alone in evaluation mode stay there.
+        module.train()
     if plan.precision == "fp64":
         module.double()  # and not `to`, which drops the imaginary part of complex buffers
     replace_dropout(module)
