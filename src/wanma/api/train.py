@@ -76,6 +76,7 @@ def train(
     Raises:
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
     """
+    _check_objects(model, data, loss)
     job = job_from(_with_model(job, model), overrides)
     run = run_directory_of(job, run_directory)
     objects = {"model": model, "data": data, "loss": loss}
@@ -96,6 +97,22 @@ def train(
         _take_weights(model, result.weights())
         note_returned(run, model)
     return result
+
+
+def _check_objects(model: Any, data: Any, loss: Any) -> None:
+    """Refuse, before anything starts, what cannot be a model, a dataset or a loss."""
+    if model is not None:
+        from wanma.models.ready import check_ready
+
+        check_ready(model)
+    if data is not None:
+        from wanma.data.custom import check_dataset
+
+        check_dataset(data)
+    if loss is not None:
+        from wanma.training.own_loss import check_loss
+
+        check_loss(loss)
 
 
 def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,8 +71,6 @@ class CustomData(Data):
         self._lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
         self._total = total_samples
         self.seed = seed
-        parts = [part for part in (train, validation) if part is not None]
-        self.fingerprint = digest(*(dataset_fingerprint(part, self._item) for part in parts))
         size = _length(train)
         if validation is not None:
             self.train_samples, self.validation_samples = size, _length(validation)
@@ -83,6 +82,11 @@ class CustomData(Data):
                     "add samples, or set data.validation_fraction=0",
                 )
             self.train_samples, self.validation_samples = size - kept, kept
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
+        parts = [part for part in (self._train, self._validation) if part is not None]
+        return digest(*(dataset_fingerprint(part, self._item) for part in parts))
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -157,10 +161,7 @@ def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: i
     Raises:
         JobError: not a map-style dataset, or an empty one.
     """
-    train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
-    for part in (train, validation):
-        if part is not None:
-            _check_map_style(part)
+    train, validation = check_dataset(dataset)
     return CustomData(
         train,
         validation,
@@ -169,6 +170,19 @@ def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: i
         seed=seed,
         total_samples=total_samples,
     )
+
+
+def check_dataset(dataset: Any) -> tuple[Any, Any]:
+    """(training, validation) of a dataset or of a pair of them.
+
+    Raises:
+        JobError: not a map-style dataset, or an empty one.
+    """
+    train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
+    for part in (train, validation):
+        if part is not None:
+            _check_map_style(part)
+    return train, validation
 
 
 def call_factory(section: DataSection) -> Any:
@@ -193,6 +207,11 @@ def call_factory(section: DataSection) -> Any:
 
 
 def _check_map_style(dataset: Any) -> None:
+    if isinstance(dataset, type):
+        raise JobError(
+            f"data: {dataset.__name__} is a class, and wanma reads a dataset that has been made",
+            f"give {dataset.__name__}(...), or name it as data.factory with data.arguments",
+        )
     name = type(dataset).__name__
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise JobError(

@@ -17,6 +17,7 @@ from torch import nn
 from wanma.data.fingerprint import digest, sampled
 from wanma.job.errors import WanmaError
 from wanma.job.run_directory import RunDirectory, write_json
+from wanma.models.ready import check_ready
 from wanma.training.code_fingerprint import code_fingerprint, module_texts, same_code
 
 DEFAULT_LOSS = "default"
@@ -51,7 +52,12 @@ UNKNOWN = Identity()
 
 
 def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
-    """The part of a run's identity that its model has, as the user's program has made it."""
+    """The part of a run's identity that its model has, as the user's program has made it.
+
+    Raises:
+        JobError: as of `check_ready`.
+    """
+    check_ready(model)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors]
     structure = digest(*module_texts(model, set()), *shapes, _config(model))

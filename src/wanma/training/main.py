@@ -9,6 +9,8 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from wanma.data.data import Data
 from wanma.data.open import open_data
 from wanma.job.errors import JobError
@@ -31,6 +33,7 @@ from wanma.training.labels import default_loss
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, user_loss
 from wanma.training.numerics import set_numerics
+from wanma.training.own_loss import ready_loss
 from wanma.training.request import Request
 from wanma.training.state import seed_generators
 from wanma.training.trainer import Trainer
@@ -84,7 +87,7 @@ def train(worker: Worker, request: Request) -> str:
         ) as trainer:
             if health is not None:
                 trainer.tell_health(health)
-            loss = choose_loss(request, spec, data, parallel)
+            loss = choose_loss(request, spec, data, parallel, grid.device)
             forward_backward = ForwardBackward(parallel, job, plan, grid, loss)
             gathering = GlobalBatch(grid, job.train.global_batch)
             if checked := own_code(request, spec, forward_backward):
@@ -120,7 +123,9 @@ def loss_fingerprint(request: Request) -> str:
     return DEFAULT_LOSS if function is None else code_fingerprint(function)
 
 
-def choose_loss(request: Request, spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunction:
+def choose_loss(
+    request: Request, spec: ModelSpec, data: Data, parallel: Parallel, device: torch.device
+) -> LossFunction:
     """The loss that the user passed or named; else that of the model's own library, or cross entropy.
 
     Data whose samples have `labels` are told what the model means by them.
@@ -133,6 +138,8 @@ def choose_loss(request: Request, spec: ModelSpec, data: Data, parallel: Paralle
                 "set parallel.pp = 1, or leave the loss out",
             )
         data.padding_has_targets = True
+        double = torch.float64 if request.plan.precision == "fp64" else None
+        function = ready_loss(function, parallel.module, device, double)
         return user_loss(function, by_position=request.plan.cp > 1)
     return default_loss(spec, data, parallel)
 
