@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -172,3 +173,23 @@ def test_class_weights_of_a_module_are_brought_to_the_jobs_precision(tmp_path: P
     logits, targets = seeded(Plain).double()(Numbers().inputs.double()), Numbers().targets
     losses = F.cross_entropy(logits, targets, loss.weight.double(), ignore_index=3, reduction="none")
     assert run.losses[0] == pytest.approx((losses.sum() / (targets != 3).sum()).item(), rel=1e-9)
+
+
+class Doubles(Numbers):
+    """Gives numpy's numbers, and Python's, as they are."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, _ = super().__getitem__(index)
+        return inputs.numpy().astype(np.float64), float(inputs[0])
+
+
+def test_float64_of_a_dataset_is_one_clear_error(tmp_path: Path) -> None:
+    job = {**JOB, "train": {"steps": 1, "global_batch": 4}}
+    objects = {
+        "model": seeded(Plain),
+        "data": Doubles(),
+        "loss": lambda output, targets: F.mse_loss(output[:, 0], targets, reduction="none"),
+    }
+    with pytest.raises(AssertionError, match="input 0 and the target are float64") as error:
+        run_job(tmp_path, job, Plan(micro_batch=4), objects)
+    assert "array.astype('float32')" in str(error.value)

@@ -19,6 +19,7 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.parallel.pipeline import Loss
 from wanma.parallel.sequence import residual_positions, split_sequence
+from wanma.training.doubles import explaining_doubles
 from wanma.training.loss import Classification, LossFunction, class_range, right_classes
 
 _EVALUATED_TOGETHER = 4
@@ -58,10 +59,11 @@ class ForwardBackward:
         for index, batch in enumerate(batches):
             self._parallel.begin_micro_batch(last=index == len(batches) - 1)
             clock.start()
-            batch_loss, batch_targets = self.losses(batch)
-            clock.stop(forward=True)
-            clock.start()
-            (batch_loss * factor).backward()
+            with explaining_doubles(batch, self._plan.precision):
+                batch_loss, batch_targets = self.losses(batch)
+                clock.stop(forward=True)
+                clock.start()
+                (batch_loss * factor).backward()
             clock.stop(forward=False)
             loss_sum += batch_loss.detach()
             targets += batch_targets

@@ -1,0 +1,43 @@
+"""Explanation of errors about float64, which datasets give unasked: numpy's numbers are, and Python's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from wanma.data.batch import Batch
+from wanma.job.errors import WanmaError
+
+
+@contextmanager
+def explaining_doubles(batch: Batch, precision: str) -> Iterator[None]:
+    """Inside, an operation's error about float64 says which of the batch's tensors are of that type.
+
+    Raises:
+        WanmaError: instead of torch's own error, which it names.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        wide = doubles(batch)
+        about_types = "Double" in str(error) or "dtype" in str(error)
+        if precision == "fp64" or not wide or not about_types or isinstance(error, WanmaError):
+            raise
+        raise WanmaError(
+            f"data: {' and '.join(wide)} {'is' if len(wide) == 1 else 'are'} float64, as numpy's numbers and "
+            f"Python's are, and the model or the loss computes in {precision}: {error}",
+            "give float32: array.astype('float32'), torch.tensor(number, dtype=torch.float32); or set "
+            "train.precision = 'fp64'",
+        ) from error
+
+
+def doubles(batch: Batch) -> list[str]:
+    """Names of a batch's float64 tensors."""
+    given = {
+        **{f"input {number}": tensor for number, tensor in enumerate(batch.inputs)},
+        **batch.keywords,
+        "the target": batch.targets,
+    }
+    return [name for name, tensor in given.items() if tensor.dtype == torch.float64]
