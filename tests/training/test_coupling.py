@@ -25,6 +25,7 @@ from support.coupled import (
     in_batch_negatives,
     plain_layers,
     weighted_by_the_batch,
+    with_an_average,
 )
 from support.own import Normalised, Numbers, Plain, Tagger, seeded
 from support.ranks import Outcome, run_job, run_ranks
@@ -111,6 +112,13 @@ def test_what_does_not_couple_trains_as_before(model: Any, data: Any, tmp_path: 
     alone = train(tmp_path / "1", ALONE, model=seeded(model), data=data())
     cut = train(tmp_path / "2", Plan(micro_batch=6), model=seeded(model), data=data())
     same_numbers(alone, cut, 1e-10)
+
+
+def test_an_average_that_is_added_to_each_loss_adds_up(tmp_path: Path) -> None:
+    alone = train(tmp_path / "1", ALONE, model=seeded(Plain), loss=with_an_average)
+    uneven = Plan(dp_replicate=2, micro_batch=8, batch_shares=(4, 8))
+    same_numbers(alone, train(tmp_path / "2", uneven, model=seeded(Plain), loss=with_an_average), 1e-10)
+    in_a_session(tmp_path / "3", job(parallel={"micro_batch": 6}), Plain, with_an_average, False)
 
 
 def test_a_model_that_takes_one_number_of_rows_is_checked_with_that_number(tmp_path: Path) -> None:

@@ -1,22 +1,24 @@
-"""A check before the first step that the loss of a sample does not depend on its micro-batch.
+"""A check before the first step that losses add up, however the global batch is cut into micro-batches.
 
 A plain loop computes the loss of a sample beside all others of the global batch. A layout that cuts the batch
-would compute it beside others, and so train another model without a word: it is refused.
+computes it beside others. Where that changes their sum, it would train another model: it is refused.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wanma.data.batch import IGNORED, Batch
+from wanma.data.batch import Batch
 from wanma.data.data import Data
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
@@ -24,10 +26,11 @@ from wanma.models.statistics import GroupedBatchNorm, noting_modules
 from wanma.parallel.global_batch import GlobalBatch, announce
 from wanma.parallel.parallelize import Parallel
 from wanma.training.trainer import Trainer
-from wanma.training.undisturbed import undisturbed
+from wanma.training.undisturbed import Undisturbed, undisturbed
 
 Losses = Callable[[Batch], tuple[Tensor, Tensor]]
 """From a batch to (sum of the losses of its real rows, their number)."""
+Sums = tuple[float, float]
 
 _ROWS = 8
 """Samples that are enough to see it."""
@@ -44,24 +47,22 @@ class Checked:
     losses: Losses
     model_is_own: bool = True
     """False: the model is one of wanma's, of which only the loss is in question."""
-    loss_is_own: bool = True
-    """False: the loss is wanma's, and integer targets say which rows count."""
     others: tuple[object, ...] = ()
     """Objects beside the model that a forward may change."""
 
 
 def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: GlobalBatch) -> None:
-    """Compare the losses of some samples beside different other ones.
+    """Compare sums of losses of some samples in different company.
 
     Every rank computes the same few samples, without gradients, and nothing of it stays. Nothing is computed
     where one rank has the whole global batch in one micro-batch: there any loss is that of a plain loop.
 
     Raises:
-        JobError: they differ; all ranks raise it.
+        JobError: the sums do not add up; all ranks raise it.
     """
-    plan, state, samples = trainer.plan, trainer.state, trainer.job.train.global_batch
     if not is_cut(trainer):
         return
+    plan, state, samples = trainer.plan, trainer.state, trainer.job.train.global_batch
     found: tuple[bool, bool] | None = None
     with ExitStack() as stack:
         if plan.compile or "torch._dynamo" in sys.modules:
@@ -71,7 +72,8 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
         for rows in _rows(plan, samples):
             batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.grid.device)
             recorded = _Recorded(lambda: gathering.refuse(plan, samples))
-            found = _compare(state.parallel, batch, checked, recorded, plan)
+            with undisturbed(state.parallel.parts, checked.others) as kept, announce(recorded):
+                found = _compare(trainer, batch, _Passes(state.parallel, checked, recorded, kept))
             if found is not None:
                 break
     state.parallel.begin_steps()
@@ -93,44 +95,75 @@ def _rows(plan: Plan, samples: int) -> list[int]:
     return list(dict.fromkeys((min(_ROWS, largest), largest)))
 
 
-def _compare(
-    parallel: Parallel, batch: Batch, checked: Checked, recorded: _Recorded, plan: Plan
-) -> tuple[bool, bool] | None:
-    """Whether the first half's losses depend on which other samples there are, and on how many.
+def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, bool] | None:
+    """Whether the sum of losses depends on which samples are together, and on how many.
+
+    With two halves A and B of a batch, sums that add up have f(AB) + f(BA) = f(AA) + f(BB), whatever is drawn
+    for each row, and f(AB) = f(A) + f(B). The first is of batches of one shape, and so exact to rounding. An
+    average over the micro-batch that is added to each of its losses adds up as well.
 
     None where a user's code does not take so many rows.
     """
+    plan, half = trainer.plan, batch.rows // 2
     rows = torch.arange(batch.rows, device=batch.samples.device)
-    half = batch.rows // 2
-    batches = [
-        _selected(batch, chosen, half, ignores=not checked.loss_is_own)
-        for chosen in (rows, torch.where(rows < half, rows, rows % half), rows[:half])
+    first, second, rest = rows.split([half, half, batch.rows - 2 * half])
+    sums = [
+        passes.run(batch, torch.cat([one, other, rest]))
+        for one, other in ((first, second), (second, first), (first, first), (second, second))
     ]
+    if sums[0] is None:
+        return None
+    ab, ba, aa, bb = sums
+    low = plan.precision in ("bf16", "fp16") or plan.fp8
+    by_content = _differ((ab, ba), (aa, bb), _SAME_SHAPE_LOW if low else _SAME_SHAPE)
     if plan.pp > 1:
-        del batches[2]
-    numbers: list[tuple[float, float]] = []
-    with undisturbed(parallel.parts, checked.others) as kept, announce(recorded):
+        return by_content, False
+    together = passes.run(batch, rows[: 2 * half]) if len(rest) else ab
+    parts = passes.run(batch, first), passes.run(batch, second, start=half)
+    by_number = _differ((together,), parts, _OTHER_SHAPE)
+    if _any_rank(by_number, trainer):  # or by draws that no sample keys
+        by_number = by_number and not _differ(parts[:1], (passes.run(batch, first, seed=1),), _SAME_SHAPE)
+    return by_content, by_number
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Forwards that leave no trace."""
+
+    parallel: Parallel
+    checked: Checked
+    recorded: _Recorded
+    kept: Undisturbed
+
+    def run(self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0) -> Sums | None:
+        """The losses of `rows` of a batch, in the places from `start` on; None where that fails.
+
+        Args:
+            seed: of generators, so that all ranks draw the same.
+
+        Raises:
+            WanmaError: what training would raise.
+        """
+        given = _selected(batch, rows, start)
+        self.recorded.begin(start)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
         try:
-            for given in batches:
-                with _uncoupling(parallel.parts, evaluates=not checked.model_is_own):
-                    total, count = checked.losses(given)
-                numbers.append((float(total), float(count)))
-                for part in parallel.parts:
-                    for module in noting_modules(part).values():
-                        module.take()
-                parallel.rest()
-                parallel.settle()
-                kept.put_back()
-                recorded.rewind()
+            with _uncoupling(self.parallel.parts, evaluates=not self.checked.model_is_own):
+                total, count = self.checked.losses(given)
+            return float(total), float(count)
         except WanmaError:
             raise
         except Exception:
-            if not numbers:
-                return None
-    while len(numbers) < 3:  # what this code does not take, no layout will give it
-        numbers.append(numbers[0])
-    whole, beside_others, fewer = numbers
-    return _differ(whole, beside_others, _tolerance(plan)), _differ(whole, fewer, _OTHER_SHAPE)
+            return None
+        finally:
+            for part in self.parallel.parts:
+                for module in noting_modules(part).values():
+                    module.take()
+            self.parallel.rest()
+            self.parallel.settle()
+            self.kept.put_back()
 
 
 class _Recorded:
@@ -140,11 +173,11 @@ class _Recorded:
     def __init__(self, refuse: Callable[[], None]) -> None:
         self._refuse = refuse
         self._given: list[Tensor] = []
-        self._next = 0
+        self._next = self._start = 0
 
-    def rewind(self) -> None:
-        """Begin the next pass."""
-        self._next = 0
+    def begin(self, start: int) -> None:
+        """Begin the next pass, of rows in the places from `start` on."""
+        self._next, self._start = 0, start
 
     def gather(self, x: Tensor) -> Tensor:
         self._refuse()
@@ -155,7 +188,7 @@ class _Recorded:
 
     def indices(self, x: Tensor) -> Tensor:
         self._refuse()
-        return torch.arange(len(x), device=x.device)
+        return torch.arange(self._start, self._start + len(x), device=x.device)
 
 
 @contextmanager
@@ -172,34 +205,36 @@ def _uncoupling(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None
             module.training = training
 
 
-def _selected(batch: Batch, rows: Tensor, half: int, *, ignores: bool) -> Batch:
-    """The content of other rows, of which the first half counts; which samples they are said to be stays.
-
-    Args:
-        ignores: where targets are classes, `IGNORED` says what does not count.
-    """
-    targets = batch.targets[rows]
-    if ignores and targets.dtype == torch.int64:
-        targets[half:] = IGNORED
+def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
+    """The content of some rows in the places from `start` on, by which draws are keyed."""
+    places = slice(start, start + len(rows))
     return replace(
         batch,
         inputs=tuple(tensor[rows] for tensor in batch.inputs),
-        targets=targets,
-        samples=batch.samples[: len(rows)],
-        real=torch.arange(len(rows), device=rows.device) < half,
+        targets=batch.targets[rows],
+        samples=batch.samples[places],
+        real=batch.real[places],
         keywords={name: tensor[rows] for name, tensor in batch.keywords.items()},
     )
 
 
-def _tolerance(plan: Plan) -> float:
-    return _SAME_SHAPE_LOW if plan.precision in ("bf16", "fp16") or plan.fp8 else _SAME_SHAPE
-
-
-def _differ(one: tuple[float, float], other: tuple[float, float], tolerance: float) -> bool:
+def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], tolerance: float) -> bool:
+    """Whether two sums of sums do; not where one of them is not known."""
+    known = [sums for sums in (*ones, *others) if sums is not None and all(map(math.isfinite, sums))]
+    if len(known) < len(ones) + len(others):
+        return False
+    totals = zip(*known[: len(ones)], strict=True), zip(*known[len(ones) :], strict=True)
     return any(
-        math.isfinite(a) and math.isfinite(b) and abs(a - b) > tolerance * max(abs(a), abs(b))
-        for a, b in zip(one, other, strict=True)
+        abs(sum(a) - sum(b)) > tolerance * max(sum(map(abs, a)), sum(map(abs, b)))
+        for a, b in zip(*totals, strict=True)
     )
+
+
+def _any_rank(found: bool, trainer: Trainer) -> bool:
+    verdict = torch.tensor(float(found), device=trainer.grid.device)
+    if trainer.plan.world_size > 1:
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    return bool(verdict)
 
 
 def refuse_together(trainer: Trainer, by_content: bool, by_number: bool) -> None:
@@ -210,10 +245,7 @@ def refuse_together(trainer: Trainer, by_content: bool, by_number: bool) -> None
         by_number: they depend on how many.
     """
     plan, samples = trainer.plan, trainer.job.train.global_batch
-    verdict = torch.tensor([by_content, by_number], dtype=torch.float64, device=trainer.grid.device)
-    if plan.world_size > 1:
-        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-    by_content, by_number = (bool(value) for value in verdict.tolist())
+    by_content, by_number = _any_rank(by_content, trainer), _any_rank(by_number, trainer)
     if not by_content and not by_number:
         return
     what = "which other samples share" if by_content else "how many samples share"

@@ -39,7 +39,7 @@ class Dependence:
         """
         self._hook.remove()
         outputs, self._outputs = self._outputs, []
-        refuse_together(self._trainer, not self._gathering.is_used and _reaches(losses, outputs), False)
+        refuse_together(self._trainer, not self._gathering.is_used and _couples(losses, outputs), False)
 
     def _note(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
         def note(tensor: Tensor) -> Tensor:
@@ -53,16 +53,35 @@ class Dependence:
         return tree_map_only(Tensor, note, output)
 
 
-def _reaches(losses: Tensor, outputs: list[Tensor]) -> bool:
-    """Whether the gradient of the first half of the losses reaches the rows of the others."""
+def _couples(losses: Tensor, outputs: list[Tensor]) -> bool:
+    """Whether the sum of the losses is no sum of functions of the outputs' two halves.
+
+    The gradient of a half's losses reaches the outputs of the other, and the gradient with respect to those
+    depends on the first. An average that is added to each loss does only the one.
+    """
     rows = len(losses)
     outputs = [output for output in outputs if len(output) == rows]
     if rows < 2 or not outputs:
         return False
     half = rows // 2
     try:
-        gradients = torch.autograd.grad(losses[:half].sum(), outputs, retain_graph=True, allow_unused=True)
-    except RuntimeError:  # a graph that is compiled to be gone through once
+        reached = _reaches(losses[:half], outputs, slice(half, None)) or _reaches(
+            losses[half:], outputs, slice(half)
+        )
+        if not reached:
+            return False
+        gradients = torch.autograd.grad(losses.sum(), outputs, create_graph=True, allow_unused=True)
+        halves = [gradient[:half].flatten() for gradient in gradients if gradient is not None]
+        # No constants: the rows of a softmax's derivative add up to zero.
+        weighed = [half @ torch.arange(len(half), device=half.device).cos().to(half.dtype) for half in halves]
+        total = torch.stack(weighed).sum()
+        return total.requires_grad and _reaches(total.view(1), outputs, slice(half, None))
+    except RuntimeError:  # a graph that is made to be gone through once, or has no second derivative
         return False
-    others = [gradient[half:] for gradient in gradients if gradient is not None]
+
+
+def _reaches(losses: Tensor, outputs: list[Tensor], rows: slice) -> bool:
+    """Whether the gradient of losses reaches some rows of the outputs."""
+    gradients = torch.autograd.grad(losses.sum(), outputs, retain_graph=True, allow_unused=True)
+    others = [gradient[rows] for gradient in gradients if gradient is not None]
     return any(bool(((other != 0) & other.isfinite()).any()) for other in others)

@@ -153,7 +153,6 @@ def own_code(request: Request, spec: ModelSpec, forward_backward: ForwardBackwar
     return Checked(
         (lambda batch: forward_backward.evaluate([batch])[:2]) if pipelined else forward_backward.losses,
         model_is_own=spec.kind == "custom",
-        loss_is_own=loss is not None,
         others=() if loss is None else (loss,),
     )
 
