@@ -190,7 +190,9 @@ def to_bytes(request: Request) -> bytes:
     model = request.objects.get("model")
     if model is not None and not isinstance(model, type):
         from wanma.models.parameter_hooks import hooks_of
+        from wanma.models.shared_memory import refuse_shared_memory
 
+        refuse_shared_memory(model)  # which is no longer seen when it has been sent
         request = replace(request, parameter_hooks=hooks_of(model))
     for name, value in request.objects.items():
         try:

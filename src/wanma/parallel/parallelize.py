@@ -18,6 +18,7 @@ from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
 from wanma.models.roles import Role, parameter_roles
+from wanma.models.shared_memory import refuse_shared_memory
 from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
 from wanma.parallel.autocast import autocast_forward
 from wanma.parallel.common_weights import share_weights
@@ -156,6 +157,7 @@ def parallelize(
         JobError: the plan asks for a split that this model does not declare.
     """
     whole = _make(spec, plan, seed)
+    refuse_shared_memory(whole)
     _refuse_low_weights(whole, spec)
     _refuse_sparse_gradients(whole, spec)
     _refuse_what_depends_on_the_layout(whole, spec, plan)

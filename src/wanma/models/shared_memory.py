@@ -1,0 +1,52 @@
+"""Parameters that lie in each other's memory, which no state with parts on several ranks can keep."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from wanma.job.errors import JobError
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse a model of which two tensors, one of them a parameter, have an element in common.
+
+    Raises:
+        JobError: it names both.
+    """
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if is_plain and not tensor.is_meta and tensor.numel() > 0:
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for held in by_storage.values():
+        for (one, first), (other, second) in combinations(held, 2):
+            is_trained = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
+            if is_trained and _overlap(first, second):
+                raise JobError(
+                    f"{type(model).__name__}: {one} and {other} lie in the same memory, but are two tensors; "
+                    "each would be kept, and changed, by itself",
+                    "let both modules name one nn.Parameter (b.weight = a.weight, no .data), or clone one",
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in one storage have an element in common."""
+    if one.dtype != other.dtype:
+        return True
+    (start, end), (begin, stop) = _span(one), _span(other)
+    if end <= begin or stop <= start:
+        return False
+    elements = one.untyped_storage().nbytes() // one.itemsize
+    taken = torch.zeros(elements, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Places of the first element in its storage and of the one after the last."""
+    start = tensor.storage_offset()
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + sum(steps) + 1
