@@ -1,4 +1,4 @@
-"""Two parameters in one memory are refused; one parameter of two modules is not, nor two parts of a memory."""
+"""Two parameters in one memory are refused; one parameter of two modules is not, nor two parts of one."""
 
 from __future__ import annotations
 

@@ -47,6 +47,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Places of the first element in its storage and of the one after the last."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + sum(steps) + 1
+    return start, start + int(sum(steps)) + 1

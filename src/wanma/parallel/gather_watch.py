@@ -36,18 +36,21 @@ _HASHES = 1 << 16
 """Few enough that sums of squares over the ranks are exact in fp64."""
 
 
-def watch_gathers(model: nn.Module, plan: Plan) -> GatherWatch | None:
+def watch_gathers(model: nn.Module, plan: Plan, *, stays_whole: bool) -> GatherWatch | None:
     """Watch over the units of `model`, after `share_weights`.
+
+    Args:
+        stays_whole: whether parameters do, from their first use in a step to its last.
 
     Returns:
         None where nothing but the model as one unit is gathered from other ranks, or all of it in one order.
     """
+    if plan.device == "cpu" and stays_whole:
+        model.register_forward_pre_hook(_GatherAll([unit for unit in units(model) if group_of(unit)]))
+        return None
     names = {id(module): name for name, module in model.named_modules()}
     gathered = [unit for unit in units(model) if group_of(unit) is not None and communicates(group_of(unit))]
     if {id(unit) for unit in gathered} <= {id(model)}:
-        return None
-    if plan.device == "cpu" and not plan.reshards:
-        model.register_forward_pre_hook(_GatherAll(gathered))
         return None
     watch = GatherWatch(plan, [names[id(unit)] or "the rest of the model" for unit in gathered])
     for number, unit in enumerate(gathered):

@@ -273,7 +273,8 @@ def _apply(
     offload_parameters(part, blocks, plan, scratch)
     if isinstance(data_parallel, Sharded):
         data_parallel = replace(data_parallel, weights=share_weights(part, plan, stopwatch))
-        data_parallel.order.watch = watch_gathers(part, plan)
+        data_parallel.stay_whole_if_shared()
+        data_parallel.order.watch = watch_gathers(part, plan, stays_whole=not data_parallel.order.reshards)
     if spec.own_initialization and plan.precision in ("bf16", "fp16"):
         autocast_forward(part, DTYPES[plan.precision], grid.device)
     return data_parallel

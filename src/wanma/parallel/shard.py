@@ -43,7 +43,7 @@ from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
-from wanma.parallel.common_weights import CommonWeights
+from wanma.parallel.common_weights import CommonWeights, communicates
 from wanma.parallel.compressed import GradientCompression
 from wanma.parallel.compressed_shard import compress_unit, names_of
 from wanma.parallel.mesh import Grid
@@ -51,7 +51,7 @@ from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
 from wanma.parallel.strays import Strays
 from wanma.parallel.unit_order import UnitOrder
-from wanma.parallel.units import units
+from wanma.parallel.units import group_of, units
 from wanma.parallel.whole import Whole, kept_whole
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -194,8 +194,16 @@ class Sharded:
             self.model.set_requires_all_reduce(last)
         if self.plan.pp > 1:
             self.model.set_is_last_backward(last)
-        if not self.plan.reshards:
+        if not self.order.reshards:
             self.model.set_reshard_after_backward(last)
+
+    def stay_whole_if_shared(self) -> None:
+        """Where all weights lie whole in memory that ranks share, let them be whole to the end of a step: it
+        takes no memory, and modules may read each other's."""
+        found = [group_of(unit) for unit in units(self.model)]
+        if self.weights is not None and not any(communicates(group) for group in found if group is not None):
+            self.order.reshards = False
+            self.model.set_reshard_after_forward(False)
 
     def end_backward(self) -> None:
         """As of `Whole`; most gradients have been reduced within backward."""

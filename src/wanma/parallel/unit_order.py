@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
 
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.parallel.forward_changes import GatheredCopies
@@ -57,7 +58,7 @@ class UnitOrder:
         """Over what ranks gather and reduce."""
         self._order = self._units[::-1]
         self._is_learned = False
-        self._reshards = grid.plan.reshards
+        self.reshards = grid.plan.reshards
         """Parameters are gathered for each use. Others stay whole, also between two uses in a last backward:
         ranks gather only together, and may have other uses."""
         self._next = 0
@@ -150,7 +151,11 @@ class UnitOrder:
 
     def _post_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
         self._copies[unit].check_values()
-        return forward(*arguments)
+        output = forward(*arguments)
+        if not self.reshards or not torch.is_grad_enabled():
+            return output
+        # A change in place of a view would take FSDP2's hook away, which gathers the unit for its backward.
+        return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, output)
 
     def _post_backward(self, unit: _Unit, *_: Any) -> None:
         """Backward has passed a use of `unit`; FSDP2 calls it also at the end of all, for each unit."""
@@ -164,12 +169,12 @@ class UnitOrder:
             and unit.has_gradient()
         )
         if not is_passed:
-            unit.hold(reshard=self._reshards)
+            unit.hold(reshard=self.reshards)
             return
         unit.is_passed = True
         self._passed.append(unit)
         if self._next == len(self._order) or self._order[self._next] is not unit:
-            unit.hold(reshard=self._reshards)
+            unit.hold(reshard=self.reshards)
         while self._next < len(self._order) and self._order[self._next].needs_no_waiting:
             self._reduce_next()
 

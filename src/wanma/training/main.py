@@ -24,6 +24,7 @@ from wanma.parallel.global_batch import GlobalBatch
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
+from wanma.parallel.unit_errors import explaining
 from wanma.training.code_fingerprint import code_fingerprint
 from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.forward_backward import ForwardBackward
@@ -64,6 +65,7 @@ def train(worker: Worker, request: Request) -> str:
     with (
         process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid,
         open_scratch(job, worker) as scratch,
+        explaining(plan),
     ):
         health = together(device, job.cluster, worker) if device is not None else None
         progress(0, "opening data")

@@ -40,6 +40,7 @@ from wanma.parallel.global_batch import GlobalBatch
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
+from wanma.parallel.unit_errors import explained
 from wanma.training.counting import Counting, Losses
 from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.dependence import Dependence, dependence_of_outputs
@@ -260,10 +261,12 @@ class Session:
         """Let go of everything; a loop that the user left early is an orderly stop, with a checkpoint.
 
         Raises:
-            WanmaError: that checkpoint could not be saved.
+            WanmaError: that checkpoint could not be saved; or in place of an error of torch's, what it means.
         """
         with self._scratch:
             self._leave(failed=kind is not None)
+        if isinstance(error, RuntimeError) and (reason := explained(error, self.plan)) is not None:
+            raise reason from error
 
     # ---------------------------------------------------------------- inside
 
