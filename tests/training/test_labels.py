@@ -13,14 +13,18 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import wanma
 from support.huggingface import FAMILIES, write_config
 from support.labelled import LabelledTokens, whole
 from support.own import seeded
-from support.ranks import run_job
+from support.ranks import Outcome, run_job, run_ranks
 from wanma.data.batch import IGNORED, Batch
 from wanma.data.data import make_batch
+from wanma.data.order import permute
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Worker, current_worker
 from wanma.models.transformers_task import label_task
 from wanma.training.counting import sum_losses
 from wanma.training.labels import SampleLabels, default_losses, for_decoder, reading_labels
@@ -242,3 +246,31 @@ def test_labels_of_a_module_around_a_model_of_transformers_are_refused() -> None
     with pytest.raises(WanmaError, match="whether its labels belong to their own places") as error:
         default_losses(model, model(**given), batch)
     assert "call the key `target`" in (error.value.hint or "")
+
+
+def _session_in_rank(worker: Worker, directory: Path, parallel: dict[str, Any]) -> None:
+    RunDirectory(directory).create()
+    current_worker.set(replace(worker, run_directory=directory))
+    job = {
+        "data": {"validation_fraction": 0.25},
+        "train": {"steps": 2, "global_batch": 18, "learning_rate": 1e-2, "validate_every_steps": 1},
+        "parallel": parallel,
+        "observe": {"console": "quiet"},
+    }
+    with wanma.session(job) as session:
+        model = session.prepare(seeded(lambda: transformers.LlamaForCausalLM(_LLAMA)))
+
+        def losses(batch: Batch) -> Any:
+            return session.losses(model(**batch.keywords), batch)
+
+        for batch in session.batches(LabelledTokens(vocabulary=50), validate=losses):
+            session.step(losses(batch))
+
+
+def test_a_session_trains_on_labels_by_the_loss_of_transformers(tmp_path: Path) -> None:
+    run_ranks(_session_in_rank, 2, (tmp_path, {"dp_shard": 2, "shard": "parameters", "micro_batch": 4}))
+    rows = permute(np.arange(18), 24, "validation split")
+    data = whole(LabelledTokens(vocabulary=50))
+    model = seeded(lambda: transformers.LlamaForCausalLM(_LLAMA))
+    expected = model(**{key: tensor[rows] for key, tensor in data.items()}).loss.item()
+    assert Outcome(tmp_path).losses[0] == pytest.approx(expected, rel=1e-6)
