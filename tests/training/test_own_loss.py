@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -193,3 +194,30 @@ def test_float64_of_a_dataset_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="input 0 and the target are float64") as error:
         run_job(tmp_path, job, Plan(micro_batch=4), objects)
     assert "array.astype('float32')" in str(error.value)
+
+
+def test_weights_that_a_loss_returns_divide_the_global_batch_as_torchs_weighted_mean(tmp_path: Path) -> None:
+    weight = torch.tensor([0.01, 0.02, 0.005, 0.01], dtype=torch.float64)
+
+    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(output, targets, weight, reduction="none"), weight[targets]
+
+    run = run_job(
+        tmp_path,
+        {**JOB, "train": {**JOB["train"], "steps": 2, "validate_every_steps": 1}},
+        Plan(dp_shard=2, shard="parameters", micro_batch=20, precision="fp64"),
+        {"model": seeded(Plain), "data": (Numbers(), Numbers()), "loss": loss},
+    )
+    model, data = seeded(Plain).double(), Numbers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for _ in range(3):
+        mean = F.cross_entropy(model(data.inputs.double()), data.targets, weight)
+        losses.append(mean.item())
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+    assert run.losses == pytest.approx(losses[:2], rel=1e-9)
+    events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
+    validated = [event["loss"] for event in events if event["kind"] == "validation"]
+    assert validated == pytest.approx(losses[1:], rel=1e-9)

@@ -65,7 +65,7 @@ class BetweenSites:
         self._late.send(step, factor)
         return self._late.take(all_of_them=is_last) or Summed(0, 1.0)
 
-    def know(self, step: int, targets: int) -> None:
+    def know(self, step: int, targets: float) -> None:
         """Note over how many targets all sites have summed the losses of `step`."""
         if self._late is not None:
             self._late.know(step, targets)
@@ -74,7 +74,7 @@ class BetweenSites:
         """Give the parameters the next gradients whose time has come, as `gradients` did the first."""
         return self._late.take(all_of_them=is_last) if self._late is not None else None
 
-    def step_done(self, step: int, targets: tuple[int, ...], is_last: bool) -> OuterStep | None:
+    def step_done(self, step: int, targets: tuple[float, ...], is_last: bool) -> OuterStep | None:
         """As of `OuterUpdates`."""
         return self.outer.step_done(step, targets, is_last) if self.outer is not None else None
 

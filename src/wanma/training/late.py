@@ -31,7 +31,7 @@ LATE = "late."
 class Summed:
     """What gradients are that have come from all sites."""
 
-    targets: int | None
+    targets: float | None
     """Over which their losses were summed; None: those of the step under way. 0: none has come yet."""
     factor: float
     """How many times the gradient of the summed losses they are."""
@@ -47,7 +47,7 @@ class _Gradients:
     """(elements of all parameters,) of this rank's parts."""
     there: Tensor
     """(parameters,) on how many sites each has a gradient."""
-    targets: int | None = None
+    targets: float | None = None
     """Over all sites, once known."""
     sums: list[Sum] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ class LateGradients:
         gradients.sums = [Sum(gradients.flat, self._group), Sum(gradients.there, self._group)]
         self._queue.append(gradients)
 
-    def know(self, step: int, targets: int) -> None:
+    def know(self, step: int, targets: float) -> None:
         """Note over how many targets all sites have summed the losses of `step`."""
         for gradients in self._queue:
             if gradients.step == step:

@@ -119,7 +119,7 @@ def validate(trainer: Trainer, data: Data, evaluate: Evaluate, gathering: Global
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
     loss_sum, targets, *right = numbers.tolist()
-    loss = float(loss_sum / max(targets, 1.0))
+    loss = float(loss_sum / targets) if targets else 0.0
     metrics = {"perplexity": math.exp(min(loss, 700.0))} if data.kind == "tokens" else {}
     if data.kind == "images" and right:
         metrics = {"accuracy": right[0] / max(targets, 1.0)}

@@ -107,7 +107,7 @@ class OuterUpdates:
 
     # ---------------------------------------------------------------- the steps
 
-    def step_done(self, step: int, targets: Sequence[int], is_last: bool) -> OuterStep | None:
+    def step_done(self, step: int, targets: Sequence[float], is_last: bool) -> OuterStep | None:
         """After the update of `step`, counted from 1: begin and end the exchanges that are due.
 
         Every rank calls it.
@@ -297,7 +297,7 @@ class OuterUpdates:
             held = torch.zeros_like(local)
         return over_sites(held, parameter, self._grid)
 
-    def _no_targets(self) -> list[list[int]]:
+    def _no_targets(self) -> list[list[float]]:
         plan = self.synchronization
         return [[0] * plan.sites for _ in range(plan.fragments)]
 

@@ -29,7 +29,7 @@ def take_phases(timer: PhaseTimer, communication: Stopwatch, device: str) -> tup
     return phases, spent
 
 
-def expert_numbers(noted: Mapping[str, Tensor], targets: int) -> dict[str, float]:
+def expert_numbers(noted: Mapping[str, Tensor], targets: float) -> dict[str, float]:
     """How uneven the load of experts is, and the loss against it, per target."""
     numbers = {name: float(number) for name, number in noted.items()}
     if "balance_loss" in numbers:

@@ -30,7 +30,7 @@ class Agreement:
 
     loss: float
     """Mean over the global batch's targets."""
-    targets: int
+    targets: float
     gradient_norm: float
     """Of the mean loss's gradient, before clipping."""
     correction: float
@@ -44,7 +44,7 @@ class Agreement:
     site_norm: float | None = None
     """Of the gradient that this rank's site takes, where `gradient_norm` is the mean over several that do not
     take the same."""
-    site_targets: tuple[int, ...] = ()
+    site_targets: tuple[float, ...] = ()
     """Of every site."""
     has_gradients: bool = True
     """False: those that the update would take are still on their way."""
@@ -114,14 +114,14 @@ def agree(
     mean = sum(norm * count for norm, count in zip(norms, counts, strict=True)) / total_targets
     return Agreement(
         loss=total_loss / total_targets,
-        targets=int(total_targets),
+        targets=total_targets,
         gradient_norm=mean if sites > 1 else norms[0],
         correction=corrections[grid.site],
         stop=stops > 0,
         pause=pauses > 0,
         shared=tuple(others),
         site_norm=norms[grid.site],
-        site_targets=tuple(int(count) for count in counts),
+        site_targets=tuple(counts),
         has_gradients=summed is None or summed.targets != 0,
     )
 
