@@ -188,7 +188,7 @@ def test_a_recomputing_block_without_dropout_needs_no_samples() -> None:
 def test_a_users_dropout_is_replaced_by_keyed_ones_named_after_their_place() -> None:
     model = nn.Sequential(Block(), nn.Dropout(0.0), nn.Dropout2d(0.2), Block())
     assert replace_dropout(model) == 3
-    assert [(name, module.name, module.p, module.channels) for name, module in model.named_modules()
+    assert [(name, module.layer_name, module.p, module.channels) for name, module in model.named_modules()
             if isinstance(module, KeyedDropout)] == [
         ("0.drop", "0.drop", 0.5, False), ("2", "2", 0.2, True), ("3.drop", "3.drop", 0.5, False),
     ]  # fmt: skip

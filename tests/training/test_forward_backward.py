@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wanma.data.batch import Batch
 from wanma.job.load import job_from
 from wanma.job.plan import Plan
+from wanma.models.random_draws import RandomDraws
 from wanma.parallel.work_clock import WorkClock
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.loss import classification_loss
@@ -35,6 +36,7 @@ def test_the_logits_are_gone_when_backward_has_left_the_head() -> None:
         clock=WorkClock("cpu", lambda: 0.0, by_piece=False),
         begin_micro_batch=lambda **_: None,
         end_backward=lambda: None,
+        draws=RandomDraws(0),
     )
     plan = Plan(micro_batch=2)
     grid = SimpleNamespace(plan=plan, rank=0, device=torch.device("cpu"), counts_loss=True)

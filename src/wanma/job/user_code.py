@@ -34,3 +34,14 @@ def _is_library(file: str) -> bool:
     path = Path(file)
     installed = any(name in path.parts for name in _INSTALLED)
     return installed or file.startswith("<") or path.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def calling_line() -> str:
+    """'FILE:LINE in FUNCTION: SOURCE' of the innermost frame on the stack that is neither wanma's nor a
+    library's; empty where there is none."""
+    frames = [frame for frame in traceback.extract_stack() if not _is_ours(frame.filename)]
+    theirs = [frame for frame in frames if not _is_library(frame.filename)]
+    if not theirs:
+        return ""
+    source = f": {theirs[-1].line}" if theirs[-1].line else ""
+    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}{source}"

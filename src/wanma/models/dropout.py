@@ -6,8 +6,10 @@ sample is its position in the run's sample order, which never comes twice: masks
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +17,9 @@ from torch import Tensor, nn
 
 from wanma.job.errors import WanmaError
 from wanma.models.initialize import stable_hash
+from wanma.models.keyed_numbers import LANES, lanes, mix, mix_scalar
+from wanma.models.repeated_calls import Calls
 from wanma.models.samples import SampleAware
-
-_LANES = 1 << 16
-"""Each draw is 16 bits of a hash, so a probability is rounded to 1/65536; the scale follows the rounding."""
 
 
 class KeyedDropout(SampleAware):
@@ -30,21 +31,31 @@ class KeyedDropout(SampleAware):
     on activations that are whole in the hidden dim, as the residual branches are.
 
     Args:
-        p: probability of zero.
+        p: probability of zero, rounded to 1/65536; the scale follows the rounding.
         name: of this module in the whole model; its hash is the layer key.
         channels: drop whole channels (dim 1), as `nn.Dropout2d` does.
     """
+
+    p: float
+    inplace: bool
 
     def __init__(self, p: float, name: str, channels: bool = False) -> None:
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability {p} is not between 0 and 1")
         self.p = p
-        self.name = name
+        self.inplace = False
+        self._begin(name, channels)
+
+    def _begin(self, name: str, channels: bool) -> None:
+        """Set what a dropout of torch's own lacks."""
+        self.layer_name = name
         self.channels = channels
         self.row_keys: Tensor | None = None
         self.positions: Tensor | None = None
         self.calls = 0
+        self.repeated: Calls | None = None
+        """Of the forward, where backward may run parts of it again without announcing their samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; dim 0 is the rows whose samples `keyed_samples` announced.
@@ -56,29 +67,33 @@ class KeyedDropout(SampleAware):
             return x
         if self.row_keys is None:
             raise WanmaError(
-                f"dropout '{self.name}' does not know its samples",
+                f"dropout '{self.layer_name}' does not know its samples",
                 "run the forward inside keyed_samples(model, seed, samples); where backward runs it again, "
                 "give torch.utils.checkpoint the context_fn of recompute_context(model)",
             )
         if self.row_keys.shape[0] != x.shape[0]:
             raise WanmaError(
-                f"dropout '{self.name}' sees {x.shape[0]} rows of {self.row_keys.shape[0]} samples",
+                f"dropout '{self.layer_name}' sees {x.shape[0]} rows of {self.row_keys.shape[0]} samples",
                 "keep dim 0 of every activation the batch",
             )
-        drop = round(self.p * _LANES)
-        if drop == _LANES:
-            return torch.zeros_like(x)
-        row_keys = self.row_keys if self.calls == 0 else _mix(self.row_keys + self.calls)
+        drop = round(self.p * LANES)
+        if drop == LANES:
+            return x.zero_() if self.inplace else torch.zeros_like(x)
+        if not torch.compiler.is_compiling() and self.repeated is not None and not self.repeated.is_over:
+            self.calls = self.repeated.number(self.layer_name)
+        row_keys = self.row_keys if self.calls == 0 else mix(self.row_keys + self.calls)
         self.calls += 1
         shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
-        keep = _lanes(row_keys, self.positions, shape) >= drop - _LANES // 2
-        return torch.where(keep, x * (_LANES / (_LANES - drop)), 0.0)
+        keep = lanes(row_keys, self.positions, shape) >= drop - LANES // 2
+        if self.inplace:
+            return x.mul_(torch.where(keep, LANES / (LANES - drop), 0.0).to(x.dtype))
+        return torch.where(keep, x * (LANES / (LANES - drop)), 0.0)
 
     def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Any:
         """Row keys, positions, and no call yet."""
         # Keys are made here and not in forward: a layer's own number there would make torch.compile
         # compile every block anew.
-        return _mix(samples ^ _mix_scalar(seed ^ stable_hash(self.name))), positions, 0
+        return mix(samples ^ mix_scalar(seed ^ stable_hash(self.layer_name))), positions, 0
 
     @property
     def announced(self) -> Any:
@@ -89,12 +104,16 @@ class KeyedDropout(SampleAware):
         self.row_keys, self.positions, self.calls = state
 
     def extra_repr(self) -> str:
-        return f"p={self.p}, name={self.name!r}" + (", channels=True" if self.channels else "")
+        return f"p={self.p}, name={self.layer_name!r}" + (", channels=True" if self.channels else "")
 
 
 @contextmanager
 def keyed_samples(
-    model: nn.Module, seed: int, samples: Tensor, positions: Tensor | None = None
+    model: nn.Module,
+    seed: int,
+    samples: Tensor,
+    positions: Tensor | None = None,
+    repeated: Calls | None = None,
 ) -> Iterator[None]:
     """Tell a model's dropout, and what else is `SampleAware`, which samples the forward inside computes.
 
@@ -102,9 +121,10 @@ def keyed_samples(
         seed: the job's.
         samples: (rows,) int64, each row's position in the run's sample order, on the activations' device.
         positions: (columns,) int64, where this rank holds only a part of dim 1: which part.
+        repeated: calls of this forward, where a backward inside may run parts of it again.
     """
     told = {module: module.announcement(seed, samples, positions) for module in _aware_modules(model)}
-    with _announced(told):
+    with _announced(told, repeated):
         yield
 
 
@@ -125,25 +145,53 @@ def recompute_context(
 
 
 def replace_dropout(model: nn.Module) -> int:
-    """Swap a model's `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d` for keyed ones, in place.
+    """Make a model's `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d` keyed ones, in place.
 
-    Those with p = 0 are left alone.
+    The modules stay the same objects, with their hooks and attributes, and only change their class. A
+    subclass keeps its own forward, whose `super().forward` is the keyed one. Those with p = 0 are left alone.
 
     Returns:
-        how many were replaced.
+        how many were changed.
     """
-    count = 0
-    for parent_name, parent in list(model.named_modules()):
+    made: set[nn.Module] = set()
+    places = [
+        (parent, name, f"{path}.{name}" if path else name)
+        for path, parent in model.named_modules()
         # Not named_children(), which leaves out the second name of a module that has two.
-        for name, child in list(parent._modules.items()):
-            if type(child) not in _REPLACED or child.p == 0:  # a subclass may do something else
-                continue
-            path = f"{parent_name}.{name}" if parent_name else name
-            keyed = KeyedDropout(child.p, path, channels=type(child) is not nn.Dropout)
-            keyed.train(child.training)
-            setattr(parent, name, keyed)
-            count += 1
-    return count
+        for name in parent._modules
+    ]
+    for parent, name, path in places:
+        child = parent._modules[name]
+        if not isinstance(child, _REPLACED) or child.p == 0:
+            continue
+        if child in made:
+            # Each place draws masks of its own, whichever pipeline stage has it.
+            child = copy.copy(child)
+            setattr(parent, name, child)
+        elif isinstance(child, KeyedDropout):
+            continue
+        _make_keyed(child, path)
+        made.add(child)
+    if isinstance(model, _REPLACED) and model.p != 0 and not isinstance(model, KeyedDropout):
+        _make_keyed(model, type(model).__name__)
+        made.add(model)
+    return len(made)
+
+
+def _make_keyed(module: nn.Module, path: str) -> None:
+    if not isinstance(module, KeyedDropout):
+        module.__class__ = _keyed_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+    assert isinstance(module, KeyedDropout)
+    module._begin(path, channels=not isinstance(module, nn.Dropout))
+
+
+@cache
+def _keyed_class(kind: type[nn.Module]) -> type[KeyedDropout]:
+    """A subclass of `kind` whose dropout is the keyed one."""
+    if kind in _REPLACED:
+        return type(f"Keyed{kind.__name__}", (KeyedDropout, kind), {"__module__": __name__})
+    (base,) = (torchs for torchs in _REPLACED if issubclass(kind, torchs))
+    return type(f"Keyed{kind.__name__}", (kind, _keyed_class(base)), {"__module__": kind.__module__})
 
 
 def unkeyed_randomness(model: nn.Module) -> list[str]:
@@ -152,11 +200,12 @@ def unkeyed_randomness(model: nn.Module) -> list[str]:
     Found are torch's own modules and transformers' attention; other calls of `F.dropout` inside a user's
     forward cannot be seen from outside.
     """
-    drawing = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
     found = []
     for name, module in model.named_modules():
         probability = 0.0
-        if isinstance(module, drawing):
+        if isinstance(module, KeyedDropout):
+            continue
+        if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, *_REPLACED)):
             probability = module.p
         elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
             probability = module.dropout
@@ -183,47 +232,17 @@ def _aware_modules(model: nn.Module) -> list[SampleAware]:
 
 
 @contextmanager
-def _announced(told: Mapping[SampleAware, Any]) -> Iterator[None]:
+def _announced(told: Mapping[SampleAware, Any], repeated: Calls | None = None) -> Iterator[None]:
     before = {module: module.announced for module in told}
+    dropouts = {module: module.repeated for module in told if isinstance(module, KeyedDropout)}
     for module, announced in told.items():
         module.announced = announced
+    for module in dropouts:
+        module.repeated = repeated
     try:
         yield
     finally:
         for module, announced in before.items():
             module.announced = announced
-
-
-def _lanes(row_keys: Tensor, positions: Tensor | None, shape: torch.Size) -> Tensor:
-    """Uniform int16 for every element of `shape` = (rows, columns, ...) or (rows, features)."""
-    columns, rest = (shape[1], shape[2:].numel()) if len(shape) > 2 else (1, shape[1:].numel())
-    if positions is None or len(shape) <= 2:
-        positions = torch.arange(columns, device=row_keys.device)
-    keys = _mix(row_keys.unsqueeze(1) + positions * _GOLDEN)  # (rows, columns)
-    quads = torch.arange(-(-rest // 4), device=keys.device) * _GOLDEN
-    hashes = _mix(keys.unsqueeze(2) + quads)  # (rows, columns, rest / 4)
-    return hashes.view(torch.int16)[..., :rest].reshape(shape)
-
-
-# SplitMix64 (Steele et al. 2014): a counter times the golden ratio, then a finaliser of full avalanche.
-# Integer products wrap alike on every device; torch's >> keeps the sign, so the upper bits are masked.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND = 0x94D049BB133111EB - (1 << 64)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Hash int64 to int64, element by element."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _mix_scalar(x: int) -> int:
-    """`_mix` of one Python integer, as a signed 64-bit one."""
-    mask = (1 << 64) - 1
-    x &= mask
-    x = (x ^ (x >> 30)) * (_FIRST & mask) & mask
-    x = (x ^ (x >> 27)) * (_SECOND & mask) & mask
-    x ^= x >> 31
-    return x - (1 << 64) if x >> 63 else x
+        for module, earlier in dropouts.items():
+            module.repeated = earlier

@@ -17,6 +17,7 @@ from wanma.models.blocks import repeated_blocks
 from wanma.models.build import ModelSpec
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
+from wanma.models.random_draws import RandomDraws
 from wanma.models.roles import Role, parameter_roles
 from wanma.models.shared_memory import refuse_shared_memory
 from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
@@ -67,6 +68,8 @@ class Parallel:
     """Users' hooks on parameters."""
     clock: WorkClock
     """Of what this rank computes, without what it waits for others."""
+    draws: RandomDraws
+    """Of the model's forward and of its loss."""
     seed: int | None
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
     scratch: Scratch | None = None
@@ -182,9 +185,10 @@ def parallelize(
     clock = WorkClock(
         grid.device.type, lambda: grid.communication.waited_seconds + within.seconds, by_piece=plan.pp > 1
     )
+    draws = _random_draws(spec, whole, plan, seed)
     pipeline = None
     if plan.pp > 1:
-        pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock, Strays(whole))
+        pipeline = Pipeline(parts, numbers, plan, grid, data_parallel, clock, draws, Strays(whole))
     to_draw = None if spec.own_initialization else seed
     return Parallel(
         tuple(parts),
@@ -197,6 +201,7 @@ def parallelize(
         noting,
         hooks,
         clock,
+        draws,
         to_draw,
         scratch,
         compression,
@@ -229,6 +234,27 @@ def _store_row_by_row(module: nn.Module) -> None:
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
+
+
+def _splits(plan: Plan) -> str | None:
+    """What of a plan keeps a forward's own draws from being keyed by sample."""
+    sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "pp": plan.pp}
+    if plan.compile:
+        return "parallel.compile = true"
+    return next((f"parallel.{axis} = {size}" for axis, size in sizes.items() if size > 1), None)
+
+
+def _random_draws(spec: ModelSpec, whole: nn.Module, plan: Plan, seed: int) -> RandomDraws:
+    # Models of wanma's own draw by keyed modules alone.
+    ours = not spec.own_initialization and all(
+        type(module).__module__.startswith(("wanma.", "torch.nn.")) for module in whole.modules()
+    )
+    return RandomDraws(
+        seed,
+        unable=_splits(plan),
+        unable_single=f"parallel.pp = {plan.pp}" if plan.pp > 1 else None,
+        sees_operators=not plan.compile and not ours,
+    )
 
 
 def _apply(
@@ -303,6 +329,11 @@ def _refuse_sparse_gradients(module: nn.Module, spec: ModelSpec) -> None:
 
 def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan: Plan) -> None:
     """Law 1: what cannot give the same numbers on several ranks is not run on several ranks."""
+    if (drawing := unkeyed_randomness(module)) and (splits := _splits(plan)):
+        raise JobError(
+            f"{spec.name}: {drawing[0]} draws random numbers, which cannot be keyed by sample under {splits}",
+            "use nn.Dropout modules, or data-parallel axes alone (dp_replicate, dp_shard) without compile",
+        )
     if plan.data_ranks == 1:
         return
     if coupled := couples_samples(module):
@@ -316,12 +347,6 @@ def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan:
             f"{spec.name}: the running statistics of {keeping[0]} are of the samples that a rank sees, so "
             f"{plan.data_ranks} data ranks would evaluate another model than one",
             "let it keep none: track_running_stats=False",
-        )
-    if drawing := unkeyed_randomness(module):
-        raise JobError(
-            f"{spec.name}: {drawing[0]} draws random numbers that depend on the rank, so "
-            f"{plan.data_ranks} data ranks would train another model than one",
-            "use nn.Dropout modules, which wanma keys by sample, or train on one rank",
         )
 
 

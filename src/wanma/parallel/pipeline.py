@@ -25,7 +25,7 @@ from wanma.data.batch import Batch
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Schedule
-from wanma.models.dropout import keyed_samples
+from wanma.models.random_draws import Forward, RandomDraws
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline_stage import OwnWork, Stage
 from wanma.parallel.shard import Sharded
@@ -55,6 +55,7 @@ class Pipeline:
         numbers: which stages they are.
         data_parallel: how each of them is held by the data ranks.
         clock: of what they compute.
+        draws: of the model's forward.
         strays: parameters of the model before it was cut.
     """
 
@@ -66,6 +67,7 @@ class Pipeline:
         grid: Grid,
         data_parallel: tuple[Sharded | Whole, ...],
         clock: WorkClock,
+        draws: RandomDraws,
         strays: Strays,
     ) -> None:
         self._clock, self._strays = clock, strays
@@ -81,16 +83,15 @@ class Pipeline:
         self._work = OwnWork(grid.communication)
         cuts_graph = plan.schedule in SPLIT_BACKWARD
         self._announcers = {
-            number: _Announcer(part, no_views=cuts_graph and number < plan.stages - 1)
+            number: _Announcer(part, draws, no_views=cuts_graph and number < plan.stages - 1)
             for number, part in self._parts.items()
         }
 
-    def run(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
+    def run(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
         """Forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
 
         Args:
             positions: where in the sequence the activations between stages lie; None: all of it.
-            seed: the job's, of dropout.
 
         Returns:
             the sum of the micro-batches' losses on the last stage, zero elsewhere.
@@ -99,7 +100,7 @@ class Pipeline:
             WanmaError: a stage puts out something else than one tensor, or the schedule cannot take its
                 backward apart.
         """
-        self._tell(positions, seed, loss)
+        self._tell(positions, loss)
         schedule = self._schedule(batch, count, trains=True)
         try:
             with self._work.telling_what_is_waited():
@@ -118,9 +119,9 @@ class Pipeline:
             part.end_backward()
         return total
 
-    def evaluate(self, batch: Batch, positions: Tensor | None, count: int, seed: int, loss: Loss) -> Tensor:
+    def evaluate(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
         """`run` without backward, and of any number of micro-batches."""
-        self._tell(positions, seed, loss)
+        self._tell(positions, loss)
         self._clock.is_on = False
         try:
             with torch.no_grad():
@@ -128,10 +129,10 @@ class Pipeline:
         finally:
             self._clock.is_on = True
 
-    def _tell(self, positions: Tensor | None, seed: int, loss: Loss) -> None:
+    def _tell(self, positions: Tensor | None, loss: Loss) -> None:
         self._loss = loss
         for announcer in self._announcers.values():
-            announcer.positions, announcer.seed = positions, seed
+            announcer.positions = positions
 
     def _schedule(self, batch: Batch, count: int, *, trains: bool) -> Any:
         """torch's schedule for so many micro-batches of this shape, with stages and buffers of its own."""
@@ -278,16 +279,18 @@ class _Announcer:
     Which samples a call computes comes with its arguments.
 
     Args:
+        draws: of the model's forward.
         no_views: whether the stage may not put out a view: schedules that take a backward apart cut the graph
             off what is put out.
     """
 
-    def __init__(self, part: nn.Module, *, no_views: bool) -> None:
-        self.seed = 0
+    def __init__(self, part: nn.Module, draws: RandomDraws, *, no_views: bool) -> None:
         self.positions: Tensor | None = None
         self.changes_input = False
         """Whether the stage writes to its input, which is a leaf of the graph here and must stay as it is."""
-        self._announced = ExitStack()
+        self._draws = draws
+        self._drawing = ExitStack()
+        self._forward: Forward | None = None
         self._no_views = no_views
         part.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         part.register_forward_hook(self._end, always_call=True)
@@ -297,13 +300,16 @@ class _Announcer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         keywords = dict(keywords)
         samples = keywords.pop(SAMPLES)
-        self._announced.enter_context(keyed_samples(module, self.seed, samples, self.positions))
+        forward = self._draws.forward(module, samples, self.positions)
+        self._forward = self._drawing.enter_context(forward)
         if self.changes_input:
             arguments = tuple(one.clone() if isinstance(one, Tensor) else one for one in arguments)
         return arguments, keywords
 
     def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
-        self._announced.close()
+        with self._drawing:
+            if output is not None and self._forward is not None:
+                self._forward.end()
         return (
             output.clone() if self._no_views and isinstance(output, Tensor) and output._is_view() else output
         )

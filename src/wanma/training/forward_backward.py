@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wanma.data.batch import IGNORED, Batch, stack_rows
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
-from wanma.models.dropout import keyed_samples
+from wanma.models.random_draws import Forward
 from wanma.models.routing import Routing, set_loss_factor
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
@@ -32,12 +32,12 @@ class ForwardBackward:
     def __init__(self, parallel: Parallel, job: Job, plan: Plan, grid: Grid, loss: LossFunction) -> None:
         self._parallel = parallel
         self._plan = plan
+        self._job = job
         self._grid = grid
         self._loss = loss
         known = loss if isinstance(loss, Classification) else Classification(classes_last=True)
         self._of_pipeline = replace(known, spend=True)
         """A pipeline computes cross entropy, and nobody reads its logits afterwards."""
-        self._seed = job.train.seed
         self._routers = [module for module in parallel.modules() if isinstance(module, Routing)]
 
     def __call__(self, batches: list[Batch], factor: float) -> tuple[Tensor, Tensor]:
@@ -59,8 +59,10 @@ class ForwardBackward:
         for index, batch in enumerate(batches):
             self._parallel.begin_micro_batch(last=index == len(batches) - 1)
             clock.start()
-            with explaining_doubles(batch, self._plan.precision):
-                batch_loss, batch_targets = self.losses(batch)
+            part, positions = self._part(batch)
+            with explaining_doubles(batch, self._plan.precision), self._drawing(part, positions) as forward:
+                batch_loss, batch_targets = self._losses(part)
+                forward.end()
                 clock.stop(forward=True)
                 clock.start()
                 (batch_loss * factor).backward()
@@ -95,8 +97,11 @@ class ForwardBackward:
             return loss_sum, targets, right if self._grid.counts_loss else self._zero()
         with torch.no_grad():
             for batch in batches:
-                part, output = self._forward(batch)
-                batch_loss, batch_targets = self._loss(output, part)
+                part, positions = self._part(batch)
+                with self._drawing(part, positions) as forward:
+                    output = self._forward(part)
+                    batch_loss, batch_targets = self._loss(output, part)
+                    forward.end()
                 loss_sum += batch_loss
                 targets += batch_targets
                 right += right_classes(output, part.targets)
@@ -105,21 +110,29 @@ class ForwardBackward:
         return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum, number of targets) of this rank's part of a micro-batch, without a pipeline.
+        """(sum, number of targets) of this rank's part of a micro-batch, without pipeline and backward."""
+        part, positions = self._part(batch)
+        with self._drawing(part, positions) as forward:
+            sums = self._losses(part)
+            forward.end()
+        return sums
 
-        A function of its own: a caller that held the logits would hold them until backward has ended, and
-        through the next forward.
-        """
-        part, output = self._forward(batch)
-        return self._loss(output, part)
+    def _losses(self, part: Batch) -> tuple[Tensor, Tensor]:
+        """As of `LossFunction`. A function of its own: a caller that held the logits would hold them until
+        backward has ended, and through the next forward."""
+        return self._loss(self._forward(part), part)
 
-    def _forward(self, batch: Batch) -> tuple[Batch, Any]:
-        """This rank's part of a micro-batch and what the model makes of it."""
+    def _part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """This rank's part of a micro-batch, and where in the sequence its activations lie."""
         positions = self._positions(batch)
-        part = split_sequence(batch.to(self._grid.device), self._grid)
-        module: nn.Module = self._parallel.module
-        with keyed_samples(module, self._seed, part.samples, positions):
-            return part, module(*part.inputs, **part.keywords)
+        return split_sequence(batch.to(self._grid.device), self._grid), positions
+
+    def _drawing(self, part: Batch, positions: Tensor | None) -> Forward:
+        return self._parallel.draws.forward(self._parallel.module, part.samples, positions)
+
+    def _forward(self, part: Batch) -> Any:
+        """What the model makes of this rank's part of a micro-batch."""
+        return self._parallel.module(*part.inputs, **part.keywords)
 
     def _positions(self, batch: Batch) -> Tensor | None:
         """Where in the sequence the activations lie that this rank holds."""
@@ -137,7 +150,7 @@ class ForwardBackward:
         positions = self._positions(stacked)
         whole = split_sequence(stacked.to(self._grid.device), self._grid)
         run = pipeline.run if backward else pipeline.evaluate
-        scaled = run(whole, positions, len(batches), self._seed, loss)
+        scaled = run(whole, positions, len(batches), loss)
         if backward:
             self._parallel.ties.sum_gradients()
         return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())

@@ -53,6 +53,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
             with phases.phase("data"):
                 step = next(batches)
             progress(state.step, "forward and backward")
+            state.parallel.draws.step = state.step
             with (
                 phases.phase("forward_backward"),
                 state.parallel.clock.whole(),

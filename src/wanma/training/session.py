@@ -32,8 +32,8 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 from wanma.models.build import custom_spec
-from wanma.models.dropout import keyed_samples
 from wanma.models.lora import with_adapters
+from wanma.models.random_draws import Forward
 from wanma.models.routing import set_loss_factor
 from wanma.models.workload import module_workload
 from wanma.parallel.global_batch import GlobalBatch
@@ -234,6 +234,7 @@ class Session:
                 "compute them with the model that session.prepare returned, not under torch.no_grad, "
                 "and do not detach them",
             )
+        current.forward.end()
         factor = trainer.factor(current.step.global_batch)
         clock = trainer.state.parallel.clock
         clock.stop(forward=True)
@@ -244,6 +245,7 @@ class Session:
             clock.start()
             (loss_sum * factor).backward()
             clock.stop(forward=False)
+            current.forward.finish()
             if current.is_last:
                 trainer.state.parallel.end_backward()
         current.loss_sum += loss_sum.detach().double()
@@ -329,15 +331,17 @@ class Session:
         module = trainer.state.parallel.module
         # Those that were registered on what `prepare` has returned: backward has other parameters.
         trainer.state.parallel.hooks.collect(trainer.state.updater.parameters)
+        trainer.state.parallel.draws.step = trainer.state.step
         loss_sum, targets = self._zero(), self._zero()
         set_loss_factor(module.modules(), trainer.factor(step.global_batch))
         for index, batch in enumerate(step.micro_batches):
             is_last = index == len(step.micro_batches) - 1
             trainer.state.parallel.begin_micro_batch(is_last)
             batch = batch.to(self.device)
-            self._current = _Current(step, batch, is_last, loss_sum, targets)
+            forward = trainer.state.parallel.draws.forward(module, batch.samples)
+            self._current = _Current(step, batch, is_last, loss_sum, targets, forward)
             trainer.state.parallel.clock.start()
-            with keyed_samples(module, self.job.train.seed, batch.samples):
+            with forward:
                 yield batch
             if not self._current.done:
                 raise WanmaError(
@@ -372,8 +376,11 @@ class Session:
 
     def _losses_of(self, trainer: Trainer, losses_of: LossesOf, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum of the losses, number of targets) of a batch, by the user's own forward pass."""
-        with keyed_samples(trainer.state.parallel.module, self.job.train.seed, batch.samples):
-            return self._count(losses_of(batch), batch)
+        draws, module = trainer.state.parallel.draws, trainer.state.parallel.module
+        with draws.forward(module, batch.samples) as forward:
+            sums = self._count(losses_of(batch), batch)
+            forward.end()
+        return sums
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -386,8 +393,16 @@ class Session:
 class _Current:
     """The micro-batch that the user is at."""
 
-    def __init__(self, step: Step, batch: Batch, is_last: bool, loss_sum: Tensor, targets: Tensor) -> None:
-        self.step, self.batch, self.is_last = step, batch, is_last
+    def __init__(
+        self,
+        step: Step,
+        batch: Batch,
+        is_last: bool,
+        loss_sum: Tensor,
+        targets: Tensor,
+        forward: Forward,
+    ) -> None:
+        self.step, self.batch, self.is_last, self.forward = step, batch, is_last, forward
         self.loss_sum, self.targets = loss_sum, targets
         self.done = False
 

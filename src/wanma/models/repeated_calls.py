@@ -1,0 +1,87 @@
+"""Numbers of the keyed draws of one forward, which are the same where backward runs a part of it again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from wanma.job.errors import WanmaError
+
+_BASE = 1 << 62
+_CALLS = 1 << 24
+"""Most keyed draws of one forward."""
+
+
+class Calls:
+    """Numbers the calls of each drawing module within one forward.
+
+    The count of all calls is kept in the seed of torch's CPU generator, which every form of
+    `torch.utils.checkpoint` notes before it runs a part of a model and puts back before it runs it again
+    (`preserve_rng_state`). So a call that comes with an earlier count is that earlier call.
+    """
+
+    def __init__(self, forward: int) -> None:
+        """
+        Args:
+            forward: number of the forward in this process.
+        """
+        self._base = _BASE + (forward % (1 << 38)) * _CALLS
+        self._made: list[tuple[str, int]] = []
+        self._counts: Counter[str] = Counter()
+        self.ended = False
+        """The forward has ended: every further call is a repeated one."""
+        self.is_over = False
+        """Backward has ended too: nothing is repeated any more."""
+        self._before = torch.default_generator.get_state()
+
+    def __enter__(self) -> Calls:
+        torch.default_generator.manual_seed(self._base)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_over = True
+        torch.default_generator.set_state(self._before)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the generator has given numbers since it was last seeded here."""
+        if self.is_seeded_by_another:
+            return False
+        fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
+        # Not torch.equal, which fake tensors do not know.
+        return not np.array_equal(fresh.get_state().numpy(), torch.default_generator.get_state().numpy())
+
+    @property
+    def is_seeded_by_another(self) -> bool:
+        """Whether the forward has seeded the generator itself."""
+        return not 0 <= torch.default_generator.initial_seed() - self._base <= len(self._made)
+
+    def number(self, name: str) -> int:
+        """How many calls of `name` came before this one in the forward.
+
+        Raises:
+            WanmaError: the call is a repeated one and cannot be told from others of the same module.
+        """
+        at = torch.default_generator.initial_seed() - self._base  # as checkpointing puts it back
+        if 0 <= at < len(self._made) and self._made[at][0] == name:
+            call = self._made[at][1]
+        elif self.ended:
+            if self._counts[name] != 1:
+                raise WanmaError(
+                    f"'{name}' draws random numbers {self._counts[name]} times in a forward, and backward "
+                    "runs a part of it again without saying which",
+                    "leave preserve_rng_state of torch.utils.checkpoint on, and run the same operations in "
+                    "both runs",
+                )
+            return 0
+        else:
+            at, call = len(self._made), self._counts[name]
+            self._counts[name] += 1
+            self._made.append((name, call))
+        torch.default_generator.manual_seed(self._base + at + 1)
+        return call
