@@ -273,7 +273,8 @@ def _normal(mode: KeyedDraws, func: Any, given: dict[str, Any]) -> Tensor:
     mean, std = given["mean"], given["std"]
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     if not tensors:
-        return _made(_shifted_normal, None)(mode, func, given)
+        made: Tensor = _made(_shifted_normal, None)(mode, func, given)
+        return made
     shape = torch.broadcast_shapes(*(value.shape for value in tensors))
     return _shifted_normal(mode.keys(func, shape, tensors[0].device), given, tensors[0].dtype)
 

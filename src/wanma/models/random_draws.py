@@ -38,6 +38,8 @@ class RandomDraws:
     ) -> None:
         self.seed, self.sees_operators = seed, sees_operators
         self.unable, self.unable_single = unable, unable_single
+        self.is_watching = True
+        """False for forwards on tensors without content, whose generators mean nothing."""
         self.step = 0
         """Optimizer step that the next forwards belong to."""
         self.known: dict[int, str] = {}
@@ -59,7 +61,9 @@ class RandomDraws:
 
     def mode(self, module: nn.Module, samples: Tensor, calls: Calls) -> KeyedDraws | None:
         """What answers the operators of a forward; None where it is known to draw nothing."""
-        if not self.sees_operators or not self._keys.get((id(module), module.training), True):
+        if not (self.is_watching and self.sees_operators) or not self._keys.get(
+            (id(module), module.training), True
+        ):
             return None
         return KeyedDraws(self.seed, self.step, samples, calls, self.known, self.unable, self.unable_single)
 
@@ -104,6 +108,8 @@ class Forward:
         self._answered.close()
         calls, mode = self._calls, self._mode
         calls.ended = True
+        if not self._draws.is_watching:
+            return
         if calls.has_drawn or _given(self._samples.device) != self._given:
             raise self._drawn()
         if mode is not None and self._draws.note(self._module, mode.draws > 0):

@@ -69,6 +69,7 @@ def dry_run(spec: ModelSpec, plan: Plan, rank: int, sequence_length: int, micro_
     with _fake_world(plan.world_size, rank):
         grid = replace(build_grid(plan, rank, torch.device("cpu")), device=torch.device("meta"))
         parallel = parallelize(spec, plan, grid, seed=0)
+        parallel.draws.is_watching = False
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode(allow_non_fake_inputs=True):
