@@ -68,3 +68,28 @@ def plain_contrastive(output: Tensor, weights: Tensor) -> Tensor:
     return share * (
         F.cross_entropy(logits, own, reduction="none") + F.cross_entropy(logits.T, own, reduction="none")
     )
+
+
+class _Centred(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return x + torch.tanh(y - wanma.global_batch(y).mean(0))
+
+
+class Deep(nn.Module):
+    """Equal blocks that subtract the mean over the global batch."""
+
+    def __init__(self, features: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Centred(features) for _ in range(3))
+        self.towers = Towers(features)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        for block in self.blocks:
+            first = block(first)
+        output: Tensor = self.towers(first, second)
+        return output

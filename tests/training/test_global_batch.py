@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import wanma
 from support.compare import same_numbers
-from support.contrastive import Pairs, Standardised, Towers, contrastive, plain_contrastive
+from support.contrastive import Deep, Pairs, Standardised, Towers, contrastive, plain_contrastive
 from support.own import seeded
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.plan import Plan
@@ -97,6 +97,13 @@ def test_a_model_may_standardise_over_the_global_batch(tmp_path: Path) -> None:
         tmp_path / "2", job(), plan.but(dp_shard=2, shard="optimizer"), contrastive, seeded(Standardised)
     )
     same_numbers(alone, two, 1e-10)
+
+
+def test_blocks_that_run_again_in_backward_gather_again(tmp_path: Path) -> None:
+    plan = Plan(micro_batch=7, precision="fp64")
+    alone = train(tmp_path / "1", job(), plan, contrastive, seeded(Deep))
+    two = plan.but(dp_shard=2, shard="parameters", recompute="full")
+    same_numbers(alone, train(tmp_path / "2", job(), two, contrastive, seeded(Deep)), 1e-10)
 
 
 def test_micro_batches_that_come_one_after_the_other_are_refused_with_a_way_out(tmp_path: Path) -> None:
