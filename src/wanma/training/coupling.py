@@ -73,10 +73,11 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
             batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.grid.device)
             recorded = _Recorded(lambda: gathering.refuse(plan, samples))
             with undisturbed(state.parallel.parts, checked.others) as kept, announce(recorded):
-                found = _compare(trainer, batch, _Passes(state.parallel, checked, recorded, kept))
+                passes = _Passes(state.parallel, checked, recorded, kept)
+                found = _compare(trainer, batch, passes)
+                passes.end()
             if found is not None:
                 break
-    state.parallel.begin_steps()
     refuse_together(trainer, *(found or (False, False)))
 
 
@@ -161,9 +162,13 @@ class _Passes:
             for part in self.parallel.parts:
                 for module in noting_modules(part).values():
                     module.take()
-            self.parallel.rest()
-            self.parallel.settle()
             self.kept.put_back()
+
+    def end(self) -> None:
+        """After the last one; every rank calls it."""
+        self.parallel.rest()
+        self.parallel.settle()
+        self.parallel.begin_steps()
 
 
 class _Recorded:
