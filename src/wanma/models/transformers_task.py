@@ -6,6 +6,7 @@ Nothing is imported that the user's program has not imported: a model of transfo
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from typing import Any, Literal
 
@@ -104,8 +105,7 @@ def _task_of(model: Any, kind: type) -> Task | None:
         by_default = model.loss_type is None and not hasattr(model, "_loss_function")
         task = "causal" if by_default else _BY_LOSS.get(model.loss_function.__name__)
         if decodes and task in ("causal", "classes"):
-            can = task == "classes" and hasattr(model, "prepare_decoder_input_ids_from_labels")
-            return "sequence_to_sequence" if can else None
+            return "sequence_to_sequence" if task == "classes" and _shifts_labels(model, source) else None
         return task
     from transformers.models.auto import modeling_auto
 
@@ -113,10 +113,16 @@ def _task_of(model: Any, kind: type) -> Task | None:
     for registry, task in _BY_REGISTRY:
         known = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES", {}).values()
         if names & {name for one in known for name in ([one] if isinstance(one, str) else one)}:
-            if task == "sequence_to_sequence" and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            if task == "sequence_to_sequence" and not _shifts_labels(model, source):
                 return None
             return task
     return None
+
+
+def _shifts_labels(model: object, source: str) -> bool:
+    """Say whether an encoder-decoder's forward makes the decoder's inputs of the labels."""
+    shifts = re.search(r"shift\w*\(\s*labels\b", source) is not None
+    return shifts and hasattr(model, "prepare_decoder_input_ids_from_labels")
 
 
 def _class_with_forward(model: nn.Module) -> type:
