@@ -221,3 +221,12 @@ def test_weights_that_a_loss_returns_divide_the_global_batch_as_torchs_weighted_
     events = [json.loads(line) for line in (run.directory / "events.jsonl").read_text().splitlines()]
     validated = [event["loss"] for event in events if event["kind"] == "validation"]
     assert validated == pytest.approx(losses[1:], rel=1e-9)
+
+
+def test_a_rank_without_samples_gives_the_loss_targets_that_it_knows(tmp_path: Path) -> None:
+    job = {**JOB, "train": {**JOB["train"], "steps": 1, "global_batch": 1}}
+    loss = nn.CrossEntropyLoss(ignore_index=255, reduction="none")
+    objects = {"model": seeded(Plain), "data": Numbers(), "loss": loss}
+    alone = run_job(tmp_path / "one", job, Plan(micro_batch=1, precision="fp64"), objects)
+    both = run_job(tmp_path / "two", job, Plan(dp_replicate=2, micro_batch=1, precision="fp64"), objects)
+    assert both.losses == pytest.approx(alone.losses, rel=1e-12)

@@ -131,7 +131,7 @@ class DataSection(Section):
 
     text: Texts = Field(
         default_factory=list,
-        description="files, folders, globs, fsspec URLs; 'stdlib' is Python's own source",
+        description="plain text: files, folders, globs, fsspec URLs; 'stdlib' is Python's own source",
     )
     sources: list[SourceSection] = Field(default_factory=list, description="weighted mixture of texts")
     images: str | None = Field(None, description="folder or file: MNIST IDX, CIFAR-10 binary, or .npz")

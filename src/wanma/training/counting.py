@@ -40,6 +40,7 @@ class Counting:
         self._searched = self._ignored is not None
         self._of_other_positions: int | None = None
         """`ignore_index` of a cross entropy of fewer or more positions than the batch's targets have."""
+        self._may_have_others = True
 
     def __call__(self, losses: object, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum and number of the losses of `batch`'s real targets.
@@ -77,10 +78,11 @@ class Counting:
     def _refuse_ignored(self, losses: Tensor, targets: Tensor) -> None:
         """Refuse losses of other positions than the targets', if a cross entropy leaves some of them out."""
         index, has = self._of_other_positions, False
-        if losses.requires_grad:
+        if losses.requires_grad and self._may_have_others:
             for index, of in _cross_entropies(losses):
                 if of.numel() == losses.numel():
                     self._of_other_positions, has = index, has or bool((of == index).any())
+            self._may_have_others = self._of_other_positions is not None
         elif index is not None:
             has = bool((targets == index).any())
         if has:
