@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wanma
+from support.compare import spread_over
 from support.own import Numbers, Plain, seeded
 from support.own_loop import per_sample, session_job
 from support.ranks import run_ranks
 from wanma.job.errors import WanmaError
+from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Worker, current_worker
 
@@ -127,3 +129,16 @@ def stepping(worker: Worker, folder: Path) -> str:
 def test_a_hook_that_updates_the_parameter_is_refused_by_name(tmp_path: Path) -> None:
     (message,) = run_ranks(stepping, 1, (tmp_path / "run",))
     assert message.startswith("a hook on last.weight changes the parameter itself")
+
+
+class HooksAsItComputes(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.register_hook(torch.sign)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("plan", [Plan(micro_batch=4), Plan(dp_shard=2, shard="parameters", micro_batch=4)])
+def test_a_hook_that_a_forward_registers_is_refused_by_name(plan: Plan, tmp_path: Path) -> None:
+    text = {**job(), "model": {"factory": "any:thing"}, "data": {"cache": str(tmp_path / "cache")}}
+    with pytest.raises(AssertionError, match=r"first\.weight: a forward pass registers a hook"):
+        spread_over(tmp_path, text, plan, objects={"model": HooksAsItComputes(), "data": Numbers()})

@@ -90,8 +90,11 @@ class ForwardChanges:
             whether a weight has changed.
 
         Raises:
-            JobError: several micro-batches have each changed it.
+            JobError: several micro-batches have each changed it; or the forward has hooked its gradient.
         """
+        if self._steps < WATCHED_STEPS:
+            for name, tensor in zip(self._names, self._tensors, strict=bool(self._tensors)):
+                _refuse_hooks(name, tensor, own=1)
         changed = self._changed()
         for index in changed if self._micro_batches != 1 else ():
             first = self._after_first.get(index)
@@ -174,6 +177,9 @@ class GatheredCopies:
             JobError: one has been written to since it was gathered first.
         """
         self._steps += 1
+        for name, shard in zip(self._names, self._group.fsdp_params, strict=True):
+            if self._versions is not None and self._steps <= WATCHED_STEPS:
+                _refuse_hooks(name, shard.unsharded_param)
         for index, shard in enumerate(self._group.fsdp_params if self._versions is not None else ()):
             assert self._versions is not None
             if shard.unsharded_param._version != self._versions[index]:
@@ -181,6 +187,20 @@ class GatheredCopies:
 
     def _refusal(self, name: str) -> JobError:
         return refuse_lost_change(name, on_cpu=self._group.device.type == "cpu")
+
+
+def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
+    """Of what computes, whose gradient is one micro-batch's.
+
+    Args:
+        own: how many of wanma's are there.
+    """
+    if computing._backward_hooks or len(computing._post_accumulate_grad_hooks or ()) > own:
+        raise JobError(
+            f"{name}: a forward pass registers a hook on this parameter, which would see the gradient of "
+            "one micro-batch on one rank",
+            "register it once, before training: then it sees the gradient of the global batch",
+        )
 
 
 def _start(shard: Any, size: int) -> int:
