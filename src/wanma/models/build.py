@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
-from wanma.job.sections import ModelSection
+from wanma.job.sections import ModelSection, ParameterGroupSection
 from wanma.job.user_code import users_line
 from wanma.models.decoder import Decoder, decoder_layout
 from wanma.models.described import decoder_dimensions, model_kind, reject_dimension_keys, vision_dimensions
@@ -22,6 +22,7 @@ from wanma.models.initialize import initial_value
 from wanma.models.layout import Layout, tie_parameters
 from wanma.models.lora import with_adapters
 from wanma.models.ready import check_ready
+from wanma.models.roles import is_frozen
 from wanma.models.statistics import convert_batch_norm
 from wanma.models.vision import VISION_LAYOUT, build_vision
 
@@ -40,6 +41,8 @@ class ModelSpec:
     """None for users' modules, which declare nothing."""
     own_initialization: bool
     """The constructor gives the weights their values: users' modules, built on CPU under the job's seed."""
+    frozen: Callable[[str], bool] = lambda _: False
+    """Tells of a parameter's name whether the job freezes it for good, whatever the model says."""
 
     def require_layout(self, key: str) -> Layout:
         """The layout, for what job key `key` asks.
@@ -104,6 +107,11 @@ def model_spec(
         raise JobError(f"model '{name}' reads images, but the data are tokens", "name a decoder preset")
     vision = vision_dimensions(section, image_shape, classes)
     return ModelSpec(name, kind, lambda: build_vision(vision), VISION_LAYOUT, False)
+
+
+def with_frozen(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:
+    """`spec` of a model with the parameters frozen that `train.parameter_groups` freezes."""
+    return replace(spec, frozen=lambda name: spec.frozen(name) or is_frozen(name, groups))
 
 
 def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelSpec:

@@ -47,7 +47,9 @@ def with_adapters(spec: ModelSpec, section: ModelSection) -> ModelSpec:
     """`spec` of a model with the adapters that `section` asks for, if any."""
     if section.lora_rank == 0:
         return spec
-    return replace(spec, make=lambda: add_adapters(spec.make(), section))
+    return replace(
+        spec, make=lambda: add_adapters(spec.make(), section), frozen=lambda name: not is_adapter(name)
+    )
 
 
 def add_adapters(model: nn.Module, section: ModelSection) -> nn.Module:

@@ -8,14 +8,16 @@ a parameter, never a parameter's path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from wanma.job.sections import ParameterGroupSection
 from wanma.models.blocks import repeated_blocks
 
 
@@ -66,6 +68,17 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
                 role = replace(role, is_hidden_matrix=False)
             owners.setdefault(id(parameter), []).append(role)
     return {name: _together(owners[id(parameter)]) for name, parameter in model.named_parameters()}
+
+
+def group_of(name: str, groups: Iterable[ParameterGroupSection]) -> ParameterGroupSection | None:
+    """The group of `train.parameter_groups` that parameter `name` belongs to: the first that matches."""
+    return next((group for group in groups if fnmatchcase(name, group.match)), None)
+
+
+def is_frozen(name: str, groups: Iterable[ParameterGroupSection]) -> bool:
+    """Whether `train.parameter_groups` freezes parameter `name`."""
+    group = group_of(name, groups)
+    return group is not None and group.frozen
 
 
 def output_layers(model: nn.Module) -> list[nn.Module]:

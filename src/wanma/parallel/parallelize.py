@@ -26,6 +26,7 @@ from wanma.parallel.common_weights import share_weights
 from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
+from wanma.parallel.freezing import Flags, frozen_for_good
 from wanma.parallel.gather_watch import watch_gathers
 from wanma.parallel.gradient_hooks import GradientHooks
 from wanma.parallel.low_precision import compute_in_fp8
@@ -59,7 +60,7 @@ class Parallel:
     parameter_names: tuple[str, ...]
     """Of the whole model, whatever part of it is here."""
     trainable_names: tuple[str, ...]
-    """Those that the model itself does not freeze."""
+    """Those that are trained, or may be later: they are not frozen for good."""
     roles: Mapping[str, Role]
     """Of the whole model's parameters, by name."""
     noting: Mapping[str, NotesStatistics]
@@ -161,12 +162,13 @@ def parallelize(
     """
     whole = _make(spec, plan, seed)
     refuse_shared_memory(whole)
+    fixed = frozen_for_good(whole, spec.frozen)
     _refuse_low_weights(whole, spec)
     _refuse_sparse_gradients(whole, spec)
     _refuse_what_depends_on_the_layout(whole, spec, plan)
     _store_row_by_row(whole)
     names = tuple(name for name, _ in whole.named_parameters())
-    trainable = tuple(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
+    trainable = tuple(name for name in names if name not in fixed)
     roles = parameter_roles(whole)
     noting = noting_modules(whole)
     hooks = GradientHooks(whole, plan)
@@ -177,7 +179,7 @@ def parallelize(
         parts = [keep_stage(whole, layout, plan, number) for number in numbers]
     compression = open_compression(grid, seed)
     data_parallel = tuple(
-        _apply(part, spec, plan, grid, grid.communication, scratch, compression) for part in parts
+        _apply(part, spec, plan, grid, grid.communication, scratch, compression, fixed) for part in parts
     )
     ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
     # Of the process: all that tensor, context and expert ranks wait for each other.
@@ -265,6 +267,7 @@ def _apply(
     stopwatch: Stopwatch,
     scratch: Scratch | None,
     compression: GradientCompression | None,
+    fixed: frozenset[str],
 ) -> Sharded | Whole:
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.fp8:
@@ -291,7 +294,10 @@ def _apply(
         stopwatch,
         full_precision_output=spec.kind == "custom",
         compression=compression,
+        fixed=fixed,
     )
+    if spec.own_initialization and isinstance(data_parallel, Sharded):
+        data_parallel = replace(data_parallel, flags=Flags(part, fixed))
     if not spec.own_initialization:
         allocate(part, parameters_device(plan, grid.device), grid.device)
     elif plan.offload_parameters == "nothing":  # else FSDP2 has put everything where it belongs

@@ -27,6 +27,7 @@ own precision.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,6 +47,7 @@ from wanma.models.blocks import shared_parameters
 from wanma.parallel.common_weights import CommonWeights, communicates
 from wanma.parallel.compressed import GradientCompression
 from wanma.parallel.compressed_shard import compress_unit, names_of
+from wanma.parallel.freezing import Flags
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
@@ -67,6 +69,7 @@ def shard_data(
     *,
     full_precision_output: bool,
     compression: GradientCompression | None = None,
+    fixed: Collection[str] = (),
 ) -> Sharded | Whole:
     """Shard `model` over the data axes: each block is one unit of communication, the rest another.
 
@@ -75,17 +78,18 @@ def shard_data(
             their own, on their own mesh.
         full_precision_output: give the model's output as fp32, for losses that do not care themselves.
         compression: sums gradients in fewer bytes; None: they are summed as they are.
+        fixed: names of parameters that are frozen for good.
     """
     if plan.computes_with_state:
         input_dtype = torch.float64 if plan.precision == "fp64" else None
-        return Whole(model, grid, stopwatch, input_dtype, compression=compression)
+        return Whole(model, grid, stopwatch, input_dtype, compression=compression, fixed=fixed)
     strays, scalars = Strays(model), None
     divides = _divides(plan)
     divisor = plan.replicas if divides else 1
     if kept_whole(model):
         # The time of communication is told on CPUs alone.
         watch = stopwatch if plan.device == "cpu" else Stopwatch()
-        scalars = Whole(model, grid, watch, None, divisor=divisor, scalars_only=True)
+        scalars = Whole(model, grid, watch, None, divisor=divisor, scalars_only=True, fixed=fixed)
     whole = kept_whole(model)
     policy = MixedPrecisionPolicy()
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
@@ -178,6 +182,8 @@ class Sharded:
     """In which gradients are reduced."""
     weights: CommonWeights | None = None
     """What this rank computes with, where it is the same memory on all ranks of the machine."""
+    flags: Flags | None = None
+    """Of a model that may freeze and release parameters as it trains."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say what the backward of the next micro-batch communicates: all of it only at the last one.
@@ -211,6 +217,8 @@ class Sharded:
         self.order.end_backward()
         if self.scalars is not None:
             self.scalars.end_backward()
+        if self.flags is not None:
+            self.flags.settle()
         self.settle()
 
     def settle(self) -> None:

@@ -19,21 +19,28 @@ class Strays:
     def __init__(self, model: nn.Module) -> None:
         # A gradient that is there already is none of ours.
         self._given = [
-            (name, weakref.ref(parameter))
+            (name, weakref.ref(parameter), parameter.requires_grad)
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
+            if parameter.grad is None
         ]
 
     def refuse(self) -> None:
         """After a backward.
 
         Raises:
-            JobError: one of them has got a gradient.
+            JobError: one of them has got a gradient, or has been frozen or released.
         """
         # Most are gone with the first step.
-        self._given = [(name, given) for name, given in self._given if given() is not None]
-        for name, given in self._given:
+        self._given = [one for one in self._given if one[1]() is not None]
+        for name, given, was_trained in self._given:
             parameter = given()
+            if parameter is not None and parameter.requires_grad != was_trained:
+                raise JobError(
+                    f"{name}: requires_grad was set by another reference than its module's attribute, so "
+                    "that the model would not follow",
+                    "set it by the module (module.requires_grad_(…), module.parameters()), and keep no "
+                    "parameters in lists, closures or other objects",
+                )
             if parameter is not None and parameter.grad is not None:
                 raise JobError(
                     f"{name}: the model computes with this parameter by another reference than its module's "

@@ -109,7 +109,7 @@ class UnitOrder:
         mine = [
             number
             for unit in self._units
-            for number in (float(unit.has_gradient()), float(place.get(unit, 0)), *map(float, unit.had))
+            for number in (float(unit.has_gradient()), float(place.get(unit, 0)), *map(float, unit.has_had()))
         ]
         hashed = self.watch.hash if self.watch is not None else 0
         numbers = torch.tensor([hashed, hashed**2, *mine], dtype=torch.float64, device=self._device)
@@ -231,6 +231,11 @@ class _Unit:
         """Whether this rank has one that has not been reduced."""
         return any(_gradient(shard) is not None for shard in self._trained())
 
+    def has_had(self) -> list[bool]:
+        """Of each parameter, whether this rank has had a gradient in this step, reduced or not."""
+        shards = zip(self.had, self.group.fsdp_params, strict=True)
+        return [had or (_is_trained(shard) and _gradient(shard) is not None) for had, shard in shards]
+
     def hold(self, *, reshard: bool) -> None:
         """Add gradients up, whole."""
         group = self.group
@@ -246,8 +251,7 @@ class _Unit:
         self.is_reduced = True
         if not (trained := list(self._trained())):
             return
-        for at, shard in enumerate(self.group.fsdp_params):
-            self.had[at] |= shard.sharded_param.requires_grad and _gradient(shard) is not None
+        self.had = self.has_had()
         missing = [shard for shard in trained if _gradient(shard) is None]
         if any(not hasattr(shard, "_unsharded_param") for shard in missing):
             self._module.unshard()
@@ -278,7 +282,11 @@ class _Unit:
         self.had = [False] * len(self.had)
 
     def _trained(self) -> Iterator[Any]:
-        return (shard for shard in self.group.fsdp_params if shard.sharded_param.requires_grad)
+        return (shard for shard in self.group.fsdp_params if _is_trained(shard))
+
+
+def _is_trained(shard: Any) -> bool:
+    return bool(shard.sharded_param.requires_grad)
 
 
 def _gradient(shard: Any) -> Tensor | None:

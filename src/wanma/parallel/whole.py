@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from wanma.parallel.compressed import GradientCompression, whole_slot
 from wanma.parallel.compressed_whole import sum_compressed
 from wanma.parallel.data_sums import data_sums
 from wanma.parallel.forward_changes import ForwardChanges
+from wanma.parallel.freezing import refuse_release
 from wanma.parallel.gradient_sums import Bucket, GradientSums, Size, buckets
 from wanma.parallel.mesh import Grid
 from wanma.parallel.strays import Strays
@@ -45,6 +46,10 @@ class _Held:
     """How `tp` splits it."""
     named: list[tuple[nn.Module, str]] = field(default_factory=list)
     computing: nn.Parameter | None = None
+    is_fixed: bool = False
+    """Frozen for good."""
+    began_trained: bool = False
+    """It was to be trained when the step began."""
 
     @property
     def is_early(self) -> bool:
@@ -66,9 +71,29 @@ class _Held:
             self.computing = nn.Parameter(value, can_be_trained)
             if can_be_trained:
                 self.computing.register_post_accumulate_grad_hook(on_gradient)
-        # Who trains may freeze and release parameters between steps.
-        self.computing.requires_grad_(self.state.requires_grad)
+        # Who trains may freeze and release parameters between steps; so may the model in its forward.
+        self.began_trained = self.state.requires_grad
+        self.computing.requires_grad_(self.began_trained)
         return self.computing
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether this step may have made a gradient."""
+        if self.computing is None:
+            return self.state.requires_grad
+        return self.began_trained or self.computing.requires_grad
+
+    def take_flag(self) -> None:
+        """Freeze or release the state as the model has done with what computes.
+
+        Raises:
+            WanmaError: it is frozen for good.
+        """
+        assert self.computing is not None
+        if self.computing.requires_grad != self.began_trained:
+            self.state.requires_grad_(self.computing.requires_grad)
+        if self.is_fixed and self.state.requires_grad:
+            refuse_release(self.full_name, self.state)
 
     def take_gradient(self) -> Tensor | None:
         """This rank's, from where backward has put it: placed as the parameter, or a part of its sum."""
@@ -91,6 +116,7 @@ class Whole:
         divisor: of gradients, beside their sum.
         scalars_only: leave all parameters alone but those of `kept_whole`.
         compression: sums gradients over the replicas in fewer bytes, after backward; None: as they are.
+        fixed: names of parameters that are frozen for good.
     """
 
     def __init__(
@@ -103,6 +129,7 @@ class Whole:
         divisor: int = 1,
         scalars_only: bool = False,
         compression: GradientCompression | None = None,
+        fixed: Collection[str] = (),
     ) -> None:
         self.divisor = divisor
         self.communication = stopwatch
@@ -116,8 +143,11 @@ class Whole:
         self._overlaps = overlaps and len(self._axes) == 1
         self._sums: GradientSums | None = None
         """Of the step whose last micro-batch runs backward."""
+        self._is_last = False
         self._strays = Strays(model)
         self._held = _hold(model, grid, scalars_only=scalars_only)
+        for one in self._held:
+            one.is_fixed = one.full_name in fixed
         self._changes = ForwardChanges([held.full_name for held in self._held])
         self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
         self._layout: tuple[list[Size], list[Bucket]] = [], []
@@ -135,8 +165,7 @@ class Whole:
     def begin_micro_batch(self, last: bool) -> None:
         """Say whether the next backward is the step's last, in which gradients become complete."""
         self._changes.begin_micro_batch()
-        overlaps = last and self._overlaps and not self._compresses
-        self._sums = self._sums_of(self._take_complete, axis=0) if overlaps else None
+        self._sums, self._is_last = None, last
 
     def end_backward(self) -> None:
         """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
@@ -167,6 +196,7 @@ class Whole:
             self._computes = False
             for held in self._held:
                 _name(held, held.state)
+                held.take_flag()
 
     def _before_forward(
         self,
@@ -193,7 +223,7 @@ class Whole:
 
     def _sums_of(self, take: Callable[[int], Tensor | None], axis: int) -> GradientSums:
         sizes = self._trained()
-        if sizes != self._layout[0]:  # who trains may freeze and release parameters between steps
+        if sizes != self._layout[0]:  # parameters may be frozen and released as training goes on
             self._layout = sizes, buckets(sizes, self._bucket_bytes)
         first = sizes[0].parameter if sizes else 0
         device = local_part(self._held[first].state).device if sizes else torch.device("cpu")
@@ -201,10 +231,13 @@ class Whole:
         return GradientSums(self._layout[1], device, take, sums.begin, self.communication, sums.join)
 
     def _trained(self) -> list[Size]:
-        return [size for size in self._sizes if self._held[size.parameter].state.requires_grad]
+        return [size for size in self._sizes if self._held[size.parameter].is_trained]
 
     def _on_gradient(self, index: int) -> None:
         """Backward has made the gradient of a parameter."""
+        if self._sums is None and self._is_last and self._overlaps and not self._compresses:
+            # Not before: the forward may have frozen or released parameters.
+            self._sums = self._sums_of(self._take_complete, axis=0)
         if self._sums is not None:
             self._sums.arrived(index)
 
@@ -254,7 +287,7 @@ class Whole:
                 return left.pop(index, None)
 
             sums = self._sums if self._sums is not None else self._sums_of(take, axis)
-            self._sums = None
+            self._sums, self._is_last = None, False
             gradients = sums.finish(take, self._has_changed)
             self._has_changed = sums.was_said
             # From now on this model's are complete only at the end.

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
@@ -39,12 +40,12 @@ class BetweenSites:
         self.synchronization, self._grid, self._copies = seldom, grid, parallel.ties.names
         self.outer: OuterUpdates | None = None
         self._late: LateGradients | None = None
+        trained = {name: one for name, one in updater.parameters.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in updater.parameters.items() if name not in trained}
         if seldom.is_local:
-            self.outer = OuterUpdates(
-                seldom, grid, parallel.parameter_names, updater.parameters, parallel.ties
-            )
+            self.outer = OuterUpdates(seldom, grid, parallel.parameter_names, trained, parallel.ties)
         if not seldom.is_local or seldom.synchronous_steps:
-            self._late = LateGradients(seldom.staleness, grid, updater.parameters, parallel.ties)
+            self._late = LateGradients(seldom.staleness, grid, trained, parallel.ties)
         self._is_joining = False
         """What is being loaded was not saved by as many sites."""
         self._has_momentum = True
@@ -59,7 +60,17 @@ class BetweenSites:
 
         Returns:
             what they are; None for this site's own, of this step.
+
+        Raises:
+            WanmaError: a parameter has a gradient that was frozen when the run began.
         """
+        for name, parameter in self._frozen.items():
+            if parameter.grad is not None:
+                raise WanmaError(
+                    f"{name} was frozen when the run began and is trained now, but sites exchange only what "
+                    "was trained from the start",
+                    "release it before the run begins, or leave parallel.synchronization out",
+                )
         if self._late is None or (self.outer is not None and not self.synchronization.is_synchronous(step)):
             return None
         self._late.send(step, factor)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wanma.data.batch import IGNORED, Batch, stack_rows
+from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.random_draws import Forward
@@ -62,6 +63,11 @@ class ForwardBackward:
             part, positions = self._part(batch)
             with explaining_doubles(batch, self._plan.precision), self._drawing(part, positions) as forward:
                 batch_loss, batch_targets = self._losses(part)
+                if not batch_loss.requires_grad:
+                    raise WanmaError(
+                        "the loss has no gradient: no parameter that it depends on is trained",
+                        "leave requires_grad = True on what is to be trained, and do not detach the output",
+                    )
                 forward.end()
                 clock.stop(forward=True)
                 clock.start()

@@ -17,7 +17,7 @@ from wanma.job.errors import JobError
 from wanma.job.imports import import_object
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
-from wanma.models.build import ModelSpec, custom_spec, model_spec
+from wanma.models.build import ModelSpec, custom_spec, model_spec, with_frozen
 from wanma.models.lora import with_adapters
 from wanma.models.parameter_hooks import register_hooks
 from wanma.parallel.global_batch import GlobalBatch
@@ -74,7 +74,7 @@ def train(worker: Worker, request: Request) -> str:
         identity = Identity()
         if (model := request.objects.get("model")) is not None:
             identity = identity_of(model, seeded=request.seeded)
-        spec = choose_spec(request, data)
+        spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
         parallel = parallelize(spec, plan, grid, job.train.seed, scratch)
         with Trainer(
             job,

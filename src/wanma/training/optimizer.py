@@ -6,6 +6,7 @@ before each step; state is exposed by parameter name, so that checkpoints do not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from wanma.checkpoint.shards import local_part
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import ParameterGroupSection, TrainSection
-from wanma.models.roles import Role
+from wanma.models.roles import Role, group_of, is_frozen
 from wanma.planner.capabilities import split_factors
 from wanma.training.muon import Muon
 from wanma.training.state_home import StateHome
+
+_COUNT = "step"
+"""Key of torch's optimizers for the updates of one parameter."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Updater:
     """Applies gradients to named parameters.
 
     Args:
-        rules: trained parameters by name with their rule; frozen ones are left out.
+        rules: parameters that are trained, or may be later, by name with their rule.
         copies: name here -> name of the tensor of another stage that a parameter is a copy of. That stage
             counts and saves it.
         home: where state waits between updates; some parameters are then updated at a time.
@@ -60,6 +64,8 @@ class Updater:
         self.copies = copies
         self._home = home
         self._updates = 0
+        self._left_out: Counter[str] = Counter()
+        """Updates in which a parameter had no gradient: it was frozen, or took no part."""
         self._reserved: dict[Tensor, tuple[Tensor, Tensor]] = {}
         matrices = [name for name in rules if rules[name].is_orthogonalised]
         others = [name for name in rules if not rules[name].is_orthogonalised]
@@ -96,12 +102,13 @@ class Updater:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["learning_rate_scale"]
+        self._left_out.update(name for name, one in self.parameters.items() if one.grad is None)
         self._run()
         self._updates += 1
 
     def reserve_state(self) -> None:
-        """Take the memory of AdamW's moments now, of parameters that have none yet; the first update of each
-        gives it to them.
+        """Take the memory of AdamW's moments now, of trained parameters that have none yet; the first update
+        of each gives it to them.
 
         Where memory is a heap, what is made in the first update would lie scattered over the room of the
         activations, which then find no holes of their size.
@@ -109,7 +116,8 @@ class Updater:
         for optimizer in self._optimizers:
             if isinstance(optimizer, AdamW):
                 for parameter in self._of(optimizer):
-                    if parameter not in optimizer.state:
+                    owner = self.parameters[self._names[id(parameter)]]
+                    if parameter not in optimizer.state and owner.requires_grad:
                         self._reserved[parameter] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def allocate_state(self, saved: Iterable[str]) -> None:
@@ -118,8 +126,11 @@ class Updater:
         Args:
             saved: names as of `state_tensors`. A parameter that has had no gradient yet has no state.
         """
+        saved = set(saved)
         owners = {name.rpartition(".")[0] for name in saved}
         for name, parameter in self.parameters.items():
+            if f"{self.copies.get(name, name)}.{_COUNT}" in saved:
+                self._left_out[name] = 1  # until the count itself is loaded
             if self.copies.get(name, name) in owners:
                 parameter.grad = torch.zeros_like(parameter)
         before = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
@@ -134,11 +145,11 @@ class Updater:
         self.zero_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """'NAME.exp_avg' and so on: the state that has a shape; counters are in `updates`."""
+        """'NAME.exp_avg' and so on: the state that has a shape, and the counts that differ from `updates`."""
         return {
             f"{name}.{key}": value
             for name, key, value in self._entries()
-            if isinstance(value, Tensor) and key != "step"
+            if isinstance(value, Tensor) and (key != _COUNT or self._left_out[name])
         }
 
     def state_by_kind(self) -> dict[str, dict[str, Tensor]]:
@@ -156,13 +167,17 @@ class Updater:
 
     @updates.setter
     def updates(self, count: int) -> None:
+        """Sets those of all parameters too, but for counts of their own, which have been loaded."""
         self._updates = count
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"].fill_(count)
-                elif "step" in state:
-                    state["step"] = count
+            for parameter, state in optimizer.state.items():
+                name = self._names[id(parameter)]
+                if _COUNT not in state:
+                    continue
+                if self._left_out[name]:
+                    self._left_out[name] = count - int(state[_COUNT])
+                else:
+                    state[_COUNT].fill_(count)
 
     def _run(self) -> None:
         for name, local in self._local.items():
@@ -183,7 +198,7 @@ class Updater:
                     first, second = self._reserved.pop(parameter)
                     # As `torch.optim.AdamW` begins; fused, it counts in fp32 beside the parameter.
                     step = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
-                    optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+                    optimizer.state[parameter] = {_COUNT: step, "exp_avg": first, "exp_avg_sq": second}
 
     @staticmethod
     def _of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -212,7 +227,8 @@ class Updater:
             for parameter, state in optimizer.state.items():
                 name = self._names[id(parameter)]
                 for key, value in state.items():
-                    if name in self._local and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    has_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+                    if name in self._local and has_shape and key != _COUNT:
                         yield name, key, placed_as(value, self.parameters[name])
                     else:
                         yield name, key, value
@@ -228,12 +244,16 @@ def build_updater(
     copies: Mapping[str, str] = MappingProxyType({}),
     home: StateHome | None = None,
 ) -> Updater:
-    """The update rule of `train` over a model's parameters; frozen ones stop requiring gradients.
+    """The update rule of `train` over a model's parameters.
+
+    What only the model itself freezes takes part as soon as it has a gradient: its state begins then, as that
+    of torch's optimizers does.
 
     Args:
         parameters: of this rank; of a pipeline's stage that is frozen altogether, none are trained.
         roles: of the whole model's parameters, by name.
-        trainable: names of the whole model's parameters that may be trained; None: `parameters` are all.
+        trainable: names of the whole model's parameters that are not frozen for good; None: `parameters` are
+            all, but for those that `train` freezes.
         home: as of `Updater`.
         copies: as of `Updater`; a copy follows the rule of the tensor that it is a copy of.
 
@@ -241,19 +261,19 @@ def build_updater(
         JobError: nothing is left to train, or Muon does not know what to do with a matrix.
     """
     if trainable is None:
-        trainable = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    if all(_is_frozen(name, train) for name in trainable):
+        trainable = [name for name in parameters if not is_frozen(name, train.parameter_groups)]
+    trainable = set(trainable)
+    if not trainable:
         raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
-    frozen = {name for name in parameters if _is_frozen(copies.get(name, name), train)}
-    for name in frozen:
-        parameters[name].requires_grad_(False)
     if error := split_factors(train.optimizer, plan):
         raise error
-    by_saved_name = group_rules({name: roles[name] for name in trainable}, train)
-    trained = [
-        name for name, parameter in parameters.items() if name not in frozen and parameter.requires_grad
-    ]
-    rules = {name: by_saved_name[copies.get(name, name)] for name in trained}
+    by_saved_name = group_rules({name: role for name, role in roles.items() if name in trainable}, train)
+    rules = {}
+    for name, parameter in parameters.items():
+        if (rule := by_saved_name.get(copies.get(name, name))) is not None:
+            rules[name] = rule
+        else:
+            parameter.requires_grad_(False)
     return Updater(parameters, rules, train, copies, home)
 
 
@@ -281,7 +301,7 @@ def group_rules(roles: Mapping[str, Role], train: TrainSection) -> dict[str, Gro
     """
     rules = {}
     for name, role in roles.items():
-        group = _group_of(name, train)
+        group = group_of(name, train.parameter_groups)
         decay = train.weight_decay if role.decays else 0.0
         scale = 1.0
         if group is not None:
@@ -306,15 +326,6 @@ def placed_as(local: Tensor, like: nn.Parameter) -> Tensor:
     """The DTensor of which `local` is this rank's part, in whatever memory that is."""
     assert isinstance(like, DTensor)
     return DTensor(local, like._spec, requires_grad=False)
-
-
-def _group_of(name: str, train: TrainSection) -> ParameterGroupSection | None:
-    return next((group for group in train.parameter_groups if fnmatchcase(name, group.match)), None)
-
-
-def _is_frozen(name: str, train: TrainSection) -> bool:
-    group = _group_of(name, train)
-    return group is not None and group.frozen
 
 
 def _is_for_muon(name: str, role: Role, group: ParameterGroupSection | None) -> bool:

@@ -31,7 +31,7 @@ from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
-from wanma.models.build import custom_spec
+from wanma.models.build import custom_spec, with_frozen
 from wanma.models.lora import with_adapters
 from wanma.models.random_draws import Forward
 from wanma.models.routing import set_loss_factor
@@ -131,8 +131,9 @@ class Session:
         self._identity = identity_of(model, seeded=is_seeded())
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
             self._workload = module_workload(model, _checked(example))
+        spec = with_adapters(custom_spec(model, self.job.model.statistics_group), self.job.model)
         self._parallel = parallelize(
-            with_adapters(custom_spec(model, self.job.model.statistics_group), self.job.model),
+            with_frozen(spec, self.job.train.parameter_groups),
             self.plan,
             self.grid,
             self.job.train.seed,
