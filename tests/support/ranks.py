@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from wanma.collectives.shared.errors import SharedMemoryError
 from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
 
@@ -77,6 +78,17 @@ def run_job(
     # By value, as `wanma.train` sends them: multiprocessing alone would let ranks share the tensors' memory.
     by_value = cloudpickle.dumps(objects or {})
     run_ranks(_train_rank, plan.world_size, (directory, job, plan, by_value, patch, workers or {}), seconds)
+    return Outcome(directory)
+
+
+def run_here(directory: Path, job: dict[str, Any], plan: Plan, objects: dict[str, Any]) -> Outcome:
+    """`run_job` of one rank in this very process, which costs no start of another; raises its error."""
+    from wanma.training.main import train
+    from wanma.training.request import Request
+
+    RunDirectory(directory).create()
+    given = cloudpickle.loads(cloudpickle.dumps(objects))
+    train(Worker.alone(directory), Request(Job.model_validate(job), plan, objects=given))
     return Outcome(directory)
 
 

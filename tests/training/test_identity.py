@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.own import Noisy, Numbers, Plain, seeded
-from support.ranks import run_job
+from support.ranks import run_here
 from wanma.data.fingerprint import dataset_fingerprint
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
@@ -65,10 +65,10 @@ def test_a_run_that_has_ended_refuses_what_it_was_not_of(
     directory = tmp_path / "run"
     shutil.copytree(once(), directory)
     if told is None:
-        assert len(run_job(directory, JOB, Plan(micro_batch=8), objects()).losses) == 2
+        assert len(run_here(directory, JOB, Plan(micro_batch=8), objects()).losses) == 2
         return
-    with pytest.raises(AssertionError, match=told) as error:
-        run_job(directory, JOB, Plan(micro_batch=8), objects(**changed))
+    with pytest.raises(WanmaError, match=told) as error:
+        run_here(directory, JOB, Plan(micro_batch=8), objects(**changed))
     assert "run_directory=" in str(error.value)
     assert "--fresh" in str(error.value)
 
@@ -80,7 +80,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     @functools.cache
     def made() -> Path:
         directory = tmp_path_factory.mktemp("identity") / "run"
-        run_job(directory, JOB, Plan(micro_batch=8), objects())
+        run_here(directory, JOB, Plan(micro_batch=8), objects())
         return directory
 
     return made

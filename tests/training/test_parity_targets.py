@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from support.compare import one_process, same_numbers, spread_over
-from support.own import PartlyLabelled, Tagger
+from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
 from wanma.data.batch import IGNORED
 from wanma.job.plan import Plan
 
@@ -140,3 +140,17 @@ def test_a_batch_without_any_target_is_an_error_that_names_the_step(tmp_path: Pa
     job["data"] = {"factory": "support.own:Unlabelled"}
     with pytest.raises(AssertionError, match="step 1: no sample of the global batch has a target"):
         spread_over(tmp_path / "run", job, Plan(dp_replicate=2, micro_batch=1))
+
+
+def test_a_rank_without_samples_gives_a_loss_targets_that_it_knows(tmp_path: Path) -> None:
+    job = {
+        "model": {"factory": "support.own:Plain"},
+        "train": {"precision": "fp64", "steps": 1, "global_batch": 1},
+        "checkpoint": {"every_steps": 0},
+    }
+    loss = torch.nn.CrossEntropyLoss(ignore_index=255, reduction="none")
+    objects = {"model": seeded(Plain), "data": Numbers(), "loss": loss}
+    one = one_process(tmp_path / "one", job, 1, objects=objects)
+    same_numbers(
+        one, spread_over(tmp_path / "two", job, Plan(dp_replicate=2, micro_batch=1), objects=objects)
+    )

@@ -10,7 +10,7 @@ from torch import nn
 import wanma
 from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
 from support.own_loop import per_sample, session_job
-from support.ranks import run_job
+from support.ranks import run_here
 from wanma.job.plan import Plan
 
 JOB = {
@@ -21,7 +21,7 @@ JOB = {
 
 
 def losses_of(model: nn.Module, folder: Path) -> list[float]:
-    return run_job(folder, JOB, Plan(micro_batch=8), {"model": model, "data": PartlyLabelled()}).losses
+    return run_here(folder, JOB, Plan(micro_batch=8), {"model": model, "data": PartlyLabelled()}).losses
 
 
 def test_dropout_of_a_model_that_comes_in_evaluation_mode_works(tmp_path: Path) -> None:
