@@ -6,6 +6,7 @@ import inspect
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -169,11 +170,14 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Modul
 def _huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> ModelSpec:
     given = read_config(section)  # also says whether transformers is here
     from wanma.models.huggingface import build_huggingface, huggingface_config
+    from wanma.models.huggingface_refusals import longest_positions
 
     config = huggingface_config(given, vocabulary, sequence_length)
+    length = sequence_length or longest_positions(config) or 2048
     with torch.device("meta"):
-        model = build_huggingface(config)
-    return ModelSpec(type(model).__name__, "tokens", lambda: build_huggingface(config), model.layout, False)
+        model = build_huggingface(config, length)
+    make = partial(build_huggingface, config, length, model.findings)
+    return ModelSpec(type(model).__name__, "tokens", make, model.layout, False)
 
 
 def _factory(section: ModelSection) -> _Factory:

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.attention import AttentionMask
-from wanma.models.huggingface_layout import Plans, layout_of, plans_of
-from wanma.models.huggingface_parts import ATTENTION, MASK, hand_on, no_positions, replace_parts
+from wanma.models.huggingface_findings import require_same_training
+from wanma.models.huggingface_layout import layout_of
+from wanma.models.huggingface_parts import ATTENTION, MASK, replace_parts
+from wanma.models.huggingface_probe import Findings
 from wanma.models.huggingface_published import HuggingFacePublished
 from wanma.models.huggingface_refusals import refuse_config, refuse_model
+from wanma.models.huggingface_stages import Passage, hand_on, keep_blocks, no_embedding
 from wanma.models.layout import Layout, tie_parameters
 from wanma.models.moe import Experts
 from wanma.models.routing import Router
@@ -59,28 +63,29 @@ def huggingface_config(
     return config
 
 
-def build_huggingface(config: PreTrainedConfig) -> HuggingFaceModel:
+def build_huggingface(
+    config: PreTrainedConfig, sequence_length: int, findings: Findings | None = None
+) -> HuggingFaceModel:
     """The model, on the current device, ready to be split.
+
+    Args:
+        sequence_length: of the data.
+        findings: of the same model, built before; None: found out, on the meta device.
 
     Raises:
         JobError: it is no causal model, or not built as wanma needs it.
     """
-    try:
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=ATTENTION, dtype=torch.float32
-        )
-    except (ValueError, ImportError) as error:
-        raise JobError(f"model.huggingface: {error}", "name the config of a causal language model") from error
-    refuse_model(model)
-    replace_parts(model)
+    model = _adapted(config)
+    if findings is None:
+        findings = require_same_training(model, sequence_length, _adapted)
     kind = type(model)
     # A class of its own, as FSDP2 makes one: the names of parameters are not those of a wrapper's child.
     model.__class__ = type(kind.__name__, (HuggingFaceModel, kind), {})
     assert isinstance(model, HuggingFaceModel)
     adapted: HuggingFaceModel = model
     adapted.mask = AttentionMask()
-    adapted.layout = layout_of(cast(PreTrainedModel, model))
-    adapted.plans = plans_of(cast(PreTrainedModel, model))
+    adapted.findings = findings
+    adapted.layout = layout_of(model, findings)
     tie_parameters(adapted, adapted.layout.tied)
     return adapted
 
@@ -89,37 +94,54 @@ class HuggingFaceModel(HuggingFacePublished):
     """Comes before a transformers class among the bases of a model's class."""
 
     layout: Layout
-    plans: Plans
+    findings: Findings
     config: Any
     mask: nn.Module
+    passage: Passage | None = None
+    """Of a pipeline stage."""
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         """Logits of the next token at every position; arguments as of `Decoder`."""
         self._check_tie()
-        embedding = cast(PreTrainedModel, self).get_input_embeddings()
-        hidden = embedding(tokens)  # in a later stage `hand_on`, which is given hidden states
+        passage = self.passage
+        if passage is None or passage.is_first:
+            hidden = cast(PreTrainedModel, self).get_input_embeddings()(tokens)
+        else:
+            # What comes before the blocks runs too, on numbers that nobody looks at.
+            passage.given, hidden = tokens, torch.empty_like(tokens)
         if positions is not None and positions.ndim == 1:
             positions = positions.unsqueeze(0)
         output = super().forward(
             inputs_embeds=hidden, position_ids=positions, use_cache=False, **{MASK: self.mask(documents)}
         )
+        if passage is not None and not passage.is_last:
+            return passage.take()
         logits: Tensor = output.logits
         return logits
 
-    def stand_in(self, path: str) -> Callable[[Tensor], Tensor]:
-        """What is called in the place of a part that another pipeline stage holds.
+    def keep_stage(self, held: range, *, is_first: bool, is_last: bool) -> None:
+        """Keep what one pipeline stage holds, in place: the blocks in `held`, and what comes before all
+        blocks in the first stage, after them in the last.
 
         Raises:
-            JobError: transformers do not say what comes before and after the blocks.
+            JobError: the model cannot be cut between blocks.
         """
-        if not self.plans.first:
+        if self.findings.indivisible is not None:
             raise JobError(
-                f"parallel.pp: transformers publish no pipeline plan for {type(self).__name__}",
+                f"parallel.pp: {type(self).__name__} cannot be cut into stages: {self.findings.indivisible}",
                 "set parallel.pp = 1",
             )
-        return no_positions if path == self.plans.positions else hand_on
+        assert self.layout.blocks is not None
+        self.passage = Passage(self.findings.outputs, is_first=is_first, is_last=is_last)
+        keep_blocks(self.get_submodule(self.layout.blocks), held, self.passage)
+        absent = (() if is_first else self.layout.first) + (() if is_last else self.layout.last)
+        for path in absent:
+            parent, _, child = path.rpartition(".")
+            holder, part = self.get_submodule(parent), self.get_submodule(path)
+            delattr(holder, child)
+            setattr(holder, child, no_embedding if isinstance(part, nn.Embedding) else hand_on)
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a tile of parameter `name` in place, as transformers begin it.
@@ -155,18 +177,45 @@ class HuggingFaceModel(HuggingFacePublished):
                 raise RuntimeError(f"{kept} and {other} have come apart and would be trained as two")
 
 
+def _adapted(config: PreTrainedConfig) -> PreTrainedModel:
+    """Transformers' model with wanma's parts."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=ATTENTION, dtype=torch.float32
+        )
+    except Exception as error:  # whatever a family's constructor raises
+        raise _not_built(config, error) from error
+    refuse_model(model)
+    replace_parts(model)
+    return model
+
+
+def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
+    """What to do about a config of which transformers make no model with wanma's attention."""
+    kind, line = config.model_type, str(error).strip().partition("\n")[0][:200]
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return JobError(
+            f"model.huggingface: {kind} is no causal language model of transformers",
+            "name the config of a causal language model",
+        )
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):
+        return JobError(
+            f"model.huggingface: {kind} cannot be used: its attention cannot be replaced (transformers' "
+            "attention interface)",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
+    return JobError(
+        f"model.huggingface: transformers make no {kind} of the config: {type(error).__name__}: {line}",
+        "mend the file, or replace the key in model.arguments; or give the model as model.factory",
+    )
+
+
 def _initialize(
     model: PreTrainedModel, owner: nn.Module, name: str, kind: str, tensor: Tensor, generator: torch.Generator
 ) -> None:
     """Let transformers' own rule fill `tensor` in the place of a parameter of `owner`."""
     alike = _copy(owner)
-    alike._parameters = {
-        other: torch.empty(0) if value is not None else None  # type: ignore[misc]  # only stand-ins
-        for other, value in owner._parameters.items()
-    }
-    alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # likewise
-    if isinstance(alike, nn.Embedding):
-        alike.padding_idx = None  # a tile does not know whether it holds that row
+    alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator.initial_seed())
         model._init_weights(alike)
@@ -199,7 +248,14 @@ def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[st
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A module of that class with the same attributes; `copy` would have FSDP2 call its constructor."""
+    """A module of that class with the same attributes, whose parameters are empty: they may be split over
+    ranks, which would all have to take part. `copy` would have FSDP2 call its constructor."""
     alike = object.__new__(type(module))
     alike.__dict__.update(module.__dict__)
+    alike._parameters = {
+        name: torch.empty(0) if value is not None else None  # type: ignore[misc]  # only stand-ins
+        for name, value in module._parameters.items()
+    }
+    if isinstance(alike, nn.Embedding):
+        alike.padding_idx = None  # a tile does not know whether it holds that row
     return alike

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import cast
 
@@ -12,40 +11,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from wanma.models.huggingface_parts import attentions
+from wanma.models.huggingface_probe import Findings
 from wanma.models.layout import Layout, TensorRole, find_blocks
 from wanma.models.moe import MixtureOfExperts
 from wanma.models.routing import Router
 
-
-@dataclass(frozen=True)
-class Plans:
-    """A family's plans, in transformers' own words."""
-
-    tensor: Mapping[str, str]
-    """Shell pattern of a path -> style."""
-    first: tuple[str, ...]
-    """What comes before the blocks, and"""
-    last: tuple[str, ...]
-    """after them."""
-    positions: str | None = None
-    """An embedding of positions, which is added once."""
-
-
-_GPT2 = Plans(
-    tensor={
-        "transformer.wte": "embedding_rowwise",
-        "transformer.wpe": "embedding_rowwise",
-        "transformer.h.*.attn.c_attn.*": "colwise",
-        "transformer.h.*.attn.c_proj": "rowwise",
-        "transformer.h.*.mlp.c_fc": "colwise",
-        "transformer.h.*.mlp.c_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
-    first=("transformer.wte", "transformer.wpe", "transformer.drop"),
-    last=("transformer.ln_f", "lm_head"),
-    positions="transformer.wpe",
-)
-"""Transformers publish none for GPT-2: its query, key and value are one matrix there (`SplitAttention`)."""
+_GPT2 = {
+    "transformer.wte": "embedding_rowwise",
+    "transformer.wpe": "embedding_rowwise",
+    "transformer.h.*.attn.c_attn.*": "colwise",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+"""Transformers publish no tensor plan for GPT-2: its query, key and value are one matrix there
+(`SplitAttention`)."""
 
 _ROLES: dict[str, TensorRole] = {
     "colwise": "column",
@@ -61,23 +42,12 @@ def blocks_of(model: nn.Module) -> str | None:
     return find_blocks(model) or next(lists, None)
 
 
-def plans_of(model: PreTrainedModel) -> Plans:
-    """The published plans, or ours where there are none."""
-    if model.config.model_type == "gpt2":
-        return _GPT2
-    blocks, head = blocks_of(model), _head(model)
-    order = [path for path in model._pp_plan or {} if path != head]  # in the order of the forward
-    at = order.index(blocks) if blocks in order else 0
-    return Plans(dict(model._tp_plan or {}), tuple(order[:at]), (*order[at + 1 :], head))
-
-
-def layout_of(model: PreTrainedModel) -> Layout:
+def layout_of(model: PreTrainedModel, findings: Findings) -> Layout:
     """The layout of a model whose parts have been replaced by ours.
 
-    Without a published pipeline plan it has no first and last parts; with a style that has no role here
-    nothing is split over `tp`.
+    With a style of the published tensor plan that has no role here nothing is split over `tp`.
     """
-    plans, config, blocks = plans_of(model), model.config, blocks_of(model)
+    config, blocks = model.config, blocks_of(model)
     assert blocks is not None
     tied = cast(dict[str, str], model._tied_weights_keys or {}) if config.tie_word_embeddings else {}
     cores = {_pattern(f"{path}.core", blocks) for path, _ in attentions(model)}
@@ -86,9 +56,9 @@ def layout_of(model: PreTrainedModel) -> Layout:
     }
     return Layout(
         blocks=blocks,
-        first=plans.first,
-        last=plans.last,
-        tensor=_roles(model, plans, blocks),
+        first=findings.first,
+        last=findings.last,
+        tensor=_roles(model, blocks),
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         mask="mask",
@@ -98,10 +68,11 @@ def layout_of(model: PreTrainedModel) -> Layout:
     )
 
 
-def _roles(model: PreTrainedModel, plans: Plans, blocks: str) -> dict[str, TensorRole]:
+def _roles(model: PreTrainedModel, blocks: str) -> dict[str, TensorRole]:
+    plan = _GPT2 if model.config.model_type == "gpt2" else dict(model._tp_plan or {})
     roles: dict[str, TensorRole] = {}
     for path, module in model.named_modules():
-        style = next((s for pattern, s in plans.tensor.items() if _matches(path, pattern)), None)
+        style = next((s for pattern, s in plan.items() if _matches(path, pattern)), None)
         if isinstance(module, Router):
             roles[path] = "norm"  # it acts on single tokens
         elif path == _head(model) and style == "colwise_gather_output":
@@ -117,7 +88,13 @@ def _roles(model: PreTrainedModel, plans: Plans, blocks: str) -> dict[str, Tenso
     if not split:
         return {}
     inside = re.compile(rf"{re.escape(blocks)}\.\d+\.[^.]+")  # attention or feed-forward network of a block
-    roles |= {found[0]: "gathered" for path in split if (found := inside.match(path)) is not None}
+    gathered = {found[0] for path in split if (found := inside.match(path)) is not None}
+    if any(
+        role == "norm" and f"{path}.".startswith(tuple(f"{g}." for g in gathered))
+        for path, role in roles.items()
+    ):
+        return {}  # of a norm among a rank's own heads transformers would say what a split means for it
+    roles |= dict.fromkeys(gathered, "gathered")
     return _by_pattern(roles, [path for path, _ in model.named_modules()], blocks)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from wanma.job.errors import WanmaError
+from wanma.job.errors import JobError
 from wanma.models.attention import DotProductAttention
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.moe import MixtureOfExperts
@@ -84,21 +84,22 @@ def attend(
         (rows, sequence, heads, head_width), and no weights.
 
     Raises:
-        WanmaError: the model wants something of its attention that the core does not do.
+        JobError: the model wants something of its attention that the core does not do.
     """
     if MASK not in keywords:
-        raise WanmaError(
-            f"{type(module).__name__} was not handed the mask: its model passes no keyword arguments on",
-            "this family cannot be used as model.huggingface; give the model as model.factory",
+        raise JobError(
+            f"model.huggingface: {type(module).__name__} was not handed the mask: its model passes no "
+            "keyword arguments on",
+            "give the model as model.factory, which works with data-parallel axes",
         )
     mask = keywords.pop(MASK)
     wants = sorted(k for k, v in keywords.items() if v is not None and v is not False and k not in _HARMLESS)
     if wants or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
         wants += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
-        raise WanmaError(
-            f"{type(module).__name__} wants what would be ignored of its attention: "
+        raise JobError(
+            f"model.huggingface: {type(module).__name__} wants what would be ignored of its attention: "
             f"{', '.join(wants) or 'later tokens'}",
-            "this family cannot be used as model.huggingface; give the model as model.factory",
+            "give the model as model.factory, which works with data-parallel axes",
         )
     core = cast(DotProductAttention, module.core)
     attended = core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, scaling)
@@ -114,11 +115,13 @@ class SplitAttention(nn.Module):
     def __init__(self, fused: Any) -> None:
         super().__init__()
         hidden = fused.embed_dim
+        self.config = fused.config
         self.head_dim = fused.head_dim
         self.scaling = fused.scaling
         self.c_attn = nn.ModuleDict({name: nn.Linear(hidden, hidden) for name in ("query", "key", "value")})
         self.c_proj = nn.Linear(hidden, hidden)
         self.resid_dropout = fused.resid_dropout
+        self.dropout = float(fused.attn_dropout.p)
 
     def forward(self, hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
         """(rows, sequence, hidden) to the same."""
@@ -127,7 +130,9 @@ class SplitAttention(nn.Module):
             for projection in self.c_attn.values()
         )
         keywords.pop("past_key_values", None)
-        attended, _ = attend(self, query, key, value, scaling=self.scaling, **keywords)
+        attend_now: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.dropout if self.training else 0.0
+        attended, _ = attend_now(self, query, key, value, scaling=self.scaling, dropout=dropout, **keywords)
         joined: Tensor = self.resid_dropout(self.c_proj(attended.flatten(2)))
         return joined, None
 
@@ -146,13 +151,3 @@ def _mixture(config: Any) -> DecoderDimensions:
         experts_per_token=config.num_experts_per_tok,
         normalize_weights=getattr(config, "norm_topk_prob", True),
     )
-
-
-def hand_on(x: Tensor) -> Tensor:
-    """In the place of a part that another pipeline stage holds."""
-    return x
-
-
-def no_positions(positions: Tensor) -> Tensor:
-    """In the place of an embedding of positions that the first pipeline stage has added already."""
-    return torch.zeros((), device=positions.device)

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
-from wanma.models.huggingface_config import rope_parameters
 from wanma.models.layout import Layout
 from wanma.models.lora import is_adapter
 from wanma.models.published import Alternative, Piece, Shape, mixture, whole
@@ -34,7 +36,15 @@ class HuggingFacePublished(nn.Module):
         found = tuple(way for other in names for way in _ways(other, shape, self.config.model_type))
         # Some checkpoints are of the model without its head: names lack the first part.
         prefix = f"{cast(PreTrainedModel, self).base_model_prefix}."
-        return found + tuple(_without(prefix, way) for way in found)
+        found += tuple(_without(prefix, way) for way in found)
+        return found + tuple(dict.fromkeys(self._renamed(way) for way in found if self._renamed(way) != way))
+
+    def _renamed(self, pieces: Alternative) -> Alternative:
+        """With the names that transformers renames when it reads published weights."""
+        names = {piece.tensor: piece.tensor for piece in pieces}
+        for renaming in reversed(_renamings(_class_name(self), self.config.model_type)):
+            names = {tensor: renaming.rename_source_key(name)[0] for tensor, name in names.items()}
+        return tuple(replace(piece, tensor=names[piece.tensor]) for piece in pieces)
 
     def published_ignores(self, tensor: str) -> bool:
         patterns = [*(cast(PreTrainedModel, self)._keys_to_ignore_on_load_unexpected or ())]
@@ -48,14 +58,13 @@ class HuggingFacePublished(nn.Module):
         )
 
     def published_differences(self, config: Mapping[str, Any]) -> list[str]:
-        ours = json.loads(self.config.to_json_string(use_diff=False))
-        theirs = {**config, "rope_parameters": rope_parameters(dict(config))}
-        here = {**ours, "rope_parameters": rope_parameters(ours)}
-        if "rope_parameters" not in ours:
-            theirs.pop("rope_parameters")
+        here, theirs = _written_out(self.config), dict(config)
+        if theirs.get("model_type") == here["model_type"]:
+            # What a config leaves out is its family's default.
+            theirs = _written_out(type(self.config).from_dict(theirs))
         return [
             f"{key}: {here.get(key)} here, {theirs[key]} in its config.json"
-            for key in _ARITHMETIC
+            for key in (*_ARITHMETIC, *sorted(key for key in theirs if _SCALES.search(key)))
             if theirs.get(key) is not None and here.get(key) != theirs[key]
         ]
 
@@ -76,11 +85,29 @@ _ARITHMETIC = (
     "rope_parameters",
     "num_experts_per_tok",
     "norm_topk_prob",
-    "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
+    "n_head",
     "tie_word_embeddings",
 )
 """What changes the arithmetic and not a shape."""
+_SCALES = re.compile("multiplier|(?<!rope_)scal|softcap|soft_cap")
+"""In names of settings that do so too, whatever the family."""
+
+
+@cache
+def _renamings(class_name: str, family: str) -> tuple[Any, ...]:
+    """Transformers' renamings of whole tensors, turned round: from its own names to published ones."""
+    found = get_checkpoint_conversion_mapping(class_name) or get_checkpoint_conversion_mapping(family) or ()
+    return tuple(one.reverse_transform() for one in found if type(one) is WeightRenaming)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Of transformers' class, which comes after ours and FSDP2's."""
+    return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+
+
+def _written_out(config: Any) -> dict[str, Any]:
+    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return written
 
 
 def _ways(name: str, shape: Shape, family: str) -> list[Alternative]:

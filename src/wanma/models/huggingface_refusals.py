@@ -14,10 +14,8 @@ from wanma.models.huggingface_parts import attentions
 TESTED = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families that are trained in wanma's own tests."""
 
-_IN_ATTENTION = ("attention_dropout", "attn_pdrop", "attn_dropout")
-_AS_MODULES = ("resid_pdrop", "embd_pdrop")
-"""Of GPT-2: modules, whose draws are keyed by sample."""
-_UNUSED = ("summary_first_dropout", "classifier_dropout")
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Of which a probe sees how far they look."""
 
 
 def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_length: int | None) -> None:
@@ -37,12 +35,12 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
             "name the config of a causal language model alone, without an encoder or images",
         )
     settings = config.to_dict()
-    for key, value in settings.items():
-        is_drop = ("dropout" in key or "pdrop" in key) and type(value) in (int, float) and value > 0
-        if key in _IN_ATTENTION and is_drop:
-            _refuse(key, value, "attention's weights are dropped by the rank's own generator", f"{key} = 0.0")
-        if is_drop and not (key in _AS_MODULES and config.model_type in TESTED) and key not in _UNUSED:
-            _refuse(key, value, "its draws would depend on the rank", f"{key} = 0.0")
+    if settings.get("is_encoder_decoder"):
+        raise JobError(
+            f"model.huggingface: {config.model_type} is an encoder with a decoder (is_encoder_decoder), "
+            "and no causal language model alone",
+            "name the config of a causal language model",
+        )
     if settings.get("router_jitter_noise"):
         _refuse(
             "router_jitter_noise",
@@ -57,22 +55,15 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
             "the balancing loss that it stands for couples the samples of a micro-batch, and is not computed",
             "output_router_logits = false",
         )
-    for key in ("add_cross_attention", "is_encoder_decoder", "reorder_and_upcast_attn"):
+    for key in ("add_cross_attention", "reorder_and_upcast_attn"):
         if settings.get(key):
             _refuse(key, True, "wanma trains decoders with its own attention", f"{key} = false")
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
     if kinds:
         raise JobError(
             f"model.huggingface: its config has layers of {', '.join(sorted(kinds))} (layer_types), but "
             "wanma's attention sees the whole sequence",
             "give the model as model.factory, which works with data-parallel axes",
-        )
-    if window is not None and (sequence_length is None or sequence_length > window):
-        raise JobError(
-            f"model.huggingface: its config has sliding_window = {window}, but wanma's attention sees all of "
-            f"the data's {sequence_length} tokens",
-            f"set data.sequence_length to at most {window}, or model.arguments = {{sliding_window = 'null'}}",
         )
     _refuse_positions(config, sequence_length)
     if vocabulary is not None and config.vocab_size < vocabulary:
@@ -81,6 +72,12 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
             f"{vocabulary}",
             "use the model's own tokenizer, or set model.arguments = {vocab_size = ...}",
         )
+
+
+def longest_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest sequence that the config speaks of; None where it speaks of none."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
 
 
 def refuse_model(model: PreTrainedModel) -> None:
@@ -117,15 +114,16 @@ def _is_mixture(module: nn.Module) -> bool:
 def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> None:
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
-        longest = config.max_position_embeddings
-        if sequence_length is not None and sequence_length > longest:
+        longest = longest_positions(config)
+        if longest is not None and sequence_length is not None and sequence_length > longest:
             raise JobError(
                 f"data.sequence_length = {sequence_length}, but the model has learned {longest} positions",
                 f"use at most {longest}",
             )
         return
     # One set of parameters, or one for each kind of layer.
-    for kind in [part.get("rope_type") for part in ([rope] if "rope_type" in rope else rope.values())]:
+    for part in [rope] if "rope_type" in rope else rope.values():
+        kind = part.get("rope_type") if isinstance(part, dict) else None
         if kind in ("dynamic", "longrope"):
             _refuse(
                 "rope_parameters",

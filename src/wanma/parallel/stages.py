@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -74,15 +75,32 @@ def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.M
             "leave parallel.stage_cuts out",
         )
     bounds = (0, *cuts, len(names))
-    kept = set(names[bounds[stage] : bounds[stage + 1]])
-    for name in names:
-        if name not in kept:
+    held = range(bounds[stage], bounds[stage + 1])
+    if isinstance(model, Stageable):
+        model.keep_stage(held, is_first=stage == 0, is_last=stage == plan.stages - 1)
+        absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
+        return model
+    for number, name in enumerate(names):
+        if number not in held:
             delattr(blocks, name)  # a sequence's own `del` would number the others anew
     absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
     for path in absent:
-        _leave_out(model, path)
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, None)  # which the model's forward asks for
     absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
     return model
+
+
+@runtime_checkable
+class Stageable(Protocol):
+    """A model that knows itself how to leave out what other stages hold."""
+
+    def keep_stage(self, held: range, *, is_first: bool, is_last: bool) -> None:
+        """Keep the blocks in `held`, and what comes before or after all blocks where the stage is an end.
+
+        Raises:
+            JobError: the model cannot be cut between blocks.
+        """
 
 
 class _Absent:
@@ -111,18 +129,6 @@ class _Absent:
     def _held(self, kept: set[int]) -> list[str]:
         found = ((name, reference()) for name, reference in self._tensors)
         return [name for name, tensor in found if tensor is not None and id(tensor) not in kept]
-
-
-def _leave_out(model: nn.Module, path: str) -> None:
-    """Models of ours find None in the place of a part, others a function that they name (`stand_in`)."""
-    parent, _, child = path.rpartition(".")
-    holder = model.get_submodule(parent)
-    stand_in = getattr(model, "stand_in", None)
-    if stand_in is None:
-        setattr(holder, child, None)
-    else:
-        delattr(holder, child)
-        setattr(holder, child, stand_in(path))
 
 
 def _refuse_shared(model: nn.Module, key: str) -> None:
