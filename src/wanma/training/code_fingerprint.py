@@ -125,7 +125,7 @@ def _class_texts(kind: type, seen: set[int]) -> Iterator[str]:
 
 def _code_texts(code: CodeType, docstring: str | None) -> Iterator[str]:
     yield code.co_code.hex()
-    yield repr((code.co_names, code.co_varnames, code.co_freevars))
+    yield repr((code.co_names, code.co_freevars))  # locals go by number
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _code_texts(constant, None)
