@@ -25,8 +25,8 @@ _SEEDS = 1 << 32
 """Seeds that people choose lie below; one that torch draws for itself has 53 bits."""
 _WAYS_OUT = (
     "give the new run a name of its own (observe.name, or run_directory= in Python), or begin anew in its "
-    "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new ones; "
-    "either may take that run's weights with checkpoint.start_from"
+    "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new "
+    "ones; either may take that run's weights with checkpoint.start_from"
 )
 
 
