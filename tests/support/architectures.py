@@ -1,7 +1,8 @@
 """Every causal architecture of the installed transformers, trained by wanma beside transformers itself.
 
     python -m support.architectures                # all of them, on all layouts
-    python -m support.architectures llama granite  # some
+    python -m support.architectures llama granite  # some; a line of JSON for each
+    python -m support.architectures --table lines  # of such lines: the table of docs/architectures.md
 
 Each gets a tiny config in which nothing is neutral: multipliers, caps, scalings and dropout of every kind,
 windows shorter than a sequence. What wanma refuses is mended as its error says, and tried again. What it
@@ -14,18 +15,17 @@ import json
 import re
 import sys
 import tempfile
-import time
 import tomllib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.ranks import Outcome, run_ranks
@@ -46,6 +46,7 @@ LAYOUTS: dict[str, Plan] = {
     "1 rank": Plan(micro_batch=4),
     "dp 2": Plan(dp_shard=2, shard="parameters", micro_batch=1),
     "tp 2": Plan(tp=2, sequence=True, micro_batch=2),
+    "tp 2, sequence whole": Plan(tp=2, sequence=False, micro_batch=2),
     "pp 2": Plan(pp=2, stage_cuts=(1,), micro_batch=1),
     "cp 2": Plan(cp=2, context="ring", micro_batch=2),
 }
@@ -284,7 +285,11 @@ def _reference(config: dict[str, Any], folder: Path, length: int) -> _Reference:
 
 def _train_plainly(folder: Path, attention: str, length: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of a loop without wanma."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=attention)
+    config = AutoConfig.from_pretrained(folder)
+    config._experts_implementation = "eager"  # the others know no float64
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float64, attn_implementation=attention
+    )
     model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
@@ -364,8 +369,53 @@ def sweep(kinds: Iterable[str], layouts: Mapping[str, Plan]) -> Iterator[Verdict
             yield judge(kind, layouts, Path(folder))
 
 
+def table(verdicts: Iterable[Verdict]) -> str:
+    """What became of each architecture, as Markdown: docs/architectures.md holds it."""
+    names = [*LAYOUTS, *EDGES]
+    lines = ["| architecture | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    refusals: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if verdict.refusal is not None:
+            refusals.setdefault(_short(verdict.refusal), []).append(verdict.kind)
+            continue
+        cells = [_short(verdict.layouts[name]) for name in names]
+        lines.append(f"| {verdict.kind} | " + " | ".join(cells) + " |")
+    lines += ["", "| refused | reason |", "| --- | --- |"]
+    lines += [f"| {', '.join(kinds)} | {reason} |" for reason, kinds in refusals.items()]
+    return "\n".join(lines)
+
+
+def _short(told: str) -> str:
+    """A verdict in some words."""
+    told = told.removeprefix("model.huggingface: ").partition("\n")[0]
+    for pattern, words in _WORDS.items():
+        if re.search(pattern, told) is not None:
+            return words
+    return told.replace("|", "/")[:160]
+
+
+_WORDS = {
+    "^equal$": "✓",
+    "has no matrix that may be split": "no plan",
+    "does not say what .* does with a part of the sequence": "whole only",
+    "its attention cannot be replaced": "its attention cannot be replaced",
+    "routed experts are not those": "routed experts other than Mixtral's and Qwen3-MoE's",
+    "has layers of .* \\(layer_types\\)": "layers that mix tokens in other ways than attention",
+    "is an encoder with a decoder": "an encoder with a decoder",
+    "has no (vocab_size|num_attention_heads|num_hidden_layers|hidden_size)": "no language model alone, or "
+    "without attention",
+    "^transformers cannot use the config|^transformers make no": "not tried: its configs cannot be made so "
+    "small by rule",
+    "wants what would be ignored": "its attention wants more (a cap, sinks, a mask of its own)",
+    "was not handed the mask": "its blocks pass no keywords on",
+    "cannot be run without data": "its forward looks at values",
+    "does not say how buffer": "its buffers begin in a way of their own",
+}
+
 if __name__ == "__main__":
-    for one in sweep(sys.argv[1:] or KINDS, {**LAYOUTS, **EDGES}):
-        print(
-            f"{time.strftime('%H:%M:%S')} {one.kind}: {one.refusal or one.layouts} {one.remedies}", flush=True
-        )
+    if sys.argv[1:2] == ["--table"]:
+        rows = [Verdict(**json.loads(line)) for line in Path(sys.argv[2]).read_text().splitlines()]
+        print(table(rows))
+    else:
+        for one in sweep(sys.argv[1:] or KINDS, {**LAYOUTS, **EDGES}):
+            print(json.dumps(asdict(one)), flush=True)

@@ -40,7 +40,7 @@ from wanma.parallel.shard import DTYPES, Sharded, shard_data
 from wanma.parallel.stages import keep_stage, stage_layout
 from wanma.parallel.strays import Strays
 from wanma.parallel.tensor import split_tensors
-from wanma.parallel.ties import Ties, tie_stages
+from wanma.parallel.ties import Ties, between_ends, tie_stages
 from wanma.parallel.whole import Whole
 from wanma.parallel.work_clock import WorkClock
 
@@ -181,7 +181,7 @@ def parallelize(
     data_parallel = tuple(
         _apply(part, spec, plan, grid, grid.communication, scratch, compression, fixed) for part in parts
     )
-    ties = tie_stages(parts, spec.layout.tied if spec.layout is not None else (), plan, grid)
+    ties = tie_stages(parts, between_ends(spec.layout) if spec.layout is not None else (), plan, grid)
     # Of the process: all that tensor, context and expert ranks wait for each other.
     within = waits() if max(plan.tp, plan.cp, plan.ep) > 1 else Waits()
     clock = WorkClock(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from wanma.checkpoint.shards import local_part
 from wanma.job.plan import Plan
+from wanma.models.layout import Layout
 from wanma.parallel.mesh import Grid
 
 
@@ -85,6 +86,16 @@ def tie_stages(parts: list[nn.Module], tied: tuple[tuple[str, str], ...], plan: 
     here = {name: parameter for part in parts for name, parameter in part.named_parameters()}
     ties = tuple(Tie(kept, copy, here.get(kept), here.get(copy)) for kept, copy in tied)
     return Ties(tuple(tie for tie in ties if tie.first is not None or tie.second is not None), group)
+
+
+def between_ends(layout: Layout) -> tuple[tuple[str, str], ...]:
+    """The ties of which one side lies before the blocks and the other after them: a stage that holds both
+    has one tensor."""
+
+    def is_last(name: str) -> bool:
+        return any(name.startswith(f"{path}.") for path in layout.last)
+
+    return tuple((kept, copy) for kept, copy in layout.tied if is_last(kept) != is_last(copy))
 
 
 def _ends_group(plan: Plan, grid: Grid) -> dist.ProcessGroup | None:
