@@ -112,6 +112,25 @@ def test_a_long_traceback_keeps_its_beginning_and_end() -> None:
     assert clipped == "a" * 10 + "\n... 80 characters left out ...\n" + "b" * 10
 
 
+def test_a_compiler_s_long_message_is_told_by_its_first_lines_and_its_errors() -> None:
+    source = "\n".join(f"    auto tmp{number} = in_ptr{number}[0];" for number in range(4000))
+    command = "g++ " + "-I/some/folder " * 200
+    told = f"CppCompileError: C++ compile error\n\nCommand:\n{command}\n\nOutput:\n"
+    message = f"{told}kernel.cpp:3:9: error: 'in_ptr' was not declared\n{source}"
+    try:
+        try:
+            raise ValueError(message)
+        except ValueError as error:
+            raise RuntimeError(message) from error
+    except RuntimeError as error:
+        text = failure_of_exception(error, 1, 0, "here", "/run/rank-1.log").text()
+    assert len(text) < 8000
+    assert text.startswith("rank 1 (node 0, here) failed: RuntimeError: CppCompileError: C++ compile error")
+    assert text.count("kernel.cpp:3:9: error: 'in_ptr' was not declared") == 3
+    assert f"... ({len(message):,} characters in all: the log has them)" in text
+    assert "log: /run/rank-1.log" in text
+
+
 def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
     plan = Plan(threads_per_rank=3)
     tuned = worker_environment(ClusterSection(), plan)

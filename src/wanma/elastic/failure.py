@@ -12,6 +12,8 @@ from wanma.observe.units import bytes_text
 
 TEXT_LIMIT = 64 * 1024
 """Characters of a traceback that travel; the log of the rank has all of it."""
+BRIEF_LIMIT, _BRIEF_LINES, _BRIEF_WIDTH = 4000, 6, 300
+"""Characters of an exception's message that are shown whole; of a longer one: so many lines, so wide."""
 FAILURE_LIMIT = 2000
 """Characters of a failure that a new generation is told of."""
 
@@ -96,11 +98,11 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
             unfit=isinstance(error, UnfitError),
         )
     return Failure(
-        cause=clip(traceback.format_exception_only(error)[-1].strip()),
+        cause=brief(traceback.format_exception_only(error)[-1].strip()),
         rank=rank,
         node=node,
         host=host,
-        traceback=clip("".join(traceback.format_exception(error))),
+        traceback=clip(_traceback(error)),
         log=log,
         consequence=is_consequence(error),
     )
@@ -166,6 +168,29 @@ def is_consequence(error: BaseException) -> bool:
                 return True
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return False
+
+
+def brief(message: str) -> str:
+    """A message of bearable length: of a longer one, a compiler's with its command and its source, the first
+    lines and those that speak of an error. The log of the rank has all of it."""
+    if len(message) <= BRIEF_LIMIT:
+        return message
+    lines = [line for line in message.splitlines() if line.strip()]
+    first, rest = lines[:_BRIEF_LINES], lines[_BRIEF_LINES:]
+    first += [line for line in rest if "error" in line.lower()][:_BRIEF_LINES]
+    shown = [line if len(line) <= _BRIEF_WIDTH else f"{line[:_BRIEF_WIDTH]} ..." for line in first]
+    return "\n".join([*shown, f"... ({len(message):,} characters in all: the log has them)"])
+
+
+def _traceback(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(error))
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        text = text.replace(message, brief(message)) if (message := str(current)) else text
+        current = current.__cause__ or current.__context__
+    return text
 
 
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
