@@ -211,7 +211,7 @@ class TrainSection(Section):
     spike_deviations: float = Field(
         10.0, gt=0, description="how far: robust standard deviations (from the median absolute deviation)"
     )
-    loss_scale: float = Field(65536.0, gt=0, description="fp16: initial loss scale")
+    loss_scale: float = Field(16384.0, gt=0, description="fp16: initial loss scale")
     validate_every_steps: int = Field(0, ge=0, description="0: only at the end")
     validation_samples: int = Field(256, gt=0, description="samples per validation, fixed by the seed")
     seed: int = Field(1, ge=0, description="of initialisation, data order and every random draw")

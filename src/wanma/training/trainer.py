@@ -242,6 +242,7 @@ class Trainer:
                 pause=self.worker.control.pause_requested(),
                 shared=(*of_snapshots, *self._shares.shared()),
                 summed=sites.gradients(step + 1, factor, is_last) if sites is not None else None,
+                scale=state.scale,
             )
             if sites is not None:
                 sites.know(step + 1, agreement.targets)
@@ -400,7 +401,6 @@ class Trainer:
             WanmaError: the last state could not be saved.
         """
         results = self._wait_for_saves()
-        # A failure may be known, and told, since the step was recorded: a full disk answers at once.
         for result in [self._failed_save, *results]:
             if result is None or result.error is None or result.path is not None:
                 continue

@@ -32,7 +32,7 @@ class Agreement:
     """Mean over the global batch's targets."""
     targets: float
     gradient_norm: float
-    """Of the mean loss's gradient, before clipping."""
+    """Of the mean loss's gradient, before clipping; infinite where fp16's loss scale is too large for it."""
     correction: float
     """Factor from the gradients as they stand to the mean loss's gradient."""
     stop: bool
@@ -66,6 +66,7 @@ def agree(
     pause: bool = False,
     shared: Sequence[float] = (),
     summed: Summed | None = None,
+    scale: LossScale | None = None,
 ) -> Agreement:
     """Add up the ranks' sums.
 
@@ -79,6 +80,7 @@ def agree(
         factor: how many times the gradient of the summed losses the gradients are.
         shared: more numbers to add up; as many on every rank.
         summed: what the gradients are, where they are sums over all sites; None: of this step and site.
+        scale: of the loss, which may be too large for the gradients.
 
     Raises:
         WanmaError: nothing in the batch has a target; every rank raises the same message.
@@ -111,6 +113,8 @@ def agree(
         of = total_targets if summed.targets is None else summed.targets
         corrections = [1.0 / (of * summed.factor) if of else 0.0] * sites
     norms = [math.sqrt(square) * one for square, one in zip(squares, corrections, strict=True)]
+    if scale is not None and scale.enabled and scale.is_too_large_for(_largest(updater, grid)):
+        norms = [math.inf] * sites
     mean = sum(norm * count for norm, count in zip(norms, counts, strict=True)) / total_targets
     return Agreement(
         loss=total_loss / total_targets,
@@ -140,6 +144,17 @@ def call_hooks(hooks: GradientHooks, updater: Updater, targets: Tensor, grid: Gr
         dist.all_reduce(count)
     if count > 0:
         hooks.call(updater.parameters, 1.0 / (float(count) * factor), grid.device)
+
+
+def _largest(updater: Updater, grid: Grid) -> float:
+    """Magnitude of the largest element of the gradients of all ranks."""
+    largest = torch.zeros((), device=grid.device)
+    gradients = [local_part(gradient) for gradient in updater.gradients()]
+    if held := [gradient for gradient in gradients if gradient.numel() > 0]:
+        largest = torch.stack(torch._foreach_norm(held, math.inf)).max().to(largest)
+    if grid.plan.world_size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def agree_again(agreement: Agreement, updater: Updater, grid: Grid, summed: Summed) -> Agreement:
