@@ -87,3 +87,17 @@ def test_what_has_no_published_form_says_so(tmp_path: Path, capsys: pytest.Captu
     assert main(command) == 1
     assert "no published family that wanma knows has this decoder's architecture" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_had_no_part_in_the_run_does_not_matter(tmp_path: Path) -> None:
+    sizes = {"layers": 1, "hidden": 16, "heads": 2, "vocabulary": 16}
+    text: dict[str, Any] = {
+        "model": {"family": "decoder", **sizes},
+        "data": {"factory": "support.own:PartlyLabelled", "sequence_length": 6},
+        "train": {"steps": 1, "global_batch": 2, "validation_samples": 2},
+    }
+    outcome = run_job(tmp_path / "run", text, Plan(micro_batch=2))
+    (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(text)))
+    made = export(RunDirectory(outcome.directory), tmp_path / "out")
+    assert made.tensors == len([name for name in outcome.tensors() if name.startswith("model.")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 16

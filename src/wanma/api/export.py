@@ -71,10 +71,13 @@ def export(
     if path is None:
         raise WanmaError(f"{run.path} has no whole checkpoint yet", "let the run reach its first checkpoint")
     kept = run.path / "tokenizer"
-    tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer)
+    # Data of one's own come as tokens: what the job says of a tokenizer has had no part in the run.
+    reads_text = kept.is_dir() or bool(job.data.text or job.data.sources)
+    tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer) if reads_text else None
+    vocabulary = tokenizer.vocabulary if tokenizer is not None else None
     length = job.data.sequence_length
     spec = model_spec(
-        job.model, vocabulary=tokenizer.vocabulary, sequence_length=length, image_shape=None, classes=None
+        job.model, vocabulary=vocabulary, sequence_length=length, image_shape=None, classes=None
     )
     with torch.device("meta"):
         model = spec.make()
@@ -91,7 +94,7 @@ def export(
     config = cast("Published", model).published_config(length)
     config["dtype"] = _NAMES[next(iter(kinds.values()))]
     others = {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
-    if kept.is_dir() and tokenizer.fingerprint != "bytes":
+    if kept.is_dir() and tokenizer is not None and tokenizer.fingerprint != "bytes":
         others["tokenizer.json"] = (kept / "tokenizer.json").read_bytes()
         others["tokenizer_config.json"] = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
     write_published(

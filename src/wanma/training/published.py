@@ -17,6 +17,7 @@ from wanma.checkpoint.shards import local_box, local_part
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, did_you_mean
 from wanma.job.worker import Worker
 from wanma.models.huggingface_config import FILE, read_config_file
+from wanma.models.own_published import published_of
 from wanma.models.published import Alternative, Piece, Published, choose, published_shapes
 from wanma.parallel.parallelize import Parallel
 
@@ -45,6 +46,8 @@ def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> in
                 for name, parameter in part.named_parameters():
                     if pieces := comparison.pieces.get(name):
                         _fill(name, parameter, pieces, weights)
+                for name, buffer in _own_buffers(part):
+                    buffer.copy_(weights.read(name, (0,) * buffer.ndim, tuple(buffer.shape)))
         return weights.bytes_read
 
 
@@ -69,13 +72,7 @@ class _Comparison:
 
 
 def _compare(part: nn.Module, weights: PublishedWeights) -> _Comparison:
-    if not hasattr(part, "published"):
-        raise JobError(
-            f"checkpoint.start_from = '{weights.folder}' holds published weights, but {type(part).__name__} "
-            "does not say where its parameters are in them",
-            "use model.huggingface with their config.json or a decoder preset, or load them in your factory",
-        )
-    model = cast(Published, part)
+    model = published_of(part)
     found = _Comparison()
     if (weights.folder / FILE).is_file():
         config = read_config_file(weights.folder, "checkpoint.start_from")
@@ -94,9 +91,24 @@ def _compare(part: nn.Module, weights: PublishedWeights) -> _Comparison:
         elif weights.dtype(tensor) not in _FLOATS:
             found.differences.append(f"{tensor}: dtype {weights.dtype(tensor)}, of quantized weights")
     found.ignored = {tensor for tensor in weights.files if model.published_ignores(tensor)}
+    for name, buffer in _own_buffers(part):
+        if name not in weights.files:
+            found.differences.append(f"{name}: missing.{did_you_mean(name, weights.files)}")
+        elif weights.shape(name) != tuple(buffer.shape):
+            found.differences.append(
+                f"{name}: shape {tuple(buffer.shape)} here, {weights.shape(name)} in the files"
+            )
     if not found.differences:
         found.differences += _untied(found, model, weights)
     return found
+
+
+def _own_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that the state dict of a module of one's own has; other models know theirs without files."""
+    if hasattr(part, "published"):
+        return []
+    saved = part.state_dict().keys()
+    return [(name, buffer) for name, buffer in part.named_buffers() if name in saved]
 
 
 def _untied(found: _Comparison, model: Published, weights: PublishedWeights) -> Iterator[str]:
@@ -149,6 +161,9 @@ def _fill(name: str, parameter: Tensor, pieces: Alternative, weights: PublishedW
     box = local_box(name, parameter)
     assert box is not None  # parameters lie on this rank's own mesh
     local = local_part(parameter)
+    if not pieces[0].shape:  # a parameter that is one number
+        local.copy_(weights.read(pieces[0].tensor, (), ()))
+        return
     for piece in pieces:
         begin = (piece.first, *(0 for _ in piece.shape[1:]))
         common = overlap(box, Box(begin, piece.shape))

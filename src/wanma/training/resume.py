@@ -33,6 +33,8 @@ from wanma.training.snapshots import EVERY, layout_of
 from wanma.training.state import TrainingState, restore_random_state
 from wanma.training.uploads import fetch_newest, refuse_taken
 
+_ADAPTERS = "adapter_config.json"
+"""Of peft; its weights are in adapter_model.safetensors."""
 _NAMED = 5
 """Tensors in one message, at most."""
 
@@ -291,6 +293,13 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
         raise WanmaError(
             f"checkpoint.start_from = '{path}': there is no such folder",
             f"name the folder of a checkpoint, or one with {SINGLE} or {INDEX}",
+            EXIT_USAGE,
+        )
+    if (path / _ADAPTERS).is_file():
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}' holds adapters of peft, which are no model by themselves",
+            "merge them into their model and start from that: peft.PeftModel.from_pretrained(model, folder)"
+            ".merge_and_unload().save_pretrained(new_folder)",
             EXIT_USAGE,
         )
     if is_published(path):
