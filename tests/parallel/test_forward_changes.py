@@ -31,6 +31,14 @@ class Behind(Plain):
         return super().forward(x)
 
 
+class Assigned(Plain):
+    """Its rows have length one, in new memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data = nn.functional.normalize(self.first.weight.data, dim=1)
+        return super().forward(x)
+
+
 class Taught(Plain):
     """A teacher follows its student slowly."""
 
@@ -88,6 +96,7 @@ REPLICAS = Plan(dp_replicate=2, micro_batch=4)
         (Clamped, Plan(dp_replicate=2, micro_batch=2)),
         (Behind, Plan(micro_batch=2)),
         (Taught, REPLICAS),
+        (Assigned, REPLICAS),
     ],
 )
 def test_replicas_make_the_same_change(kind: type[nn.Module], plan: Plan, tmp_path: Path) -> None:
@@ -108,6 +117,7 @@ SHARED_OUT = (
         (Clamped, Plan(dp_shard=2, shard="parameters"), "auto", SHARED_OUT.format("first.weight")),
         (Behind, Plan(dp_shard=2, shard="parameters"), "gloo", SHARED_OUT.format("first.weight")),
         (Behind, Plan(dp_shard=2, shard="gradients"), "auto", SHARED_OUT.format("first.weight")),
+        (Assigned, Plan(dp_shard=2, shard="parameters"), "auto", SHARED_OUT.format("first.weight")),
         (Taught, Plan(dp_shard=2, shard="gradients"), "gloo", SHARED_OUT.format("teacher.weight")),
         (Taught, Plan(dp_shard=2, shard="parameters"), "auto", SHARED_OUT.format("teacher.weight")),
         (Taught, Plan(micro_batch=4), "auto", r"teacher.weight was changed .* several"),

@@ -148,11 +148,13 @@ class GatheredCopies:
         self._names = [names.get(id(shard.sharded_param), "a parameter") for shard in group.fsdp_params]
         self._steps = 0
         self._versions: list[int] | None = None
+        self._places: list[int] = []
 
     def begin(self) -> None:
         """When they have been gathered. To gather them again leaves their versions as they are."""
         if self._versions is None:
             self._versions = [shard.unsharded_param._version for shard in self._group.fsdp_params]
+            self._places = [local_part(shard.unsharded_param).data_ptr() for shard in self._group.fsdp_params]
 
     def check_values(self) -> None:
         """While they are there.
@@ -162,11 +164,15 @@ class GatheredCopies:
         """
         if self._steps >= WATCHED_STEPS or not self._group.is_unsharded:
             return
-        for name, shard in zip(self._names, self._group.fsdp_params, strict=True):
+        for index, (name, shard) in enumerate(zip(self._names, self._group.fsdp_params, strict=True)):
             local = shard.sharded_param._local_tensor
-            if hasattr(local, "fsdp_pre_all_gather") or _is_empty(shard.unsharded_param):
+            if _is_empty(shard.unsharded_param):
                 continue
             whole, dim = local_part(shard.unsharded_param), shard.fsdp_placement.dim
+            if hasattr(local, "fsdp_pre_all_gather"):  # a part of the whole, unless that has been replaced
+                if self._places and whole.data_ptr() != self._places[index]:
+                    raise self._refusal(name)
+                continue
             own = whole.narrow(dim, _start(shard, whole.shape[dim]), local.shape[dim])
             if not torch.equal(bits(own), bits(local.to(own))):
                 raise self._refusal(name)

@@ -95,6 +95,15 @@ class _Held:
         if self.is_fixed and self.state.requires_grad:
             refuse_release(self.full_name, self.state)
 
+    @torch.no_grad()
+    def take_data(self) -> None:
+        """Copy what a forward pass has assigned to the data of what computes into the state."""
+        if self.computing is None:
+            return
+        given, local = local_part(self.computing), local_part(self.state)
+        if given.data_ptr() != local.data_ptr() and given.shape == local.shape:
+            local.copy_(given)
+
     def take_gradient(self) -> Tensor | None:
         """This rank's, from where backward has put it: placed as the parameter, or a part of its sum."""
         if self.computing is None:
@@ -175,6 +184,8 @@ class Whole:
         """
         self._strays.refuse()
         self._has_changed = self._changes.end_backward()
+        for held in self._held:
+            held.take_data()
         gradients = self._over_data_ranks(self._over_tensor_ranks())
         self.rest()
         for index, gradient in gradients.items():
