@@ -128,6 +128,14 @@ class ForwardBackward:
         backward has ended, and through the next forward."""
         return self._loss(self._forward(part), part)
 
+    def output(self, batch: Batch) -> Any:
+        """What the model makes of this rank's part of a micro-batch, without pipeline and backward."""
+        part, positions = self._part(batch)
+        with self._drawing(part, positions) as forward:
+            output = self._forward(part)
+            forward.end()
+        return output
+
     def _part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """This rank's part of a micro-batch, and where in the sequence its activations lie."""
         positions = self._positions(batch)

@@ -20,11 +20,13 @@ from wanma.job.worker import Worker
 from wanma.models.build import ModelSpec, custom_spec, model_spec, with_frozen
 from wanma.models.lora import with_adapters
 from wanma.models.parameter_hooks import register_hooks
+from wanma.models.ready import check_ready
 from wanma.parallel.global_batch import GlobalBatch
 from wanma.parallel.mesh import process_grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
 from wanma.parallel.unit_errors import explaining
+from wanma.training.carried_state import model_passes, refuse_carried_state
 from wanma.training.code_fingerprint import code_fingerprint
 from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.forward_backward import ForwardBackward
@@ -73,6 +75,7 @@ def train(worker: Worker, request: Request) -> str:
         progress(0, "building the model")
         identity = Identity()
         if (model := request.objects.get("model")) is not None:
+            check_ready(model)
             identity = identity_of(model, seeded=request.seeded)
         spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
         parallel = parallelize(spec, plan, grid, job.train.seed, scratch)
@@ -95,6 +98,9 @@ def train(worker: Worker, request: Request) -> str:
             if checked := own_code(request, spec, forward_backward):
                 progress(trainer.state.step, "checking the loss")
                 refuse_coupling(trainer, data, checked, gathering)
+                if checked.model_is_own and not gathering.is_used:
+                    forward, rows = model_passes(trainer, data, forward_backward)
+                    refuse_carried_state(trainer, forward, rows, whole=plan.pp == 1)
             return run_loop(trainer, data, forward_backward, gathering)
 
 

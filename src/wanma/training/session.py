@@ -34,6 +34,7 @@ from wanma.job.worker import Worker
 from wanma.models.build import custom_spec, with_frozen
 from wanma.models.lora import with_adapters
 from wanma.models.random_draws import Forward
+from wanma.models.ready import check_ready
 from wanma.models.routing import set_loss_factor
 from wanma.models.workload import module_workload
 from wanma.parallel.global_batch import GlobalBatch
@@ -41,8 +42,9 @@ from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel, parallelize
 from wanma.parallel.scratch import open_scratch
 from wanma.parallel.unit_errors import explained
+from wanma.training.carried_state import FirstForward
 from wanma.training.counting import Counting, Losses
-from wanma.training.coupling import Checked, refuse_coupling
+from wanma.training.coupling import Checked, is_cut, refuse_coupling
 from wanma.training.dependence import Dependence, dependence_of_outputs
 from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
@@ -126,8 +128,7 @@ class Session:
                 "session.prepare was called twice: a session trains one model",
                 "put modules that train together into one, or open a second session after the first",
             )
-        if not isinstance(model, nn.Module):
-            raise WanmaError(f"session.prepare takes an nn.Module, not {type(model).__name__}")
+        check_ready(model)
         self._identity = identity_of(model, seeded=is_seeded())
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
             self._workload = module_workload(model, _checked(example))
@@ -177,6 +178,8 @@ class Session:
             losses = partial(self._losses_of, trainer, validate)
             refuse_coupling(trainer, data, Checked(losses), self._gathering)
         self._dependence = dependence_of_outputs(trainer, self._gathering)
+        if is_cut(trainer):
+            FirstForward(trainer, self._gathering, self._samples)
         self._on_start(self._workload)
         if validate is not None:
             self._measure = self._measuring(trainer, data, validate)
@@ -290,6 +293,11 @@ class Session:
             left_in_order = True
         finally:
             trainer.close(not left_in_order)
+
+    def _samples(self) -> Tensor:
+        """Of the current micro-batch."""
+        assert self._current is not None
+        return self._current.batch.samples
 
     def _begin(self, parallel: Parallel, data: Data) -> Trainer:
         """The run, from its resume point on."""

@@ -37,11 +37,39 @@ class Undisturbed:
         roots = [*modules, *(one for one in others if isinstance(one, nn.Module))]
         held = list(dict.fromkeys(one for root in roots for one in root.modules()))
         self._tensors = [(tensor, local_part(tensor).detach().clone()) for tensor in _kept(held)]
+        self._places = {
+            f"{path}.{name}" if path else name: (module, name)
+            for root in roots
+            for path, module in root.named_modules()
+            for name in (*module._parameters, *module._buffers)
+        }
         self._names = [(one, dict(one._buffers), one.training) for one in held]
         plain = [one for one in others if not isinstance(one, nn.Module)]
         users = [one for one in (*held, *plain) if _is_users(one)]
         self._attributes = [(one, _copied(vars(one))) for one in users]
         self._generators = random_state(), np.random.get_state(), random.getstate()
+
+    @torch.no_grad()
+    def changes(self) -> dict[str, Tensor]:
+        """This rank's parts of the parameters and buffers that are not what they were, by name."""
+        values = {id(tensor): value for tensor, value in self._tensors}
+        buffers = {id(module): before for module, before, _ in self._names}
+        found: dict[str, Tensor] = {}
+        for full_name, (module, name) in self._places.items():
+            now = module._parameters.get(name, module._buffers.get(name))
+            before = buffers[id(module)].get(name, now)
+            value = values.get(id(before))
+            if now is None or value is None:
+                continue
+            part = local_part(now).detach()
+            if part.shape != value.shape or not torch.equal(part, value):
+                found[full_name] = part.clone()
+        return found
+
+    @property
+    def attributes_changed(self) -> bool:
+        """Whether an attribute of a user's class is not what it was."""
+        return any(_is_changed(one, attributes) for one, attributes in self._attributes)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -129,6 +157,25 @@ def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
         else:
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def _is_changed(one: object, attributes: dict[str, tuple[Any, Any]]) -> bool:
+    now = {name: value for name, value in vars(one).items() if name not in _KEPT_BY_TORCH}
+    if now.keys() != attributes.keys():
+        return True
+    for name, (value, content) in attributes.items():
+        current = now[name]
+        if current is not value and not (isinstance(value, int | float | str) and current == value):
+            return True
+        if isinstance(value, Tensor):
+            if not torch.equal(local_part(value), content):
+                return True
+        elif isinstance(value, np.ndarray):
+            if not np.array_equal(value, content):
+                return True
+        elif content is not None and len(content) != len(value):
+            return True
+    return False
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:

@@ -1,0 +1,330 @@
+"""A check before the first step that no forward pass leaves behind what depends on how the batch is cut.
+
+A plain loop has one pass per step, over the global batch. A counter that each pass raises, running statistics
+of the samples or a moving average of weights become others where a step has several passes, or each rank its
+own. Where that shows in buffers, weights or outputs, it is refused.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from wanma.checkpoint.shards import local_part
+from wanma.data.data import Data
+from wanma.job.errors import JobError
+from wanma.models.statistics import GroupedBatchNorm, noting_modules
+from wanma.parallel.global_batch import GlobalBatch
+from wanma.training.coupling import is_cut, refuse_together
+from wanma.training.forward_backward import ForwardBackward
+from wanma.training.trainer import Trainer
+from wanma.training.undisturbed import Undisturbed, undisturbed
+
+Forward = Callable[[Tensor], Any]
+"""From the numbers of some rows of a batch, (rows,), to what the model puts out for them."""
+
+_ROWS = 8
+"""Samples that are enough to see it."""
+_SAME = 1e-5, 1e-2
+"""Relative difference that rounding may make between passes over the same rows, in fp32 and in 16 bits."""
+_OTHER_SHAPE = 5e-2
+"""Likewise between batches of other sizes."""
+
+
+def model_passes(trainer: Trainer, data: Data, forward_backward: ForwardBackward) -> tuple[Forward, int]:
+    """Forward passes of the model over the first samples to come, and how many these are."""
+    plan, samples = trainer.plan, trainer.job.train.global_batch
+    pipelined = plan.pp > 1
+    rows = plan.micro_batch if pipelined else min(samples, max(plan.micro_batch, 2))
+    first = trainer.state.samples
+    batch = data.batch(range(first, first + rows)).to(trainer.grid.device)
+
+    def forward(chosen: Tensor) -> Any:
+        part = replace(
+            batch,
+            inputs=tuple(x[chosen] for x in batch.inputs),
+            targets=batch.targets[chosen],
+            samples=batch.samples[: len(chosen)],
+            real=batch.real[: len(chosen)],
+            keywords={name: x[chosen] for name, x in batch.keywords.items()},
+        )
+        return forward_backward.evaluate([part])[:2] if pipelined else forward_backward.output(part)
+
+    return forward, rows
+
+
+def refuse_carried_state(
+    trainer: Trainer, forward: Forward, rows: int, *, others: tuple[object, ...] = (), whole: bool = True
+) -> None:
+    """Compare passes over rows of a batch after different passes before them; every rank calls it.
+
+    Nothing of it stays, and nothing is computed where a step is one pass of one rank.
+
+    Args:
+        rows: of the batch; a few of them are looked at.
+        others: objects beside the model that a forward may change.
+        whole: `forward` takes any number of rows; False: all of them only.
+
+    Raises:
+        JobError: the passes differ; all ranks raise it.
+    """
+    if not is_cut(trainer):
+        return
+    found = ""
+    with _quiet(trainer), undisturbed(trainer.state.parallel.parts, others) as kept:
+        passes = _Passes(trainer, forward, kept)
+        with suppress(_FailedError):
+            found = _found(passes, min(rows, _ROWS) if whole else rows, halves=whole and rows > 1)
+    trainer.state.parallel.begin_steps()
+    _refuse(trainer, found)
+
+
+class FirstForward:
+    """The same check in a user's own loop, with the arguments of the model's first call.
+
+    It also checks that outputs for a sample do not depend on the others of its micro-batch.
+    """
+
+    def __init__(self, trainer: Trainer, gathering: GlobalBatch, samples: Callable[[], Tensor]) -> None:
+        self._trainer, self._gathering, self._samples = trainer, gathering, samples
+        module = trainer.state.parallel.module
+        self._hook = module.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True)
+
+    def _check(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._hook.remove()
+        samples, draws = self._samples(), self._trainer.state.parallel.draws
+        given = arguments, keywords
+
+        def forward(rows: Tensor) -> Any:
+            def select(x: Tensor) -> Tensor:
+                return x[rows] if x.ndim > 0 and len(x) == len(samples) else x
+
+            with draws.forward(module, samples[: len(rows)]) as drawing:
+                chosen, named = tree_map_only(Tensor, select, given)
+                output = module(*chosen, **named)
+                drawing.end()
+            return output
+
+        coupled = self._coupled(forward, len(samples))
+        if not self._gathering.is_used:
+            refuse_together(self._trainer, *coupled)
+            refuse_carried_state(self._trainer, forward, len(samples))
+
+    def _coupled(self, forward: Forward, rows: int) -> tuple[bool, bool]:
+        """Whether outputs depend on which other rows there are, and on how many."""
+        trainer, half = self._trainer, rows // 2
+        with _quiet(trainer), undisturbed(trainer.state.parallel.parts) as kept:
+            passes = _Passes(trainer, forward, kept)
+            try:
+                number = torch.arange(rows)
+                together = passes.run(number).outputs
+                if self._gathering.is_used or half == 0:
+                    return False, False
+                repeated = passes.run(torch.where(number < half, number, number % half)).outputs
+                fewer = passes.run(number[:half]).outputs
+            except _FailedError:
+                return False, False
+            finally:
+                trainer.state.parallel.begin_steps()
+        of_rows = [
+            (one[:half], other[:half], alone)
+            for one, other, alone in zip(together, repeated, fewer, strict=False)
+            if len(one) == rows and len(alone) == half
+        ]
+        by_content = any(_differ(one, other, passes.tolerance) for one, other, _ in of_rows)
+        return by_content, any(_differ(one, alone, _OTHER_SHAPE) for one, _, alone in of_rows)
+
+
+class _FailedError(Exception):
+    """A user's code takes no other rows than those that it was given."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a pass has put out, and which tensors are no longer what they were before the first."""
+
+    outputs: list[Tensor]
+    changes: dict[str, Tensor]
+    attributes_changed: bool
+
+    @property
+    def changes_anything(self) -> bool:
+        return bool(self.changes) or self.attributes_changed
+
+
+class _Passes:
+    """Forward passes that begin from the same state."""
+
+    def __init__(self, trainer: Trainer, forward: Forward, kept: Undisturbed) -> None:
+        self.trainer, self._forward, self._kept = trainer, forward, kept
+        plan = trainer.plan
+        self.tolerance = _SAME[plan.precision in ("bf16", "fp16") or plan.fp8]
+        self.ranks = plan.data_ranks > 1
+        self.several = plan.pp > 1 or plan.accumulation(trainer.job.train.global_batch) > 1
+
+    @contextmanager
+    def on_other_weights(self) -> Iterator[_Passes]:
+        """From other weights: what follows the weights has arrived there before the first step."""
+        parts = self.trainer.state.parallel.parts
+        _move(weight for part in parts for weight in part.parameters())
+        with undisturbed(parts) as kept:
+            yield _Passes(self.trainer, self._forward, kept)
+
+    def run(self, *history: Tensor) -> _Left:
+        """The last of several passes, one after the other.
+
+        Raises:
+            _FailedError: one of them fails.
+        """
+        parallel = self.trainer.state.parallel
+        output: Any = None
+        try:
+            for rows in history:
+                torch.manual_seed(0)
+                np.random.seed(0)
+                random.seed(0)
+                try:
+                    output = self._forward(rows)
+                finally:
+                    for part in parallel.parts:
+                        for module in noting_modules(part).values():
+                            module.take()
+                    parallel.rest()
+                    parallel.settle()
+            outputs = [
+                x.detach().clone() for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim > 0
+            ]
+            return _Left(outputs, self._kept.changes(), self._kept.attributes_changed)
+        except JobError:
+            raise
+        except Exception as error:
+            raise _FailedError from error
+        finally:
+            self._kept.put_back()
+
+
+@torch.no_grad()
+def _move(weights: Iterable[nn.Parameter]) -> None:
+    """Change weights as steps would, the same way on all ranks that hold the same part of them."""
+    for weight in weights:
+        if weight.requires_grad:
+            part = local_part(weight)
+            places = torch.arange(part.numel(), device=part.device).view(part.shape)
+            part.mul_(1 + 0.05 * places.cos().to(part.dtype))
+
+
+def _found(passes: _Passes, rows: int, *, halves: bool) -> str:
+    """The name of what depends on the passes of a step; nothing where all is well."""
+    every = torch.arange(rows)
+    first, second = (every[: rows // 2], every[rows // 2 :]) if halves else (every, torch.zeros_like(every))
+    if not _anywhere(passes.trainer, passes.run(every).changes_anything):
+        return ""
+    with passes.on_other_weights() as passes:
+        return _difference(passes, every, first, second, halves=halves)
+
+
+def _difference(passes: _Passes, every: Tensor, first: Tensor, second: Tensor, *, halves: bool) -> str:
+    whole, tolerance = passes.run(every), passes.tolerance
+    ones = {name: passes.run(*history) for name, history in _histories(every, first, second).items()}
+    found = ""
+    if passes.several:
+        found = _unlike(whole, ones["both"], tolerance) or _outputs(ones["second"], ones["both"], tolerance)
+        found = found or _outputs(ones["both, first"], ones["whole, first"], tolerance)
+    if passes.ranks or not halves:  # a rank sees its own rows only
+        found = found or _unlike(ones["first"], ones["second"], tolerance)
+        found = found or _unlike(whole, ones["first"], tolerance)
+        found = found or _outputs(ones["first, first"], ones["whole, first"], tolerance)
+    return found
+
+
+def _histories(every: Tensor, first: Tensor, second: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    return {
+        "first": (first,),
+        "second": (second,),
+        "both": (first, second),
+        "first, first": (first, first),
+        "whole, first": (every, first),
+        "both, first": (first, second, first),
+    }
+
+
+def _unlike(one: _Left, other: _Left, tolerance: float) -> str:
+    """The first tensor that two histories leave with unlike values."""
+    a, b = one.changes, other.changes
+    for name in dict.fromkeys((*a, *b)):
+        if name not in a or name not in b or _differ(a[name], b[name], tolerance):
+            return name
+    return ""
+
+
+def _outputs(one: _Left, other: _Left, tolerance: float) -> str:
+    pairs = zip(one.outputs, other.outputs, strict=False)
+    return "what the model puts out" if any(_differ(a, b, tolerance) for a, b in pairs) else ""
+
+
+def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return True
+    kind = torch.complex128 if one.is_complex() else torch.float64
+    a, b = one.to(kind), other.to(kind)
+    if not bool(a.isfinite().all()) or not bool(b.isfinite().all()):
+        return False
+    return bool((a - b).abs().sum() > tolerance * torch.maximum(a.abs(), b.abs()).sum())
+
+
+def _anywhere(trainer: Trainer, found: bool) -> bool:
+    verdict = torch.tensor(float(found), device=trainer.grid.device)
+    if trainer.plan.world_size > 1:
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    return bool(verdict)
+
+
+def _refuse(trainer: Trainer, found: str) -> None:
+    if not _anywhere(trainer, bool(found)):
+        return
+    plan, samples = trainer.plan, trainer.job.train.global_batch
+    names: list[str] = [found] * plan.world_size
+    if plan.world_size > 1:
+        dist.all_gather_object(names, found)
+    name = next(name for name in names if name)
+    count = plan.accumulation(samples)
+    cut = f"{plan.data_ranks} data ranks" if plan.data_ranks > 1 else f"one rank in {count} micro-batches"
+    raise JobError(
+        f"{name} depends on the forward passes before: a loop over the global batch of {samples} samples has "
+        f"one per step, and {cut} would train another model",
+        "change nothing of the model in its forward, or only what no sample and no number of passes decides; "
+        f"or train on one rank with parallel.micro_batch = {samples}",
+    )
+
+
+@contextmanager
+def _quiet(trainer: Trainer) -> Iterator[None]:
+    """Without gradients, uncompiled, and with grouped normalisation in evaluation mode."""
+    norms = [
+        (module, module.training)
+        for part in trainer.state.parallel.parts
+        for module in part.modules()
+        if isinstance(module, GroupedBatchNorm)
+    ]
+    with ExitStack() as stack:
+        if trainer.plan.compile or "torch._dynamo" in sys.modules:
+            # Compiled code is made for the shapes of the steps.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.no_grad())
+        for module, _ in norms:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training in norms:
+                module.training = training

@@ -1,0 +1,180 @@
+"""What a forward pass leaves behind: right where a step is one pass, refused where the layout would show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wanma
+from support.compare import same_numbers
+from support.own import Numbers, Plain, seeded
+from support.own_loop import per_sample
+from support.ranks import Outcome, run_job, run_ranks
+from wanma.job.errors import JobError
+from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Worker, current_worker
+
+STEPS, SAMPLES = 2, 8
+
+
+class Counting(Plain):
+    """Halves its output at each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x) / self.passes
+
+
+class CountingInPython(Plain):
+    """The same by an attribute."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x) / self.passes
+
+
+class KeepingTheMean(Plain):
+    """A running mean of the samples, which no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
+        return super().forward(x)
+
+
+class Following(Plain):
+    """A moving average of its weights, moved at each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(8, 16).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        return super().forward(x)
+
+
+class Remembering(Plain):
+    """Keeps its last activations and a norm of its weights: all passes leave the same, or nothing read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("norm", torch.zeros(()))
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm = self.first.weight.detach().norm()
+        self.last_input = x
+        self.kept = [x]
+        return super().forward(x) / (1 + self.norm)
+
+
+def job(plan: Plan) -> dict[str, Any]:
+    return {
+        "model": {"factory": "any:thing"},
+        "train": {
+            "steps": STEPS,
+            "global_batch": SAMPLES,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "validation_samples": 2,
+        },
+        "parallel": {"micro_batch": plan.micro_batch, "dp_replicate": plan.dp_replicate},
+        "checkpoint": {"every_steps": 0},
+        "observe": {"console": "quiet"},
+    }
+
+
+def train(folder: Path, plan: Plan, kind: type[nn.Module]) -> Outcome:
+    return run_job(folder, job(plan), plan, objects={"model": seeded(kind), "data": Numbers()})
+
+
+ALONE = Plan(micro_batch=SAMPLES, precision="fp64")
+IN_PARTS = Plan(micro_batch=2, precision="fp64")
+ON_TWO = Plan(dp_replicate=2, micro_batch=4, precision="fp64")
+CARRYING = [Counting, CountingInPython, KeepingTheMean, Following]
+
+
+@pytest.mark.parametrize("kind", CARRYING)
+def test_what_a_pass_carries_on_is_refused_in_several_micro_batches(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="depends on the forward passes before") as refusal:
+        train(tmp_path, IN_PARTS, kind)
+    assert f"parallel.micro_batch = {SAMPLES}" in str(refusal.value)
+    assert not (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("kind", [KeepingTheMean])
+def test_running_statistics_of_a_ranks_samples_are_refused(kind: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="mean depends on the forward passes before"):
+        train(tmp_path, ON_TWO, kind)
+
+
+@pytest.mark.parametrize("kind", [Counting, Following, Remembering])
+def test_one_pass_per_step_and_rank_is_that_of_a_plain_loop(kind: type[nn.Module], tmp_path: Path) -> None:
+    same_numbers(train(tmp_path / "1", ALONE, kind), train(tmp_path / "2", ON_TWO, kind), 1e-10)
+
+
+def test_what_every_pass_leaves_alike_is_no_reason(tmp_path: Path) -> None:
+    same_numbers(
+        train(tmp_path / "1", ALONE, Remembering), train(tmp_path / "2", IN_PARTS, Remembering), 1e-10
+    )
+
+
+class Centring(Plain):
+    """Takes the micro-batch's mean away within the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Spectral(Plain):
+    """Divides a weight by its largest singular value, which one step of power iteration per pass follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(self.first)
+
+
+def own_loop(folder: Path, plan: Plan, kind: type[nn.Module]) -> None:
+    with wanma.session(job(plan), run_directory=folder) as session:
+        model = session.prepare(seeded(kind))
+        for batch in session.batches(Numbers()):
+            session.step(per_sample(model, batch))
+
+
+def own_loop_in_rank(worker: Worker, folder: Path, plan: Plan, kind: type[nn.Module]) -> None:
+    RunDirectory(folder).create()
+    token = current_worker.set(worker)
+    try:
+        own_loop(folder, plan, kind)
+    finally:
+        current_worker.reset(token)
+
+
+@pytest.mark.parametrize("kind", [Counting, KeepingTheMean, Centring, Spectral])
+def test_an_own_loop_is_refused_at_its_first_forward(kind: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="would train another model"):
+        own_loop(tmp_path, IN_PARTS, kind)
+
+
+def test_an_own_loop_of_several_ranks_is_refused_together(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="share its micro-batch"):
+        run_ranks(own_loop_in_rank, 2, (tmp_path, ON_TWO, Centring))
