@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,13 @@ class Remembering(Plain):
         return super().forward(x) / (1 + self.norm)
 
 
+class Drawing(Plain):
+    """Draws by numpy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + float(np.random.randn()))
+
+
 def job(plan: Plan) -> dict[str, Any]:
     return {
         "model": {"factory": "any:thing"},
@@ -119,6 +127,11 @@ def test_what_a_pass_carries_on_is_refused_in_several_micro_batches(
         train(tmp_path, IN_PARTS, kind)
     assert f"parallel.micro_batch = {SAMPLES}" in str(refusal.value)
     assert not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_draws_of_numpy_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"what numpy\.random or random draw(?s:.)*draw by torch"):
+        train(tmp_path, ON_TWO, Drawing)
 
 
 @pytest.mark.parametrize("kind", [KeepingTheMean])

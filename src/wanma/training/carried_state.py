@@ -33,6 +33,7 @@ from wanma.training.undisturbed import Undisturbed, undisturbed
 Forward = Callable[[Tensor], Any]
 """From the numbers of some rows of a batch, (rows,), to what the model puts out for them."""
 
+_DRAWN = "what numpy.random or random draw in a forward"
 _ROWS = 8
 """Samples that are enough to see it."""
 _SAME = 1e-5, 1e-2
@@ -168,6 +169,8 @@ class _Passes:
     def __init__(self, trainer: Trainer, forward: Forward, kept: Undisturbed) -> None:
         self.trainer, self._forward, self._kept = trainer, forward, kept
         plan = trainer.plan
+        self.draws = False
+        """A pass has drawn by numpy.random or random, whose numbers no sample keys."""
         self.tolerance = _SAME[plan.precision in ("bf16", "fp16") or plan.fp8]
         self.ranks = plan.data_ranks > 1
         self.several = plan.pp > 1 or plan.accumulation(trainer.job.train.global_batch) > 1
@@ -193,9 +196,14 @@ class _Passes:
                 torch.manual_seed(0)
                 np.random.seed(0)
                 random.seed(0)
+                before = np.random.get_state(legacy=False)["state"]["pos"], random.getstate()
                 try:
                     output = self._forward(rows)
                 finally:
+                    self.draws |= before != (
+                        np.random.get_state(legacy=False)["state"]["pos"],
+                        random.getstate(),
+                    )
                     for part in parallel.parts:
                         for module in noting_modules(part).values():
                             module.take()
@@ -227,7 +235,10 @@ def _found(passes: _Passes, rows: int, *, halves: bool) -> str:
     """The name of what depends on the passes of a step; nothing where all is well."""
     every = torch.arange(rows)
     first, second = (every[: rows // 2], every[rows // 2 :]) if halves else (every, torch.zeros_like(every))
-    if not _anywhere(passes.trainer, passes.run(every).changes_anything):
+    changes = passes.run(every).changes_anything
+    if _anywhere(passes.trainer, passes.draws):
+        return _DRAWN
+    if not _anywhere(passes.trainer, changes):
         return ""
     with passes.on_other_weights() as passes:
         return _difference(passes, every, first, second, halves=halves)
@@ -299,11 +310,15 @@ def _refuse(trainer: Trainer, found: str) -> None:
     name = next(name for name in names if name)
     count = plan.accumulation(samples)
     cut = f"{plan.data_ranks} data ranks" if plan.data_ranks > 1 else f"one rank in {count} micro-batches"
+    remedy = (
+        "change nothing of the model in its forward, or only what no sample and no number of passes decides"
+    )
+    if name == _DRAWN:
+        remedy = "draw by torch, whose numbers wanma keys by sample"
     raise JobError(
         f"{name} depends on the forward passes before: a loop over the global batch of {samples} samples has "
         f"one per step, and {cut} would train another model",
-        "change nothing of the model in its forward, or only what no sample and no number of passes decides; "
-        f"or train on one rank with parallel.micro_batch = {samples}",
+        f"{remedy}; or train on one rank with parallel.micro_batch = {samples}",
     )
 
 

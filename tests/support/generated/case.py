@@ -91,8 +91,8 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """It draws random numbers that nobody keys."""
-        return any(FEATURES[name].refused for name in self.features)
+        """It draws random numbers by other means than dropout modules."""
+        return any(FEATURES[name].draws for name in self.features)
 
     @property
     def statistics_group(self) -> int | None:

@@ -25,8 +25,10 @@ class Feature:
     """Methods of the model's class."""
     whole_batch: bool = False
     """Its result is defined over the batch of a forward, so that a plain loop's is over the global batch."""
-    refused: bool = False
-    """Cannot be made right on several ranks; equal or refused is as good elsewhere."""
+    draws: bool = False
+    """It draws random numbers, which a plain loop would take from a generator."""
+    parts: bool = False
+    """Which of its modules are called depends on the samples."""
     layers: bool = False
     """Batch normalisation: several micro-batches need `model.statistics_group`."""
 

@@ -28,16 +28,19 @@ ROOT: dict[str, Feature] = {
         "    if len(rows):\n"
         "        extra = extra.index_add(0, rows, head(x[rows].mean(1)))",
         end="output = output + (extra if output.ndim == 2 else extra.unsqueeze(1))",
+        parts=True,
     ),
     "seldom_block": Feature(
         init="self.rare = nn.Linear(D, D)",
         forward="if (task == 2).any():\n    x = torch.where((task == 2)[:, None, None], x + self.rare(x), x)",
+        parts=True,
     ),
     "task_scales": Feature(
         init="self.scales = nn.ParameterList([torch.tensor(1.0 + n) for n in range(3)])",
         forward="for number, scale in enumerate(self.scales):\n"
         "    if (task == number).any():\n"
         "        x = torch.where((task == number)[:, None, None], x * scale, x)",
+        parts=True,
     ),
     "weights_read": Feature(
         end="output = output * (1 + 0.1 * sum(p.square().mean() for p in self.blocks.parameters()))"

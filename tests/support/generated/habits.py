@@ -20,31 +20,31 @@ HABITS: dict[str, Feature] = {
         LINEAR + "\nself.drop = nn.Dropout(0.3).eval()", "x + self.drop(self.linear(x).tanh())"
     ),
     "alpha_dropout": block(
-        LINEAR + "\nself.drop = nn.AlphaDropout(0.3)", "x + self.drop(self.linear(x).tanh())", refused=True
+        LINEAR + "\nself.drop = nn.AlphaDropout(0.3)", "x + self.drop(self.linear(x).tanh())", draws=True
     ),
     "functional_dropout": block(
-        LINEAR, "x + F.dropout(self.linear(x).tanh(), 0.3, self.training)", refused=True
+        LINEAR, "x + F.dropout(self.linear(x).tanh(), 0.3, self.training)", draws=True
     ),
-    "noise": block(LINEAR, "x + self.linear(x).tanh() + 0.1 * torch.randn_like(x)", refused=True),
-    "gumbel": block(LINEAR, "x + F.gumbel_softmax(self.linear(x), dim=-1)", refused=True),
+    "noise": block(LINEAR, "x + self.linear(x).tanh() + 0.1 * torch.randn_like(x)", draws=True),
+    "gumbel": block(LINEAR, "x + F.gumbel_softmax(self.linear(x), dim=-1)", draws=True),
     "noise_from_a_generator": block(
         LINEAR + "\nself.generator = torch.Generator().manual_seed(3)",
         "x + self.linear(x).tanh() + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)",
-        refused=True,
+        draws=True,
     ),
     "noise_of_numpy": block(
         LINEAR,
         "x + self.linear(x).tanh() + 0.1 * torch.from_numpy(np.random.randn(*x.shape)).to(x.dtype)",
-        refused=True,
+        draws=True,
     ),
-    "noise_of_random": block(LINEAR, "x + self.linear(x).tanh() * random.random()", refused=True),
+    "noise_of_random": block(LINEAR, "x + self.linear(x).tanh() * random.random()", draws=True),
     "dropped_layer": block(
-        LINEAR, "x + self.linear(x).tanh() if torch.rand(()) > 0.4 else x * 0.9", refused=True
+        LINEAR, "x + self.linear(x).tanh() if torch.rand(()) > 0.4 else x * 0.9", draws=True, parts=True
     ),
     "attention_with_dropout": block(
         "self.attention = nn.MultiheadAttention(D, 2, 0.3, batch_first=True)",
         "x + self.attention(x, x, x, need_weights=False)[0]",
-        refused=True,
+        draws=True,
     ),
     # ------------------------------------------------------------ batch statistics
     "batch_norm": block(
@@ -212,7 +212,7 @@ x + self.linear(x).tanh()""",
         "x + self.drop(self.linear(x).tanh())",
     ),
     "dropout_subclass": block(
-        LINEAR + "\nself.drop = Halved(0.3)", "x + self.drop(self.linear(x).tanh())", refused=True
+        LINEAR + "\nself.drop = Halved(0.3)", "x + self.drop(self.linear(x).tanh())", draws=True
     ),
     # ------------------------------------------------------------ autograd
     "checkpoint": block(

@@ -11,15 +11,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from support.generated.case import Case, program
+from support.generated.features import FEATURES
 from support.generated.ranks import Outcome, Ranks
 from support.generated.reference import Trained, plain_loop
 
 TOLERANCES = {"fp64": 2e-9, "fp32": 3e-6}
 
 
+_PARTS = {name for name, feature in FEATURES.items() if feature.parts}
+"""Features whose samples decide which modules are called: a layout may not be able to do a later batch."""
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """A case's end: 'equal', 'refused', 'wrong', or 'void' where the plain loop fails too."""
+    """A case's end: 'equal', 'refused' or 'wrong'; 'void' where there is nothing to compare with, or 'late'
+    where a later batch than the first is refused, by its content."""
 
     kind: str
     text: str = ""
@@ -31,6 +37,7 @@ class Judge:
 
     def __init__(self) -> None:
         self._ranks: dict[int, Ranks] = {}
+        self._alone: dict[Case, Outcome] = {}
 
     def __call__(self, case: Case) -> Verdict:
         expected = _expected(case)
@@ -42,12 +49,26 @@ class Judge:
         if outcome.kind == "refused":
             broke = "the loss is nan" in outcome.text and all(map(math.isfinite, expected.losses))
             return Verdict("wrong" if broke else "refused", outcome.text)
+        if outcome.kind == "late" and any(name in _PARTS for name in case.features):
+            return Verdict("late", outcome.text)
         if outcome.kind != "trained":
             return Verdict("wrong", f"{outcome.kind}: {outcome.text}")
         assert outcome.trained is not None
-        if case.draws and case.ranks == 1:
-            return Verdict("void", "it draws from torch's generators, of which one rank has one")
+        if case.draws:
+            return self._drawn(case, outcome.trained)
         return _compared(case, expected, outcome.trained)
+
+    def _drawn(self, case: Case, trained: Trained) -> Verdict:
+        """No plain loop draws what wanma keys: compare with one rank that has the whole batch."""
+        if case.is_whole:
+            return Verdict("void", "it is what other layouts are compared with")
+        alone = replace(case, layout="whole batch", collectives="gloo", entry="train")
+        if alone not in self._alone:
+            self._alone[alone] = self.run(alone)
+        expected = self._alone[alone]
+        if expected.trained is None:
+            return Verdict("wrong", f"trained, where one rank alone is {expected.kind}: {expected.text}")
+        return _compared(case, expected.trained, trained)
 
     def run(self, case: Case) -> Outcome:
         if case.ranks not in self._ranks:

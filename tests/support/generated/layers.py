@@ -168,6 +168,7 @@ for number, expert in enumerate(self.experts):
     if len(rows):
         y = y.index_add(0, rows, expert(x[rows]))
 x + y.tanh()""",
+        parts=True,
     ),
     "unlike_experts": block(
         "self.small = nn.Linear(D, D)\n"
@@ -179,6 +180,7 @@ if high.any():
 if not high.all():
     y[~high] = x[~high] + self.small(x[~high])
 y""",
+        parts=True,
     ),
     "seldom_used": block(
         LINEAR + "\nself.rare = nn.Linear(D, D)\nself.shift = nn.Parameter(torch.zeros(D))",
@@ -187,6 +189,7 @@ y = x + self.linear(x).tanh()
 if rare.any():
     y = torch.where(rare[:, None, None], y + self.rare(x) + self.shift, y)
 y""",
+        parts=True,
     ),
     "skipped_layer": block(
         "self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(2))",
@@ -195,5 +198,6 @@ y""",
     if kept.any():
         x = torch.where(kept[:, None, None], x + layer(x).tanh(), x)
 x""",
+        parts=True,
     ),
 }
