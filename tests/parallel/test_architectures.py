@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from support.architectures import EDGES, KINDS, LAYOUTS, judge
+import support.architectures
+from support.architectures import EDGES, KINDS, LAYOUTS, Verdict, judge, mend, short, tiny_config
 
+PAGE = Path(support.architectures.__file__).parents[2] / "docs" / "architectures.md"
 SAMPLED = {
     # Multipliers around the blocks, in stages with and without blocks.
     "granite": ("pp 2", "pp 2, blocks last", "pp 2, blocks first"),
@@ -15,6 +17,8 @@ SAMPLED = {
     "gemma3_text": ("tp 2", "pp 2"),
     # A head that is published under another name.
     "gpt_neox": ("1 rank", "pp 4"),
+    # Positions that begin after the padding's, and a tie within the last stage.
+    "roberta": ("pp 2", "cp 2"),
 }
 """What a part of transformers' architectures is tried on every day."""
 
@@ -25,6 +29,28 @@ def test_an_architecture_trains_as_transformers_trains_it(kind: str, tmp_path: P
     verdict = judge(kind, {name: every[name] for name in SAMPLED[kind]}, tmp_path)
     assert verdict.refusal is None
     assert verdict.layouts == dict.fromkeys(SAMPLED[kind], "equal")
+    assert [documented()[kind][name] for name in SAMPLED[kind]] == ["✓"] * len(SAMPLED[kind])
+
+
+@pytest.mark.parametrize(
+    "kind", ["bart", "bloom", "deepseek_v3", "doge", "falcon", "gemma2", "lfm3", "mamba"]
+)
+def test_the_page_says_why_an_architecture_is_refused(kind: str) -> None:
+    verdict = Verdict(kind)
+    assert mend(tiny_config(kind), verdict) is None
+    assert verdict.refusal is not None
+    row = next(line for line in PAGE.read_text().splitlines() if f" {kind}," in line or f" {kind} |" in line)
+    assert row.endswith(f"| {short(verdict.refusal)} |")
+
+
+def documented() -> dict[str, dict[str, str]]:
+    """Rows of the page's table: architecture -> layout -> verdict."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("|")
+    ]
+    return {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows if len(row) == len(rows[0])}
 
 
 @pytest.mark.full

@@ -105,6 +105,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 4]]},
     "minicpm3": {"num_key_value_heads": 4},
     "youtu": {"num_key_value_heads": 4},
+    "diffllama": {"attention_dropout": 0.0},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -170,7 +171,8 @@ def judge(kind: str, layouts: Mapping[str, Plan], folder: Path) -> Verdict:
         hung = "failed: not tried"
     for name in layouts:
         told = [json.loads(file.read_text()) for file in folder.glob(f"{name}/told-*.json")]
-        reasons = [reason for reason in told if reason is not None]
+        # What was refused on one rank may be a lost peer on the other.
+        reasons = sorted((reason for reason in told if reason is not None), key=lambda r: "refused" not in r)
         if len(told) < layouts[name].world_size:
             verdict.layouts[name] = next(iter(reasons), hung)
         elif reasons:
@@ -376,16 +378,16 @@ def table(verdicts: Iterable[Verdict]) -> str:
     refusals: dict[str, list[str]] = {}
     for verdict in verdicts:
         if verdict.refusal is not None:
-            refusals.setdefault(_short(verdict.refusal), []).append(verdict.kind)
+            refusals.setdefault(short(verdict.refusal), []).append(verdict.kind)
             continue
-        cells = [_short(verdict.layouts[name]) for name in names]
+        cells = [short(verdict.layouts[name]) for name in names]
         lines.append(f"| {verdict.kind} | " + " | ".join(cells) + " |")
     lines += ["", "| refused | reason |", "| --- | --- |"]
     lines += [f"| {', '.join(kinds)} | {reason} |" for reason, kinds in refusals.items()]
     return "\n".join(lines)
 
 
-def _short(told: str) -> str:
+def short(told: str) -> str:
     """A verdict in some words."""
     told = told.removeprefix("model.huggingface: ").partition("\n")[0]
     for pattern, words in _WORDS.items():

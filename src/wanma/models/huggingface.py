@@ -113,6 +113,8 @@ class HuggingFaceModel(HuggingFacePublished):
             passage.given, hidden = tokens, torch.empty_like(tokens)
         if positions is not None and positions.ndim == 1:
             positions = positions.unsqueeze(0)
+        if positions is not None and self.findings.first_position:
+            positions = positions + self.findings.first_position
         output = super().forward(
             inputs_embeds=hidden, position_ids=positions, use_cache=False, **{MASK: self.mask(documents)}
         )

@@ -66,6 +66,12 @@ def require_same_training(model: PreTrainedModel, sequence_length: int, make: Ma
             "tokens",
             f"set data.sequence_length to at most {findings.window}{more}",
         )
+    if findings.positions is not None and sequence_length > findings.positions:
+        raise JobError(
+            f"data.sequence_length = {sequence_length}, but the model has learned {findings.positions} "
+            f"positions (the first {findings.first_position} of its table are padding's)",
+            f"use at most {findings.positions}",
+        )
     if findings.draws is not None:
         _refuse_draws(kind, config, findings.draws, solves)
     return findings

@@ -43,6 +43,11 @@ class Findings:
     """Modules with parameters that are called before the blocks, and"""
     last: tuple[str, ...] = ()
     """after them."""
+    first_position: int = 0
+    """Row of the embedding of positions that the first token of a sequence has: RoBERTa's begins after the
+    padding's."""
+    positions: int | None = None
+    """Rows from there on; None: it has none before it."""
     outputs: int | None = None
     """Length of the tuple that a block returns, hidden states first; None: it returns these alone."""
     indivisible: str | None = None
@@ -105,6 +110,8 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
         draws=draws.found,
         first=_outermost(order.first),
         last=_outermost(order.last),
+        first_position=order.first_position,
+        positions=order.positions,
         outputs=order.outputs,
         indivisible=order.indivisible,
     )
@@ -259,6 +266,8 @@ class _Order:
     blocks: str
     first: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
+    first_position: int = 0
+    positions: int | None = None
     outputs: int | None = None
     indivisible: str | None = None
     _done: int = 0
@@ -305,6 +314,13 @@ class _Order:
     def _outer(self, path: str) -> Callable[..., None]:
         def note(module: nn.Module, arguments: Any) -> None:  # noqa: ARG001  # a hook's
             self._called.add(path)
+            if (
+                isinstance(module, nn.Embedding)
+                and module.padding_idx is not None
+                and module is not self.model.get_input_embeddings()
+            ):
+                self.first_position = module.padding_idx + 1
+                self.positions = module.num_embeddings - self.first_position
             if self.blocks.startswith(f"{path}." if path else ""):
                 self._reason(f"{path or 'the model itself'} has parameters beside its blocks")
                 return
