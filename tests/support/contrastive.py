@@ -93,3 +93,12 @@ class Deep(nn.Module):
             first = block(first)
         output: Tensor = self.towers(first, second)
         return output
+
+
+class WithPairs(Towers):
+    """Also puts out the similarities within its micro-batch, which a loss may use or not."""
+
+    def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        output = super().forward(first, second)
+        a, b = output.unbind(1)
+        return output, a @ b.T

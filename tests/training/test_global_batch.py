@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import wanma
 from support.compare import same_numbers
-from support.contrastive import Deep, Pairs, Standardised, Towers, contrastive, plain_contrastive
+from support.contrastive import Deep, Pairs, Standardised, Towers, WithPairs, contrastive, plain_contrastive
 from support.own import seeded
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.plan import Plan
@@ -133,6 +133,24 @@ def test_a_session_gathers_the_global_batch_too(plain: Outcome, tmp_path: Path) 
     run_ranks(in_a_session, 2, (job(dp_shard=2), tmp_path / "run"))
     same_numbers(plain, Outcome(tmp_path / "run"), 1e-10)
     assert validations(Outcome(tmp_path / "run")) == pytest.approx(validations(plain), rel=1e-10)
+
+
+def with_pairs(worker: Worker, text: dict[str, Any], folder: Path) -> None:
+    RunDirectory(folder).create()
+    current_worker.set(replace(worker, run_directory=folder))
+    with wanma.session(text) as session:
+        model = session.prepare(seeded(WithPairs))
+        for batch in session.batches(Pairs()):
+            session.step(contrastive(model(*batch.inputs)[0], batch.targets))
+
+
+def test_a_matrix_of_pairs_that_no_loss_uses_is_no_coupling(tmp_path: Path) -> None:
+    """Three samples on two ranks, one of which has a single row."""
+    text = job(3, dp_shard=2)
+    del text["train"]["validate_every_steps"]
+    run_ranks(with_pairs, 2, (text, tmp_path / "2"), seconds=60)
+    alone = train(tmp_path / "1", job(3), Plan(micro_batch=3, precision="fp64"), contrastive, seeded(Towers))
+    same_numbers(alone, Outcome(tmp_path / "2"), 1e-10)
 
 
 # ------------------------------------------------------------------ the call itself

@@ -123,14 +123,15 @@ class FirstForward:
 
     def _coupled(self, forward: Forward, rows: int) -> tuple[bool, bool]:
         """Whether outputs depend on which other rows there are, and on how many."""
-        trainer, half = self._trainer, rows // 2
+        trainer, half = self._trainer, max(rows // 2, 1)
         with _quiet(trainer), undisturbed(trainer.state.parallel.parts) as kept:
             passes = _Passes(trainer, forward, kept)
             try:
                 number = torch.arange(rows)
                 together = passes.run(number).outputs
-                if self._gathering.is_used or half == 0:
+                if self._gathering.is_used:
                     return False, False
+                # Ranks may have unlike numbers of rows, but gather parameters equally often.
                 repeated = passes.run(torch.where(number < half, number, number % half)).outputs
                 fewer = passes.run(number[:half]).outputs
             except _FailedError:
@@ -140,7 +141,8 @@ class FirstForward:
         of_rows = [
             (one[:half], other[:half], alone)
             for one, other, alone in zip(together, repeated, fewer, strict=False)
-            if len(one) == rows and len(alone) == half
+            # A matrix of pairs is for the loss to use or not: `Dependence` sees it.
+            if len(one) == rows and len(alone) == half and one.shape[1:] == alone.shape[1:]
         ]
         by_content = any(_differ(one, other, passes.tolerance) for one, other, _ in of_rows)
         return by_content, any(_differ(one, alone, _OTHER_SHAPE) for one, _, alone in of_rows)

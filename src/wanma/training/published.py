@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wanma.checkpoint.format import Box, overlap
 from wanma.checkpoint.published import PublishedWeights
 from wanma.checkpoint.shards import local_box, local_part
-from wanma.job.errors import EXIT_USAGE, JobError, WanmaError, did_you_mean
+from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
 from wanma.job.worker import Worker
 from wanma.models.huggingface_config import FILE, read_config_file
 from wanma.models.own_published import published_of
