@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.architectures import Verdict, mend, tiny_config
 from wanma.job.errors import JobError
@@ -75,3 +76,19 @@ def test_attention_that_would_be_computed_otherwise_is_refused_before_training(t
     config = {**tiny_config("gemma2"), "attention_dropout": 0.0}
     error = refusal(tmp_path, config, length=8)
     assert "Gemma2Attention wants what would be ignored of its attention: softcap" in error.message
+
+
+def test_positions_are_counted_from_the_families_own_first_one(tmp_path: Path) -> None:
+    config = {key: 0.0 if "drop" in key else value for key, value in tiny_config("roberta").items()}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_decoder": True}))
+    section = ModelSection(huggingface=str(tmp_path))
+    torch.manual_seed(1)
+    made = model_spec(section, vocabulary=257, sequence_length=16, image_shape=None, classes=None).make()
+    tokens = torch.randint(3, 257, (2, 16))
+    with torch.no_grad():
+        alone = made(tokens)
+        given = made(tokens, None, torch.arange(16))
+    assert torch.equal(alone, given)
+    error = refusal(tmp_path, {**config, "is_decoder": True}, length=63)
+    assert "has learned 62 positions" in error.message
+    assert error.hint == "set data.sequence_length to at most 62"

@@ -54,6 +54,11 @@ def require_same_training(model: PreTrainedModel, sequence_length: int, make: Ma
             f"model.huggingface: {kind} is no causal language model as its config has it: {findings.mask}",
             f"name the config of a causal language model{more}",
         )
+    if findings.longest is not None:
+        raise JobError(
+            f"data.sequence_length = {sequence_length}, but {kind} has learned {findings.longest} positions",
+            f"set data.sequence_length to at most {findings.longest}",
+        )
     if findings.window is not None:
         tried = solves({"sliding_window": None}) if getattr(config, "sliding_window", None) else None
         more = ""
@@ -65,12 +70,6 @@ def require_same_training(model: PreTrainedModel, sequence_length: int, make: Ma
             f"model.huggingface: {told}, but wanma's attention sees all of the data's {sequence_length} "
             "tokens",
             f"set data.sequence_length to at most {findings.window}{more}",
-        )
-    if findings.positions is not None and sequence_length > findings.positions:
-        raise JobError(
-            f"data.sequence_length = {sequence_length}, but the model has learned {findings.positions} "
-            f"positions (the first {findings.first_position} of its table are padding's)",
-            f"use at most {findings.positions}",
         )
     if findings.draws is not None:
         _refuse_draws(kind, config, findings.draws, solves)

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.huggingface_parts import ATTENTION, MASK, attend
+from wanma.models.huggingface_positions import Lookups, first_position, longest_sequence
 from wanma.models.moe import MixtureOfExperts
 
 
@@ -37,17 +38,16 @@ class Findings:
     """Tokens of the longest sequence that every layer's attention sees whole; None: the data's."""
     is_causal: bool = True
     """No layer's attention sees later tokens."""
+    first_position: int = 0
+    """Number that positions are counted from, if the model is given none."""
+    longest: int | None = None
+    """Tokens of the longest sequence for whose positions the model has weights; None: the data's."""
     draws: str | None = None
     """The first random draw of a training step that no layout could repeat."""
     first: tuple[str, ...] = ()
     """Modules with parameters that are called before the blocks, and"""
     last: tuple[str, ...] = ()
     """after them."""
-    first_position: int = 0
-    """Row of the embedding of positions that the first token of a sequence has: RoBERTa's begins after the
-    padding's."""
-    positions: int | None = None
-    """Rows from there on; None: it has none before it."""
     outputs: int | None = None
     """Length of the tuple that a block returns, hidden states first; None: it returns these alone."""
     indivisible: str | None = None
@@ -72,15 +72,16 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
             mixture.forward = _alike  # type: ignore[method-assign]  # theirs sorts tokens by their values
         model.requires_grad_(False)
         masks = _Masks(sequence_length)
+        default, given = Lookups(4 * sequence_length), Lookups(4 * sequence_length)
         model.eval()
-        with _attention(model, masks.attend, masks.mask):
+        with _attention(model, masks.attend, masks.mask), default:
             _run_masked(model, sequence_length)
         model.train()
         for module in model.modules() if keyed_dropout else ():
             if isinstance(module, nn.Dropout):
                 module.eval()
         draws, order = _Draws(), _Order(model, blocks)
-        with _attention(model, draws.attend), order.watching(), draws:
+        with _attention(model, draws.attend), order.watching(), draws, given:
             positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
             try:
                 order.end(*_run(model, sequence_length, position_ids=positions))
@@ -106,12 +107,12 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
     return Findings(
         mask=masks.difference,
         window=masks.window,
+        first_position=first_position(default, given),
+        longest=longest_sequence(default),
         is_causal=masks.is_causal,
         draws=draws.found,
         first=_outermost(order.first),
         last=_outermost(order.last),
-        first_position=order.first_position,
-        positions=order.positions,
         outputs=order.outputs,
         indivisible=order.indivisible,
     )
@@ -266,8 +267,6 @@ class _Order:
     blocks: str
     first: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
-    first_position: int = 0
-    positions: int | None = None
     outputs: int | None = None
     indivisible: str | None = None
     _done: int = 0
@@ -314,13 +313,6 @@ class _Order:
     def _outer(self, path: str) -> Callable[..., None]:
         def note(module: nn.Module, arguments: Any) -> None:  # noqa: ARG001  # a hook's
             self._called.add(path)
-            if (
-                isinstance(module, nn.Embedding)
-                and module.padding_idx is not None
-                and module is not self.model.get_input_embeddings()
-            ):
-                self.first_position = module.padding_idx + 1
-                self.positions = module.num_embeddings - self.first_position
             if self.blocks.startswith(f"{path}." if path else ""):
                 self._reason(f"{path or 'the model itself'} has parameters beside its blocks")
                 return

@@ -1,0 +1,96 @@
+"""Positions that a transformers model looks up in a learned table: followed by value, on the meta device.
+
+Some families count from another number than 0 when they are given no positions (RoBERTa: from after the
+token that pads), and take positions that they are given as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Lookups(TorchDispatchMode):
+    """Records rows that a forward takes of tables, where they follow from integers that nobody gave.
+
+    Args:
+        limit: elements of the largest integer tensor whose values are followed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.rows: dict[int, Tensor] = {}
+        """Identity of a table -> (..., sequence) rows, on the CPU."""
+        self.tables: dict[int, Tensor] = {}
+        self._limit = limit
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        """Identity of a tensor without memory -> it, kept alive, and its values."""
+
+    def tell(self, tensor: Tensor, values: Tensor) -> None:
+        """Say which values a tensor without memory stands for."""
+        self._values[id(tensor)] = tensor, values
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:
+            if id(args[1]) in self._values:
+                self.tables[id(args[0])] = args[0]
+                self.rows[id(args[0])] = self._values[id(args[1])][1]
+        elif isinstance(result, Tensor) and not result.dtype.is_floating_point:
+            if func._schema.is_mutable:
+                self._values.clear()  # a change in place is not followed
+            elif self._follows(func, result, args, kwargs or {}):
+                with suppress(Exception):  # what cannot be computed here is not followed
+                    self.tell(result, func(*self._known(args), **self._known(kwargs or {})))
+        return result
+
+    def _follows(self, func: Any, result: Tensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        return (
+            result.numel() <= self._limit
+            and torch.Tag.nondeterministic_seeded not in func.tags
+            and all(id(tensor) in self._values for tensor in given)
+            and "empty" not in str(func)
+        )
+
+    def _known(self, given: Any) -> Any:
+        def known(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return self._values[id(value)][1]
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        return tree_map(known, given)
+
+
+def first_position(default: Lookups, given: Lookups) -> int:
+    """Number that a model counts its positions from, if it is given none.
+
+    Args:
+        default: of a forward without positions.
+        given: of one with positions from 0.
+    """
+    for table, rows in default.rows.items():
+        if table in given.rows and given.rows[table].shape[-1] == rows.shape[-1]:
+            apart = (rows - given.rows[table]).flatten()
+            if bool((apart == apart[0]).all()) and int(apart[0]) != 0:
+                return int(apart[0])
+    return 0
+
+
+def longest_sequence(default: Lookups) -> int | None:
+    """Tokens for which every table has rows; None: for all of the forward's."""
+    too_short = [
+        rows.shape[-1] - (int(rows.max()) + 1 - len(default.tables[table]))
+        for table, rows in default.rows.items()
+        if int(rows.max()) >= len(default.tables[table])
+    ]
+    return min(too_short, default=None)
