@@ -1,8 +1,8 @@
 """A check in a user's own loop, on its first micro-batch: losses depend on no outputs of other samples.
 
 It follows their gradient as far as the model's outputs, without a further forward or a function from a
-batch to its losses. It sees nothing that no gradient goes through, and nothing within the model: `coupling`
-does.
+batch to its losses. It sees nothing that no gradient goes through, which `coupling` does, and nothing within
+the model, which `carried_state` does.
 """
 
 from __future__ import annotations
