@@ -81,8 +81,8 @@ class GatherWatch:
         self.hash = (self.hash * 31 + number + 1) % _HASHES
         return self._compare(number, group)
 
-    def reduces(self, group: dist.ProcessGroup) -> None:
-        """Before gradients are reduced.
+    def meets(self, group: dist.ProcessGroup) -> None:
+        """Before the ranks of `group` communicate in another way, such as to reduce gradients.
 
         Raises:
             AgreedError: as above.
@@ -128,7 +128,9 @@ class GatherWatch:
         return check
 
     def _doing(self, number: int) -> str:
-        return f"gathers {self._names[number]}" if number < len(self._names) else "reduces gradients"
+        return (
+            f"gathers {self._names[number]}" if number < len(self._names) else "has gathered all that it uses"
+        )
 
     def _refusal(self, what: str) -> AgreedError:
         out = "gradients" if self._plan.device == "cpu" else "nothing"

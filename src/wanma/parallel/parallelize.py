@@ -122,6 +122,11 @@ class Parallel:
         for part in self.data_parallel:
             part.settle()
 
+    def meet(self) -> None:
+        """Before ranks tell each other something between a forward and its end: all ranks call it."""
+        for part in self.data_parallel:
+            part.meet()
+
     def rest(self) -> None:
         """Let the parameters be the state again, after a forward without backward."""
         for part in self.data_parallel:

@@ -221,9 +221,17 @@ class Sharded:
             self.flags.settle()
         self.settle()
 
+    def meet(self) -> None:
+        """
+        Raises:
+            AgreedError: another rank is about to gather a part of the model.
+        """
+        self.order.meet()
+
     def settle(self) -> None:
         """Until no rank computes with weights that this one may change: before an update, or when others have
         been evaluated in their place. All ranks call it."""
+        self.meet()
         if self.weights is not None:
             self.weights.settle()
 

@@ -96,14 +96,22 @@ class UnitOrder:
             unit.end_step(tells.had)
             self._copies[unit].end_step()
 
+    def meet(self) -> None:
+        """Before ranks communicate otherwise than by gathers: all that gather from each other call it.
+
+        Raises:
+            AgreedError: as of `GatherWatch`.
+        """
+        if self.watch is not None and self._shards is not None:
+            self.watch.meets(self._shards)
+
     def _tell(self) -> list[_Tells]:
         """Sums over the data ranks of what each knows of each unit; of the places the first rank's.
 
         Raises:
             AgreedError: as of `GatherWatch`.
         """
-        if self.watch is not None and self._shards is not None:
-            self.watch.reduces(self._shards)
+        self.meet()
         place = {unit: at for at, unit in enumerate(self._passed, start=1)} if self._leads else {}
         self._passed = []
         mine = [
@@ -191,8 +199,7 @@ class UnitOrder:
         self._reduce(unit)
 
     def _reduce(self, unit: _Unit) -> None:
-        if self.watch is not None and self._shards is not None:
-            self.watch.reduces(self._shards)
+        self.meet()
         unit.reduce()
 
 

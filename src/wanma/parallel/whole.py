@@ -195,6 +195,9 @@ class Whole:
             state: Any = held.state
             state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
 
+    def meet(self) -> None:
+        """As of `Sharded`: here nothing is gathered."""
+
     def settle(self) -> None:
         """As of `Sharded`: here every rank has its own."""
 

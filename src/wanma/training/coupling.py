@@ -236,6 +236,7 @@ def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], toleranc
 
 
 def _any_rank(found: bool, trainer: Trainer) -> bool:
+    trainer.state.parallel.meet()
     verdict = torch.tensor(float(found), device=trainer.grid.device)
     if trainer.plan.world_size > 1:
         dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
