@@ -76,7 +76,7 @@ def test_a_factory_is_imported_from_the_working_directory_and_given_its_argument
     made = spec(factory="users_models:network", arguments={"width": 6, "depth": 2}, statistics_group=4)
     assert (made.kind, made.layout, made.own_initialization) == ("custom", None, True)
     model = build_model(made, seed=1)
-    assert [type(module).__name__ for module in model] == ["Linear", "Linear", "GroupedBatchNorm"]
+    assert [type(module).__name__ for module in model] == ["Linear", "Linear", "GroupedBatchNorm1d"]
     assert couples_samples(model) == []
     assert model[2].group == 4
 

@@ -1,4 +1,6 @@
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -257,3 +259,27 @@ def test_compiled_masks_are_those_of_eager_mode_and_new_samples_compile_nothing(
     for compiled, eager in zip((logits(0), logits(8)), expected, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
     assert counter.frame_count == 1
+
+
+class Doubled(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_replaced_dropout_keeps_its_hooks_attributes_and_forward() -> None:
+    calls: list[str] = []
+    model = nn.Sequential(nn.Dropout(0.5), Doubled(0.5), nn.Dropout(0.5, inplace=True))
+    model[0].note = "kept"
+    model[0].register_forward_pre_hook(lambda *_: calls.append("before"))
+    model[1].register_forward_hook(lambda *_: calls.append("after"))
+    assert replace_dropout(model) == 3
+    assert model[0].note == "kept"
+    assert isinstance(model[1], Doubled)
+    given = torch.ones(4, 64)
+    with keyed_samples(model, 0, torch.arange(4)):
+        first, second = model[0](given), model[1](given)
+        assert model[2](given) is given
+    assert calls == ["before", "after"]
+    assert sorted(first.unique().tolist()) == sorted(given.unique().tolist()) == [0, 2]
+    assert sorted(second.unique().tolist()) == [0, 4]
+    assert isinstance(pickle.loads(pickle.dumps(copy.deepcopy(model[2]))), KeyedDropout)

@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_modules_that_couple_samples_are_named_until_they_are_converted() -> Non
     assert couples_samples(model) == ["1", "4"]
     assert convert_batch_norm(model, 4) is model
     assert couples_samples(model) == []
-    assert [module.features for module in noting_modules(model).values()] == [3, 8]
+    assert [module.num_features for module in noting_modules(model).values()] == [3, 8]
     assert couples_samples(nn.SyncBatchNorm(3)) == ["SyncBatchNorm"]
 
 
@@ -163,3 +164,50 @@ def test_buffers_allocated_without_values_are_reset() -> None:
     assert module.running_mean.tolist() == [0, 0, 0]
     assert module.running_var.tolist() == [1, 1, 1]
     assert int(module.num_batches_tracked) == 0
+
+
+class Activated(nn.BatchNorm2d):
+    """Hands on to torch's own, and has an attribute besides."""
+
+    slope = 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.leaky_relu(super().forward(x), self.slope)
+
+
+class Centred(nn.BatchNorm2d):
+    """Computes statistics by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean((0, 2, 3), keepdim=True)
+
+
+def test_a_subclass_keeps_its_forward_hooks_and_attributes() -> None:
+    seen: list[torch.Tensor] = []
+    model = nn.Sequential(Activated(3, eps=1e-3, momentum=0.2)).double()
+    model[0].register_forward_hook(lambda _module, _input, output: seen.append(output))
+    model[0].register_forward_pre_hook(lambda _module, inputs: (inputs[0] * 2,))
+    plain = copy.deepcopy(model)
+    norm = convert_batch_norm(model, 12)[0]
+    torch.testing.assert_close(model(IMAGES), plain(IMAGES), rtol=1e-12, atol=1e-12)
+    assert len(seen) == 2
+    assert (norm.eps, norm.momentum, norm.num_features, norm.slope) == (1e-3, 0.2, 3, 0.1)
+    assert isinstance(norm, GroupedBatchNorm)
+    assert isinstance(norm, Activated)
+    norm.commit(*norm.take())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+    norm.eps = 1e4
+    assert float(model(IMAGES).detach().abs().max()) < 1.0
+
+
+def test_a_subclass_with_statistics_of_its_own_stays_and_is_named() -> None:
+    model = convert_batch_norm(nn.Sequential(Centred(3), nn.SyncBatchNorm(3)), 4)
+    assert type(model[0]) is Centred
+    assert couples_samples(model) == ["0"]
+
+
+def test_converted_modules_can_be_copied_and_pickled() -> None:
+    model = convert_batch_norm(users_model().double(), 4)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(again(IMAGES), model(IMAGES))
+        assert isinstance(again[1], GroupedBatchNorm)

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ class KeyedDropout(SampleAware):
 
     p: float
     inplace: bool
+    kind: ClassVar[type[nn.Module] | None] = None
+    """Class that a module had before it became a keyed one."""
 
     def __init__(self, p: float, name: str, channels: bool = False) -> None:
         super().__init__()
@@ -56,6 +58,11 @@ class KeyedDropout(SampleAware):
         self.calls = 0
         self.repeated: Calls | None = None
         """Of the forward, where backward may run parts of it again without announcing their samples."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.kind is None:
+            return super().__reduce_ex__(protocol)
+        return _new_keyed, (self.kind,), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape; dim 0 is the rows whose samples `keyed_samples` announced.
@@ -188,10 +195,15 @@ def _make_keyed(module: nn.Module, path: str) -> None:
 @cache
 def _keyed_class(kind: type[nn.Module]) -> type[KeyedDropout]:
     """A subclass of `kind` whose dropout is the keyed one."""
-    if kind in _REPLACED:
-        return type(f"Keyed{kind.__name__}", (KeyedDropout, kind), {"__module__": __name__})
     (base,) = (torchs for torchs in _REPLACED if issubclass(kind, torchs))
-    return type(f"Keyed{kind.__name__}", (kind, _keyed_class(base)), {"__module__": kind.__module__})
+    bases = (KeyedDropout, kind) if kind is base else (kind, _keyed_class(base))
+    return type(f"Keyed{kind.__name__}", bases, {"__module__": kind.__module__, "kind": kind})
+
+
+def _new_keyed(kind: type[nn.Module]) -> KeyedDropout:
+    """One without content, to be filled by `copy` and `pickle`."""
+    keyed = _keyed_class(kind)  # type: ignore[arg-type]  # a class is hashable
+    return keyed.__new__(keyed)
 
 
 def unkeyed_randomness(model: nn.Module) -> list[str]:

@@ -3,7 +3,8 @@ so that no layout changes its numbers."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,10 @@ class NotesStatistics(Protocol):
         """Change once per optimizer step, by what `take` gave, added up over ranks with different samples."""
 
 
-class GroupedBatchNorm(nn.Module):
+class GroupedBatchNorm(_BatchNorm):
     """Batch normalisation whose training statistics are those of `group` consecutive samples.
 
-    Parameters, buffers and state-dict keys are those of `nn.BatchNorm1d` and `nn.BatchNorm2d`. Running
+    Parameters, buffers, attributes and state-dict keys are those of `nn.BatchNorm2d`. Running
     statistics do not move in forward: it only adds up the groups' means and variances, and
     `commit` applies one update per optimizer step, whatever ranks and micro-batches saw the groups.
 
@@ -46,6 +47,8 @@ class GroupedBatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
+    kind: ClassVar[type[_BatchNorm] | None] = None
+    """Class that a converted module had."""
 
     def __init__(
         self,
@@ -56,16 +59,20 @@ class GroupedBatchNorm(nn.Module):
         momentum: float | None = 0.1,
         affine: bool = True,
     ) -> None:
-        super().__init__()
-        self.features, self.group, self.epsilon, self.momentum = features, group, epsilon, momentum
-        self.weight = nn.Parameter(torch.ones(features)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(features)) if affine else None
-        self.register_buffer("running_mean", torch.zeros(features))
-        self.register_buffer("running_var", torch.ones(features))
-        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
+        super().__init__(features, epsilon, momentum, affine)
+        self._begin(group)
+
+    def _begin(self, group: int) -> None:
+        """Set what a batch normalisation of torch's own lacks."""
+        self.group = group
         self._mean_sum: Tensor | None = None
         self._variance_sum: Tensor | None = None
         self._groups = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.kind is None:
+            return super().__reduce_ex__(protocol)
+        return _new_grouped, (self.kind,), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, features, ...) to the same.
@@ -78,7 +85,7 @@ class GroupedBatchNorm(nn.Module):
         bias = None if self.bias is None else self.bias.to(precise)
         if not self.training:
             mean, variance = self.running_mean.to(precise), self.running_var.to(precise)
-            return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.epsilon)
+            return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, self.eps)
         if x.shape[0] % self.group:
             raise WanmaError(
                 f"batch normalisation over groups of {self.group} samples cannot take {x.shape[0]} rows",
@@ -90,9 +97,9 @@ class GroupedBatchNorm(nn.Module):
         for samples in [x] if x.shape[0] == self.group else torch.split(x, self.group):
             # With momentum 1 torch's running statistics become this group's: the mean and, as in
             # nn.BatchNorm2d, the unbiased variance.
-            mean = torch.zeros(self.features, dtype=precise, device=x.device)
+            mean = torch.zeros(self.num_features, dtype=precise, device=x.device)
             variance = torch.zeros_like(mean)
-            normalized.append(F.batch_norm(samples, mean, variance, weight, bias, True, 1.0, self.epsilon))
+            normalized.append(F.batch_norm(samples, mean, variance, weight, bias, True, 1.0, self.eps))
             means.append(mean)
             variances.append(variance)
         self._note(means, variances)
@@ -100,7 +107,7 @@ class GroupedBatchNorm(nn.Module):
 
     @property
     def statistics_elements(self) -> int:
-        return 2 * self.features + 1
+        return 2 * self.num_features + 1
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """What forward has added up since the last call: sums over groups, and begin again from zero.
@@ -142,7 +149,7 @@ class GroupedBatchNorm(nn.Module):
         self.num_batches_tracked.zero_()
 
     def extra_repr(self) -> str:
-        return f"{self.features}, group={self.group}, epsilon={self.epsilon}, momentum={self.momentum}"
+        return f"{self.num_features}, group={self.group}, eps={self.eps}, momentum={self.momentum}"
 
     @torch.no_grad()
     def _note(self, means: list[Tensor], variances: list[Tensor]) -> None:
@@ -167,7 +174,7 @@ def couples_samples(model: nn.Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, _BatchNorm) and not isinstance(module, GroupedBatchNorm)
     ]
 
 
@@ -181,41 +188,56 @@ def keeps_statistics(model: nn.Module) -> list[str]:
 
 
 def convert_batch_norm(model: nn.Module, group: int) -> nn.Module:
-    """Replace torch's batch normalisation by the grouped one, in place, under the same names.
+    """Make torch's batch normalisations grouped ones, in place.
+
+    The modules stay the same objects, with their hooks and attributes, and only change their class. A
+    subclass keeps its own forward, whose `super().forward` is the grouped one; one whose forward does not
+    call it is left as it is, and `couples_samples` names it.
 
     Args:
         group: samples per statistic.
 
     Returns:
-        `model`, or its replacement when it is itself a batch normalisation.
+        `model`.
 
     Raises:
         WanmaError: a module keeps no running statistics, so that evaluation would couple samples too.
     """
-    if isinstance(model, _BatchNorm):
-        return _converted(model, group, "")
-    for parent_name, parent in list(model.named_modules()):
-        # Not named_children(), which leaves out the second name of a module that has two.
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, _BatchNorm):
-                setattr(parent, name, _converted(child, group, f"{parent_name}.{name}".lstrip(".")))
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or isinstance(module, GroupedBatchNorm):
+            continue
+        if not module.track_running_stats or isinstance(module, nn.modules.lazy.LazyModuleMixin):
+            raise WanmaError(
+                f"cannot convert {type(module).__name__} '{name}': it has no running statistics",
+                "use track_running_stats=True and a given number of features",
+            )
+        if _reaches_torchs_forward(type(module)):
+            module.__class__ = _grouped_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+            assert isinstance(module, GroupedBatchNorm)
+            module._begin(group)
     return model
 
 
-def _converted(module: _BatchNorm, group: int, name: str) -> GroupedBatchNorm:
-    if not module.track_running_stats or isinstance(module, nn.modules.lazy.LazyModuleMixin):
-        raise WanmaError(
-            f"cannot convert {type(module).__name__} '{name}': it has no running statistics",
-            "use track_running_stats=True and a given number of features",
-        )
-    converted = GroupedBatchNorm(
-        module.num_features, group, epsilon=module.eps, momentum=module.momentum, affine=module.affine
-    )
-    converted.weight, converted.bias = module.weight, module.bias
-    assert module.running_mean is not None
-    assert module.running_var is not None
-    assert module.num_batches_tracked is not None
-    converted.running_mean = module.running_mean
-    converted.running_var = module.running_var
-    converted.num_batches_tracked = module.num_batches_tracked
-    return converted.train(module.training)
+def _torchs_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+    """The class of torch's own that `kind` is or derives from."""
+    return next(base for base in kind.__mro__ if base.__module__ == _BatchNorm.__module__)
+
+
+def _reaches_torchs_forward(kind: type[_BatchNorm]) -> bool:
+    """Whether every forward between `kind` and torch's own hands on to the next by `super()`."""
+    own = kind.__mro__[: kind.__mro__.index(_torchs_class(kind))]
+    return all("super" in forward.__code__.co_names for base in own if (forward := vars(base).get("forward")))
+
+
+@cache
+def _grouped_class(kind: type[_BatchNorm]) -> type[GroupedBatchNorm]:
+    """A subclass of `kind` whose normalisation is the grouped one."""
+    torchs = _torchs_class(kind)
+    bases = (GroupedBatchNorm, kind) if kind is torchs else (kind, _grouped_class(torchs))  # type: ignore[arg-type]
+    return type(f"Grouped{kind.__name__}", bases, {"__module__": kind.__module__, "kind": kind})
+
+
+def _new_grouped(kind: type[_BatchNorm]) -> GroupedBatchNorm:
+    """One without content, to be filled by `copy` and `pickle`."""
+    grouped = _grouped_class(kind)  # type: ignore[arg-type]  # a class is hashable
+    return grouped.__new__(grouped)

@@ -351,7 +351,8 @@ def _refuse_what_depends_on_the_layout(module: nn.Module, spec: ModelSpec, plan:
         raise JobError(
             f"{spec.name}: {coupled[0]} computes statistics over whatever samples share a micro-batch, so "
             f"{plan.data_ranks} data ranks would train another model than one",
-            "make its groups explicit: wanma.models.statistics.convert_batch_norm(model, group)",
+            "let its forward call super().forward, or one of torch's batch normalisations: wanma makes their "
+            "statistics those of model.statistics_group samples",
         )
     if keeping := keeps_statistics(module):
         raise JobError(
