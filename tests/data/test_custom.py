@@ -1,5 +1,7 @@
 """One's own map-style dataset."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,16 @@ def test_a_factory_makes_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_one_thread_at_a_time_enters_the_dataset() -> None:
-    data = open_dataset(Squares(), DataSection(workers=1), seed=1, total_samples=1)
-    assert data._lock.acquire(blocking=False)  # type: ignore[attr-defined]
-    data._lock.release()  # type: ignore[attr-defined]
+    inside: list[int] = []
+
+    class Alone(Squares):
+        def __getitem__(self, index: int) -> Any:
+            inside.append(index)
+            time.sleep(0.002)
+            assert inside == [index]
+            inside.clear()
+            return super().__getitem__(index)
+
+    data = open_dataset(Alone(), DataSection(workers=1), seed=1, total_samples=8)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(list(threads.map(data.batch, [[n] for n in range(8)]))) == 8

@@ -6,9 +6,7 @@ Items are joined by torch's default collate.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,6 +20,7 @@ from wanma.data.batch import Batch
 from wanma.data.data import Data, Kind, make_batch
 from wanma.data.fingerprint import dataset_fingerprint, digest
 from wanma.data.order import Numbers, permute, shuffled
+from wanma.data.seeded_draws import Seed, SeededDraws
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
 from wanma.job.sections import DataSection
@@ -68,7 +67,7 @@ class CustomData(Data):
         """
         self._train = train
         self._validation = validation
-        self._lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
+        self._draws = SeededDraws(seed, one_at_a_time)
         self._total = total_samples
         self.seed = seed
         size = _length(train)
@@ -113,8 +112,14 @@ class CustomData(Data):
         return permute(rows, self.train_samples + self.validation_samples, "validation split")
 
     def _read(self, dataset: Any, rows: Numbers, numbers: Numbers) -> Batch:
-        with self._lock:
-            items = [self._item(dataset, int(row)) for row in rows]
+        def read(seed: Seed) -> list[Any]:
+            items = []
+            for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+                seed(number)
+                items.append(self._item(dataset, row))
+            return items
+
+        items = self._draws.read(read)
         name = type(dataset).__name__
         samples = [_sample(item, name) for item in items]
         try:
