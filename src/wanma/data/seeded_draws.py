@@ -108,7 +108,7 @@ class _FromGenerator(TorchFunctionMode):
     """Lets the draws of a thread come from one generator, where they name no other."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self._generator = generator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +123,11 @@ class _FromGenerator(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_LIKE = {torch.rand_like: torch.rand, torch.randn_like: torch.randn, torch.randint_like: torch.randint}
+_LIKE: dict[Any, Callable[..., Any]] = {
+    torch.rand_like: torch.rand,
+    torch.randn_like: torch.randn,
+    torch.randint_like: torch.randint,
+}
 _DRAWING = {
     torch.rand,
     torch.randn,
