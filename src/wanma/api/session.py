@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanma.api.elastic import refuse_elastic
+from wanma.api.own_model import name_own_model
 from wanma.api.planning import Prepared, finish, first_layout, notes, peak_flops_per_second
 from wanma.api.records import (
     changes,
@@ -25,7 +26,6 @@ from wanma.api.records import (
 from wanma.job.errors import WanmaError
 from wanma.job.forecast import Workload
 from wanma.job.load import job_from
-from wanma.job.read import read_tables
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ClusterSection, Job
 from wanma.job.worker import Unsupervised, Worker, current_worker
@@ -84,7 +84,7 @@ def session(
             "this process is in a torch.distributed process group already",
             "leave init_process_group to wanma.session, and open one session after the other",
         )
-    job = job_from(job, _with_model(job, overrides))
+    job = job_from(job, name_own_model(job, overrides, OWN_MODEL))
     model_kind(job.model)  # refuses a preset that does not exist
     refuse_elastic(job, "a training loop of one's own")
     worker, launched = current_worker.get(), launched_cluster.get()
@@ -150,21 +150,6 @@ def _alone(job: Job, run_directory: Path | str | None) -> Iterator[Worker]:
             raise
         finally:
             record_end(run, failure, console.write, earlier)
-
-
-def _with_model(job: Any, overrides: Sequence[str]) -> Sequence[str]:
-    """`overrides`, with a name for the user's own module where the job has none."""
-    if isinstance(job, str | Path):
-        job = read_tables(Path(job))[0]
-    if not isinstance(job, Mapping):
-        return overrides
-    model = job.get("model") or {}
-    sources = {"preset", "family", "factory", "huggingface"}
-    if not isinstance(model, Mapping) or sources & set(model):
-        return overrides
-    if any(text.startswith(tuple(f"model.{source}" for source in sources)) for text in overrides):
-        return overrides
-    return [*overrides, f"model.factory={OWN_MODEL}"]
 
 
 def _placed(job: Job, launched: ClusterSection) -> Job:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.api.own_model import name_own_model
 from wanma.api.records import run_directory_of
 from wanma.api.run import train_job
 from wanma.job.errors import WanmaError
@@ -77,7 +78,10 @@ def train(
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
     """
     _check_objects(model, data, loss)
-    job = job_from(_with_model(job, model), overrides)
+    if model is not None:
+        kind = type(model)
+        overrides = name_own_model(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
+    job = job_from(job, overrides)
     run = run_directory_of(job, run_directory)
     objects = {"model": model, "data": data, "loss": loss}
     failures: list[str] = []
@@ -131,11 +135,3 @@ def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 tensor.copy_(weights[name])
             else:  # a buffer that a forward made anew
                 tensor.data = weights[name].to(tensor)
-
-
-def _with_model(job: Any, model: nn.Module | None) -> Any:
-    """Let a job that leaves `[model]` to a Python object name that object's class there."""
-    if model is None or not isinstance(job, Mapping) or "model" in job:
-        return job
-    kind = type(model)
-    return {**job, "model": {"factory": f"{kind.__module__}:{kind.__qualname__}"}}
