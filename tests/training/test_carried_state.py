@@ -166,18 +166,23 @@ class Spectral(Plain):
         self.first = nn.utils.parametrizations.spectral_norm(self.first)
 
 
-def own_loop(folder: Path, plan: Plan, kind: type[nn.Module]) -> None:
-    with wanma.session(job(plan), run_directory=folder) as session:
+def own_loop(folder: Path, plan: Plan, kind: type[nn.Module], uneven: Any = None) -> None:
+    sections = job(plan)
+    if uneven is not None:
+        sections["train"]["global_batch"], sections["parallel"] = uneven["global_batch"], uneven["parallel"]
+    with wanma.session(sections, run_directory=folder) as session:
         model = session.prepare(seeded(kind))
         for batch in session.batches(Numbers()):
             session.step(per_sample(model, batch))
 
 
-def own_loop_in_rank(worker: Worker, folder: Path, plan: Plan, kind: type[nn.Module]) -> None:
+def own_loop_in_rank(
+    worker: Worker, folder: Path, plan: Plan, kind: type[nn.Module], uneven: Any = None
+) -> None:
     RunDirectory(folder).create()
     token = current_worker.set(worker)
     try:
-        own_loop(folder, plan, kind)
+        own_loop(folder, plan, kind, uneven)
     finally:
         current_worker.reset(token)
 
@@ -186,6 +191,11 @@ def own_loop_in_rank(worker: Worker, folder: Path, plan: Plan, kind: type[nn.Mod
 def test_an_own_loop_is_refused_at_its_first_forward(kind: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(JobError, match="would train another model"):
         own_loop(tmp_path, IN_PARTS, kind)
+
+
+def test_a_rank_with_one_row_takes_part_in_the_check(tmp_path: Path) -> None:
+    uneven = {"global_batch": 5, "parallel": {"dp_shard": 2, "shard": "parameters", "micro_batch": 2}}
+    run_ranks(own_loop_in_rank, 2, (tmp_path, ON_TWO, Remembering, uneven), seconds=60)
 
 
 def test_an_own_loop_of_several_ranks_is_refused_together(tmp_path: Path) -> None:

@@ -224,6 +224,7 @@ x + self.linear(x).tanh()""",
     "checkpoint_with_dropout": block(
         "self.inner = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.3), nn.Linear(D, D))",
         "x + torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False).tanh()",
+        draws=True,
     ),
     "detached": block(LINEAR, "x + self.linear(x.detach()).tanh()"),
     "straight_through": block(

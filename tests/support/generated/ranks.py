@@ -22,9 +22,9 @@ from support.ranks import _context
 from wanma.job.errors import WanmaError
 from wanma.job.worker import Unsupervised, Worker
 
-SECONDS = 30
+SECONDS = 150
 """After which a case that no rank has ended is said to hang."""
-PATIENCE = 4
+PATIENCE = 10
 """For the other ranks, after one has failed."""
 
 

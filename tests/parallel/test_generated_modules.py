@@ -1,0 +1,139 @@
+"""Generated modules, losses and data of users' own: trained as a plain PyTorch loop would, or refused.
+
+A part of the cases; all of them with `--full`, or by `python -m support.generated` (CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from support.generated.case import Case
+from support.generated.features import FEATURES
+from support.generated.generate import combinations, single_features
+from support.generated.judge import Judge, judging
+from support.generated.shrink import shrink
+from support.generated.survey import account, survey
+
+SEED = 1
+"""Of the combinations of every day."""
+
+REFUSED = {
+    "weight_norm": "cannot be sent to the ranks",
+    "complex_parameter": "is complex",
+    "lazy_linear": "has no shape before the first forward",
+    "kept_weight": "by another reference",
+    "kept_first_weight": "by another reference",
+    "one_storage": "memory",
+}
+"""Words of the refusal of what no layout can do."""
+
+ALWAYS = (
+    "linear",
+    "layer_norm",
+    "layer_norm_over_two",
+    "group_norm",
+    "convolution",
+    "gru",
+    "lstm",
+    "gru_cell",
+    "attention",
+    "encoder_layer",
+    "embedding",
+    "sequential",
+    "module_dict",
+    "number",
+    "bias_of_three_dims",
+    "empty_parameter",
+    "transposed_parameter",
+    "unused_parameter",
+    "unused_module",
+    "frozen_module",
+    "tied_within",
+    "used_twice",
+    "two_names",
+    "double_parameter",
+    "dropout",
+    "dropout_twice",
+    "buffer",
+    "buffer_not_saved",
+    "extra_state",
+    "forward_hook",
+    "backward_hook",
+    "detached",
+    "checkpoint",
+    "task_scales",
+    "seldom_used",
+    "weights_read",
+    "tied_to_first",
+    "alias",
+    "blocks_twice",
+    "frozen_first",
+    "given_gradients",
+)
+"""Features that no layout may refuse."""
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with judging() as judge:
+        yield judge
+
+
+def check(cases: Iterable[Case], judge: Judge) -> None:
+    """Judge the cases; what is wrong comes as the smallest program that still is."""
+    found = survey(cases, judge)
+    print(found.counts_table())
+    wrong = found.of("wrong")
+    over = [
+        (case, verdict)
+        for case, verdict in found.of("refused")
+        if len(case.features) == 1 and case.features[0] in ALWAYS and case.loss in ("squares", "default")
+        if case.output == "tensor"
+    ]
+    assert not over, f"refused without need: {over[0][0]}: {over[0][1].text}"
+    assert not wrong, f"seed {SEED}: {len(wrong)} wrong cases\n" + "\n".join(
+        account(case, verdict, judge) for case, verdict in wrong[:3]
+    )
+
+
+def test_a_part_of_the_single_features(judge: Judge) -> None:
+    check(itertools.islice(single_features(), 7, None, 83), judge)
+
+
+def test_some_combinations(judge: Judge) -> None:
+    check(combinations(SEED, 20), judge)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_all_single_features(judge: Judge) -> None:
+    check(single_features(), judge)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_many_combinations(judge: Judge) -> None:
+    check(combinations(SEED + 1, 1000), judge)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_layout_can_do_is_refused_with_the_cause(name: str, judge: Judge) -> None:
+    verdict = judge(Case((name,), layout="replicas", collectives="shared"))
+    assert verdict.kind == "refused", verdict
+    assert any(words in verdict.text for words in REFUSED[name].split("|")), verdict
+
+
+def test_a_wrong_case_shrinks_to_what_makes_it_wrong() -> None:
+    large = Case(
+        ("linear", "counter", "gru", "alias"), layout="ZeRO 3", entry="session", output="dict", validates=True
+    )
+    smallest = shrink(large, lambda case: "counter" in case.features)
+    assert smallest == replace(Case(), features=("counter",), layout="whole batch", steps=1)
+
+
+def test_names_are_those_of_features() -> None:
+    assert [name for name in ALWAYS if name not in FEATURES] == []
