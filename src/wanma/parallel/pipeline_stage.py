@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from wanma.collectives.stopwatch import Stopwatch
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, WanmaError
 from wanma.parallel.work_clock import WorkClock
 
 _CHANGED = "a leaf Variable that requires grad is being used in an in-place operation"
@@ -65,6 +65,8 @@ class Stage(PipelineStage):
             try:
                 output = super().forward_one_chunk(*arguments, **keywords)
             except RuntimeError as error:
+                if isinstance(error.__cause__, WanmaError):
+                    raise error.__cause__ from error
                 if _CHANGED in f"{error} {error.__cause__}":
                     raise JobError(
                         f"stage {self.stage_index} of the pipeline changes in place what another sent it",
@@ -78,7 +80,12 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
         with self._work:
             self._clock.start()
-            output = super().backward_one_chunk(*arguments, **keywords)
+            try:
+                output = super().backward_one_chunk(*arguments, **keywords)
+            except RuntimeError as error:  # torch's own, around the cause
+                if isinstance(error.__cause__, WanmaError):
+                    raise error.__cause__ from error
+                raise
             self._clock.stop(forward=False)
             return output
 

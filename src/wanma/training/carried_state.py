@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.shards import local_part
 from wanma.data.data import Data
@@ -27,6 +27,7 @@ from wanma.models.statistics import GroupedBatchNorm, noting_modules
 from wanma.parallel.global_batch import GlobalBatch
 from wanma.training.coupling import is_cut, refuse_together
 from wanma.training.forward_backward import ForwardBackward
+from wanma.training.outputs import tensors_of
 from wanma.training.trainer import Trainer
 from wanma.training.undisturbed import Undisturbed, undisturbed
 
@@ -211,9 +212,7 @@ class _Passes:
                             module.take()
                     parallel.rest()
                     parallel.settle()
-            outputs = [
-                x.detach().clone() for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim > 0
-            ]
+            outputs = [x.detach().clone() for x in tensors_of(output) if x.ndim > 0]
             return _Left(outputs, self._kept.changes(), self._kept.attributes_changed)
         except JobError:
             raise

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from wanma.parallel.global_batch import GlobalBatch
 from wanma.training.coupling import is_cut, refuse_together
+from wanma.training.outputs import map_tensors
 from wanma.training.trainer import Trainer
 
 
@@ -50,7 +50,7 @@ class Dependence:
             self._outputs.append(seen)
             return seen
 
-        return tree_map_only(Tensor, note, output)
+        return map_tensors(note, output)
 
 
 def _couples(losses: Tensor, outputs: list[Tensor]) -> bool:

@@ -78,11 +78,12 @@ def _combination(draw: random.Random) -> Case:
     grouped = any(FEATURES[name].layers for name in features)
     is_sequential = piped or (draw.random() < 0.1 and not any(name in ROOT for name in features))
     losses = [name for name in losses if not (is_sequential and LOSSES[name].end)]
+    entry = "train" if piped else draw.choice(["train", "session"])
     return Case(
         features,
         loss=draw.choice(losses) if draw.random() < 0.5 else ("default" if piped else "squares"),
         layout=layout,
-        entry="train" if piped else draw.choice(["train", "session"]),
+        entry=entry,  # type: ignore[arg-type]
         collectives=draw.choice(["gloo", "shared"]),
         output="tensor" if is_sequential else draw.choice(["tensor", "tensor", *OUTPUTS]),
         precision=draw.choice(["fp64", "fp32"]),

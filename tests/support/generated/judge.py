@@ -62,7 +62,8 @@ class Judge:
         """No plain loop draws what wanma keys: compare with one rank that has the whole batch."""
         if case.is_whole:
             return Verdict("void", "it is what other layouts are compared with")
-        alone = replace(case, layout="whole batch", collectives="gloo", entry="train")
+        layout = "whole batch" if case.statistics_group is None else "micro-batches"
+        alone = replace(case, layout=layout, collectives="gloo", entry="train")
         if alone not in self._alone:
             self._alone[alone] = self.run(alone)
         expected = self._alone[alone]

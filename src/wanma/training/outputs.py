@@ -1,0 +1,41 @@
+"""The tensors of what a model puts out: in tuples, dicts, dataclasses and objects with attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """The same structure with `change` applied to every tensor; objects with attributes are copied."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict) or isinstance(value, (type, nn.Module)) or callable(value):
+            return value
+        changed = {name: map_tensors(change, held) for name, held in attributes.items()}
+        if all(changed[name] is held for name, held in attributes.items()):
+            return value
+        copied = copy.copy(value)
+        copied.__dict__.update(changed)
+        return copied
+
+    return tree_map(leaf, output)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """All tensors of an output, in its order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, output)
+    return found
