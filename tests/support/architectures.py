@@ -411,6 +411,9 @@ _WORDS = {
     "wants what would be ignored": "its attention wants more (a cap, sinks, a mask of its own)",
     "was not handed the mask": "its blocks pass no keywords on",
     "cannot be run without data": "its forward looks at values",
+    "holds another model than": "its weights are published in another form",
+    "cannot be cut into stages|would hold nothing": "not cut",
+    "does not declare its attention": "attention not found",
     "does not say how buffer": "its buffers begin in a way of their own",
 }
 

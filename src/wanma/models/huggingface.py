@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.attention import AttentionMask
 from wanma.models.huggingface_findings import require_same_training
-from wanma.models.huggingface_layout import layout_of
+from wanma.models.huggingface_layout import blocks_of, layout_of
 from wanma.models.huggingface_parts import ATTENTION, MASK, replace_parts
 from wanma.models.huggingface_probe import Findings
 from wanma.models.huggingface_published import HuggingFacePublished
@@ -143,7 +143,9 @@ class HuggingFaceModel(HuggingFacePublished):
             parent, _, child = path.rpartition(".")
             holder, part = self.get_submodule(parent), self.get_submodule(path)
             delattr(holder, child)
-            setattr(holder, child, no_embedding if isinstance(part, nn.Embedding) else hand_on)
+            is_table = isinstance(part, nn.Embedding)
+            width = part.get_parameter("weight").shape[-1] if is_table else 0
+            setattr(holder, child, no_embedding(self.passage, width) if is_table else hand_on)
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a tile of parameter `name` in place, as transformers begin it.
@@ -189,6 +191,9 @@ def _adapted(config: PreTrainedConfig) -> PreTrainedModel:
         raise _not_built(config, error) from error
     refuse_model(model)
     replace_parts(model)
+    # A tied tensor has the name that comes first: that of the embedding, which the first stage holds.
+    base = str(blocks_of(model)).partition(".")[0]
+    model._modules = {base: model._modules[base], **model._modules}
     return model
 
 

@@ -319,6 +319,10 @@ class _Order:
             count = len(list(self.model.get_submodule(self.blocks).children()))
             if self._done == 0:
                 self.first.append(path)
+                is_table = isinstance(module, nn.Embedding)
+                if not is_table and any(p.ndim > 1 for p in module.parameters(recurse=False)):
+                    # Later stages run it on what they are given, whose width is that of the blocks.
+                    self._reason(f"{path} changes the width of embeddings before its blocks")
             elif self._done == count:
                 self.last.append(path)
             else:

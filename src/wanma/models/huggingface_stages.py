@@ -3,11 +3,12 @@
 Transformers' forward runs whole in every stage: it has arithmetic before, around and after the blocks that
 no plan names, and asks for the number of a block. So an absent block keeps its place in the list. The last
 one before the stage's own gives out what the stage was given, whatever came before the blocks; the first
-one after them takes what the stage puts out, and what comes after the blocks sees no tokens.
+one after them takes what the stage puts out. What comes after the blocks then runs on unused numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ class Passage:
         return given
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Keep what the stage puts out; what comes after gets a sequence without tokens."""
+        """Keep what the stage puts out; what comes after gets numbers that nobody looks at."""
         self.result = hidden
-        return hidden[:, :0]
+        return torch.empty_like(hidden)
 
     def take(self) -> Tensor:
         """What the stage puts out, once."""
@@ -115,7 +116,12 @@ def hand_on(*arguments: Any, **keywords: Any) -> Any:
     return next(value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor))
 
 
-def no_embedding(*arguments: Any, **keywords: Any) -> Tensor:
-    """In the place of an embedding that another stage holds: adds nothing."""
-    given = hand_on(*arguments, **keywords)
-    return torch.zeros((), device=given.device)
+def no_embedding(passage: Passage, width: int) -> Callable[..., Tensor]:
+    """In the place of an embedding that another stage holds: zeros in the precision of what it was given."""
+
+    def zeros(*arguments: Any, **keywords: Any) -> Tensor:
+        numbers, given = hand_on(*arguments, **keywords), passage.given
+        kind = given.dtype if given is not None else None
+        return torch.zeros((), dtype=kind, device=numbers.device).expand(*numbers.shape, width)
+
+    return zeros
