@@ -117,11 +117,14 @@ def hand_on(*arguments: Any, **keywords: Any) -> Any:
 
 
 def no_embedding(passage: Passage, width: int) -> Callable[..., Tensor]:
-    """In the place of an embedding that another stage holds: zeros in the precision of what it was given."""
+    """In the place of an embedding that another stage holds: zeros in the precision of what it was given.
+
+    They are of one token, for a rank of split sequences is given fewer hidden states than positions.
+    """
 
     def zeros(*arguments: Any, **keywords: Any) -> Tensor:
         numbers, given = hand_on(*arguments, **keywords), passage.given
         kind = given.dtype if given is not None else None
-        return torch.zeros((), dtype=kind, device=numbers.device).expand(*numbers.shape, width)
+        return torch.zeros((*[1] * numbers.ndim, width), dtype=kind, device=numbers.device)
 
     return zeros
