@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,9 +266,9 @@ def note_early_ones() -> list[int]:
     begun: list[int] = []
     finish = GradientSums.finish
 
-    def noting(sums: GradientSums, take: Callable[[int], Tensor | None]) -> dict[int, Tensor]:
+    def noting(sums: GradientSums, *arguments: Any) -> dict[int, Tensor]:
         begun.append(sums._begun)
-        return finish(sums, take)
+        return finish(sums, *arguments)
 
     GradientSums.finish = noting  # type: ignore[method-assign]
     return begun

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from wanma.collectives import gloo
 from wanma.collectives.shared import fsdp
 from wanma.collectives.stopwatch import Flight
+from wanma.models import random_draws
 from wanma.models.routing import Routing
 from wanma.parallel import (
     all_to_all,
@@ -222,13 +223,13 @@ def dropout_does_not_know_its_positions() -> None:
 
 def dropout_is_keyed_by_row() -> None:
     """Of the micro-batch, and not of the run."""
-    right = forward_backward.keyed_samples
+    right = random_draws.keyed_samples
 
-    def keyed(model: Any, seed: int, samples: Tensor, positions: Tensor | None) -> Any:
+    def keyed(model: Any, seed: int, samples: Tensor, *more: Any) -> Any:
         rows = torch.arange(len(samples))
-        return right(model, seed, torch.where(samples >= 0, rows, samples), positions)
+        return right(model, seed, torch.where(samples >= 0, rows, samples), *more)
 
-    forward_backward.keyed_samples = keyed
+    random_draws.keyed_samples = keyed
 
 
 # ---------------------------------------------------------------- experts

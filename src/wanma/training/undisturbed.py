@@ -25,8 +25,9 @@ _KEPT_BY_TORCH = frozenset(vars(nn.Module()))
 class Undisturbed:
     """The state of modules and of this process's generators, to be put back any number of times.
 
-    It covers parameters, buffers, training mode, the generators of torch, numpy and Python, and attributes of
-    users' classes: numbers, tensors, arrays and containers of Python, of which copies are made.
+    It covers parameters and their `requires_grad`, buffers, training mode, the generators of torch, numpy and
+    Python, and attributes of users' classes: numbers, tensors, arrays and containers of Python, of which
+    copies are made.
 
     Args:
         modules: with all that is in them.
@@ -44,6 +45,8 @@ class Undisturbed:
             for name in (*module._parameters, *module._buffers)
         }
         self._names = [(one, dict(one._buffers), one.training) for one in held]
+        parameters = _once(parameter for one in held for parameter in one._parameters.values())
+        self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
         plain = [one for one in others if not isinstance(one, nn.Module)]
         users = [one for one in (*held, *plain) if _is_users(one)]
         self._attributes = [(one, _copied(vars(one))) for one in users]
@@ -77,6 +80,8 @@ class Undisturbed:
             module._buffers.clear()
             module._buffers.update(buffers)
             module.training = training
+        for parameter, is_trained in self._trained:
+            parameter.requires_grad_(is_trained)
         for tensor, value in self._tensors:
             _write(local_part(tensor), value)
         for one, attributes in self._attributes:
