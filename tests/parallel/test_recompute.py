@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from support.compare import one_process, same_bits, same_numbers, spread_over
 from support.measure import held_after, size, storage
+from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Recompute
 from wanma.models.decoder import Decoder
@@ -140,3 +141,27 @@ def test_compiled_blocks_recompute_too() -> None:
         for name, tensor in of(model).items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
     assert held["none"] > 1.5 * held["selective"] > 1.5 * held["full"]
+
+
+class Counting(nn.Module):
+    """A block that counts its forward passes in a buffer, by which it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        hidden: Tensor = x + self.linear(x).relu() * self.count
+        return hidden
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_block_that_changes_a_buffer_is_refused(policy: Recompute) -> None:
+    block = Counting()
+    recompute([block], Plan(recompute=policy))
+    with torch.no_grad():
+        block(torch.ones(2, 8))  # nothing is run again
+    with pytest.raises(JobError, match="Counting changes its buffer count"):
+        block(torch.ones(2, 8))

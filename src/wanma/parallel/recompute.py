@@ -49,17 +49,25 @@ def recompute(blocks: list[nn.Module], plan: Plan) -> None:
     for index in plan.recomputed(len(blocks)):
         block = blocks[index]
         contexts = _contexts(block, keeps_some=plan.recompute == "selective")
-        block.forward = _recomputing(block.forward, contexts, type(block).__name__)
+        block.forward = _recomputing(block.forward, contexts, block)
 
 
 def _recomputing(
-    forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None, name: str
+    forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None, block: nn.Module
 ) -> Callable[..., Any]:
+    name = type(block).__name__
+    with_buffers = [
+        (path, module)
+        for path, module in block.named_modules()
+        if module._buffers and not type(module).__module__.startswith("wanma.")
+    ]
+
     # torch.compile takes a function here, but no functools.partial, and does not know torch's own default
     # where it comes as an argument.
     def run(*arguments: Any, **keywords: Any) -> Any:
         watches = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         before = _versions(arguments) if watches else []
+        buffers = _buffer_versions(with_buffers) if watches else {}
         if contexts is None:
             output = checkpoint(forward, *arguments, use_reentrant=False, **keywords)
         else:
@@ -69,6 +77,13 @@ def _recomputing(
                 f"{name} changes its input in place, which it would find changed when backward runs it again",
                 "build it with inplace=False, or set parallel.recompute = 'none'",
             )
+        for path, version in _buffer_versions(with_buffers).items() if watches else ():
+            if buffers.get(path) != version:
+                raise JobError(
+                    f"{name} changes its buffer {path} as it computes, and would change it once more when "
+                    "backward runs it again",
+                    "set parallel.recompute = 'none', or change it between two steps (wanma.session)",
+                )
         return output
 
     return run
@@ -77,6 +92,16 @@ def _recomputing(
 def _versions(arguments: tuple[Any, ...]) -> list[int]:
     """Counts of the changes of tensors in place."""
     return [x._version for x in arguments if isinstance(x, torch.Tensor)]
+
+
+def _buffer_versions(modules: list[tuple[str, nn.Module]]) -> dict[str, tuple[int, int]]:
+    """Identity of each buffer and the count of its changes in place, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): (id(buffer), buffer._version)
+        for path, module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
 
 
 def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts] | None:
