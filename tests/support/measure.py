@@ -153,12 +153,11 @@ def kept_by_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> int:
         parallel.initialize()
         run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)
         batch = data.batch(range(plan.micro_batch))
-        run._forward(batch)  # gathers the weights, which are no activations
+        run.losses(batch)  # gathers the weights, which are no activations
         losses: list[Any] = []
 
         def forward() -> None:
-            part, output = run._forward(batch)
-            losses.append(classification_loss(output, part))
+            losses.append(run.losses(batch))
 
         return held_after(forward)
 
