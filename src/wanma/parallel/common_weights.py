@@ -120,11 +120,19 @@ def share_weights(model: nn.Module, plan: Plan, stopwatch: Stopwatch) -> CommonW
     return weights
 
 
+def is_common(group: Any) -> bool:
+    """Say whether all parameters of one of FSDP2's groups lie whole in memory that ranks share.
+
+    To gather them copies nothing then. A group that is not sharded computes with a copy.
+    """
+    gather = group._all_gather_comm
+    return isinstance(gather, _Gather) and gather.is_all
+
+
 def communicates(group: Any) -> bool:
     """Whether parameters of one of FSDP2's groups come from other ranks, each time that they are gathered."""
-    gather = group._all_gather_comm
     shards: int = getattr(group.mesh_info, "shard_mesh_size", 1)
-    return shards > 1 and not (isinstance(gather, _Gather) and gather.is_all)
+    return shards > 1 and not is_common(group)
 
 
 class _Gather(AllGather):

@@ -44,7 +44,7 @@ from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.plan import Plan
 from wanma.models.blocks import shared_parameters
-from wanma.parallel.common_weights import CommonWeights, communicates
+from wanma.parallel.common_weights import CommonWeights, is_common
 from wanma.parallel.compressed import GradientCompression
 from wanma.parallel.compressed_shard import compress_unit, names_of
 from wanma.parallel.freezing import Flags
@@ -207,7 +207,7 @@ class Sharded:
         """Where all weights lie whole in memory that ranks share, let them be whole to the end of a step: it
         takes no memory, and modules may read each other's."""
         found = [group_of(unit) for unit in units(self.model)]
-        if self.weights is not None and not any(communicates(group) for group in found if group is not None):
+        if self.weights is not None and all(is_common(group) for group in found if group is not None):
             self.order.reshards = False
             self.model.set_reshard_after_forward(False)
 
