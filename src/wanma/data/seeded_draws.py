@@ -33,14 +33,14 @@ class SeededDraws:
     def __init__(self, seed: int, one_at_a_time: bool) -> None:
         self._seed = seed
         self._alone = one_at_a_time
-        """Whether a batch is read while no other is."""
+        """True if a batch is read while no other is."""
         self._tried = False
         self._turn = threading.Condition()
         self._reading = 0
         self._is_taken = False
 
     def read(self, batch: Callable[[Seed], Value]) -> Value:
-        """What `batch` returns, which seeds before each sample; it is called again where its first call may
+        """Value of `batch`, which seeds before each sample; it is called again where its first call may
         have been disturbed."""
         if not self._begin():
             before = _state()

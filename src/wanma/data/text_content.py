@@ -31,11 +31,11 @@ _FORMATS = (
 )
 """First bytes of files that are no text, and what they are."""
 _ALSO_TEXT = (b"ORC", b"BZh")
-"""Those that a text may begin with."""
+"""Magic numbers that a text may begin with, too."""
 
 
 def content_of(first: bytes) -> tuple[Content, str]:
-    """What a file holds, and of something binary what that is.
+    """Kind of a file's content, and the name of its format where it is binary.
 
     Args:
         first: its first bytes, up to the end of a line where there are lines.

@@ -46,7 +46,7 @@ class Built:
     empty: int = 0
     not_utf8: int = 0
     records: int = 0
-    """Of those with tokens, files of JSON records."""
+    """Number of files with tokens that are JSON records."""
 
     def extend(self, other: Built) -> None:
         self.lengths += other.lengths

@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def reshards(self) -> bool:
-        """Whether ranks gather parameters for each use of a block, and let go of them after it."""
+        """Return whether ranks gather parameters for each use of a block, and let go of them after it."""
         # A pipeline's schedule says itself when a stage's parameters are gathered and let go.
         return (self.shard == "parameters" or self.offload_parameters != "nothing") and self.pp == 1
 

@@ -57,7 +57,7 @@ class KeyedDropout(SampleAware):
         self.positions: Tensor | None = None
         self.calls = 0
         self.repeated: Calls | None = None
-        """Of the forward, where backward may run parts of it again without announcing their samples."""
+        """Calls of the forward, for parts that backward runs again without announcing their samples."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.kind is None:

@@ -98,7 +98,7 @@ class HuggingFaceModel(HuggingFacePublished):
     config: Any
     mask: nn.Module
     passage: Passage | None = None
-    """Of a pipeline stage."""
+    """Tensors at the block edges of a pipeline stage; None without a pipeline."""
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
@@ -198,7 +198,7 @@ def _adapted(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
-    """What to do about a config of which transformers make no model with wanma's attention."""
+    """Make the refusal of a config that transformers cannot build with wanma's attention."""
     kind, line = config.model_type, str(error).strip().partition("\n")[0][:200]
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return JobError(

@@ -1,4 +1,4 @@
-"""What a probe finds of a model that wanma would train otherwise than transformers: refused, with a remedy.
+"""Refusals, each with a remedy, of models that a probe finds wanma to train otherwise than transformers.
 
 A remedy that names keys of the config has been tried: the model is built with it, without memory, and
 probed anew.

@@ -30,7 +30,7 @@ from wanma.models.moe import MixtureOfExperts
 
 @dataclass(frozen=True)
 class Findings:
-    """What a probe has seen of a model."""
+    """Observations of a probe of one model."""
 
     mask: str | None = None
     """Difference between transformers' attention mask and the causal one; None: they are equal."""
@@ -378,7 +378,7 @@ def hidden_name(block: nn.Module) -> str:
 
 
 def _depends(output: Tensor, inputs: list[Tensor]) -> bool:
-    """Whether autograd finds a way from `output` to one of `inputs`."""
+    """Return whether autograd finds a way from `output` to one of `inputs`."""
     if not inputs or not output.requires_grad:
         return False
     # A graph must stay for those that ask after this one.

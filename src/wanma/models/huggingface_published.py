@@ -101,7 +101,7 @@ def _renamings(class_name: str, family: str) -> tuple[Any, ...]:
 
 
 def _class_name(model: nn.Module) -> str:
-    """Of transformers' class, which comes after ours and FSDP2's."""
+    """Name of transformers' class among the bases, where it comes after ours and FSDP2's."""
     return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
 
 

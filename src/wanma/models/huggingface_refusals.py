@@ -15,7 +15,7 @@ TESTED = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families that are trained in wanma's own tests."""
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Of which a probe sees how far they look."""
+"""Kinds of attention whose reach a probe sees."""
 
 
 def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_length: int | None) -> None:

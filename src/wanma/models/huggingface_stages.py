@@ -18,7 +18,7 @@ from wanma.models.huggingface_probe import hidden_name
 
 
 class Passage:
-    """What goes into a stage's blocks and what comes out of them, while its forward runs."""
+    """Input and output of a stage's blocks while its forward runs."""
 
     def __init__(self, outputs: int | None, *, is_first: bool, is_last: bool) -> None:
         self.outputs = outputs
@@ -29,7 +29,7 @@ class Passage:
         self.result: Tensor | None = None
 
     def enter(self) -> Tensor:
-        """What the stage was given, once."""
+        """Hand out the stage's input, once."""
         given, self.given = self.given, None
         assert given is not None, "a stage's blocks are entered once"
         return given
@@ -40,7 +40,7 @@ class Passage:
         return torch.empty_like(hidden)
 
     def take(self) -> Tensor:
-        """What the stage puts out, once."""
+        """Hand out the stage's output, once."""
         result, self.result = self.result, None
         assert result is not None, "a stage's blocks are left once"
         return result

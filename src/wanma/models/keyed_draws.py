@@ -140,7 +140,7 @@ class KeyedDraws(TorchDispatchMode):
         return mix_scalar(self._seed ^ stable_hash(_NAME) ^ mix_scalar(self._step * GOLDEN + call))
 
     def _is_single(self, func: Any, shape: torch.Size, call: int) -> bool:
-        """Whether a draw is one number per step, and not numbers of each sample.
+        """Return whether a draw is one number per step, and not numbers of each sample.
 
         Raises:
             WanmaError: it is neither, or cannot be keyed under this plan.
@@ -167,7 +167,7 @@ class KeyedDraws(TorchDispatchMode):
         return False
 
     def _seeded_there(self, func: Any, result: Any) -> Any:
-        """What the forward drew from a seed of its own: alike everywhere, unless rows have parts of it."""
+        """Pass on a draw from the forward's own seed: it is alike everywhere, unless rows have parts of it."""
         rows = len(self._samples)
         if isinstance(result, Tensor) and result.ndim and result.shape[0] == rows > 1:
             raise self._refused(func, "from a seed of its own, of which each sample gets those of its row")

@@ -46,7 +46,7 @@ class OwnNames:
 
 
 def published_of(model: nn.Module) -> Published:
-    """Where the parameters of `model` lie in published checkpoints: as it says, else under its own names."""
+    """Places of a model's parameters in published checkpoints: its own statement, else its own names."""
     if hasattr(model, "published"):
         return model  # type: ignore[return-value]  # looked for
     return OwnNames(model)  # type: ignore[return-value]  # writes no config

@@ -16,9 +16,9 @@ class ParameterHooks:
     """Hooks of one parameter, in the dictionaries that torch made: from there a handle removes its hook."""
 
     on_gradient: list[Mapping[int, Hook]] = field(default_factory=list)
-    """Of `Tensor.register_hook`: gradient → another one or None."""
+    """Hooks of `Tensor.register_hook`: gradient → another one or None."""
     after_gradient: list[Mapping[int, Hook]] = field(default_factory=list)
-    """Of `Tensor.register_post_accumulate_grad_hook`: parameter → None."""
+    """Hooks of `Tensor.register_post_accumulate_grad_hook`: parameter → None."""
 
     def take(self, parameter: nn.Parameter) -> None:
         """Move the hooks of a parameter that backward does not reach to here."""

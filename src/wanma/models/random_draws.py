@@ -60,7 +60,7 @@ class RandomDraws:
         return Forward(self, module, samples, positions, Calls(self._forwards))
 
     def mode(self, module: nn.Module, samples: Tensor, calls: Calls) -> KeyedDraws | None:
-        """What answers the operators of a forward; None where it is known to draw nothing."""
+        """Dispatch mode that answers the operators of a forward; None where it is known to draw nothing."""
         if not (self.is_watching and self.sees_operators) or not self._keys.get(
             (id(module), module.training), True
         ):

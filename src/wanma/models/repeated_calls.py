@@ -49,7 +49,7 @@ class Calls:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether the generator has given numbers since it was last seeded here."""
+        """Return whether the generator has given numbers since it was last seeded here."""
         if self.is_seeded_by_another:
             return False
         fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
@@ -58,11 +58,11 @@ class Calls:
 
     @property
     def is_seeded_by_another(self) -> bool:
-        """Whether the forward has seeded the generator itself."""
+        """Return whether the forward has seeded the generator itself."""
         return not 0 <= torch.default_generator.initial_seed() - self._base <= len(self._made)
 
     def number(self, name: str) -> int:
-        """How many calls of `name` came before this one in the forward.
+        """Number of calls of `name` before this one in the forward.
 
         Raises:
             WanmaError: the call is a repeated one and cannot be told from others of the same module.

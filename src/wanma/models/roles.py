@@ -76,7 +76,7 @@ def group_of(name: str, groups: Iterable[ParameterGroupSection]) -> ParameterGro
 
 
 def is_frozen(name: str, groups: Iterable[ParameterGroupSection]) -> bool:
-    """Whether `train.parameter_groups` freezes parameter `name`."""
+    """Return whether `train.parameter_groups` freezes parameter `name`."""
     group = group_of(name, groups)
     return group is not None and group.frozen
 
@@ -98,7 +98,7 @@ def _declared(module: nn.Module) -> nn.Module | None:
 
 
 def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> Role:
-    """Of a parameter as one of its modules owns it."""
+    """Role of a parameter as one of its modules owns it."""
     is_matrix = parameter.ndim == 2
     if parameter.ndim < 2 or _BIAS.search(name) or _is(module, _NORMS, _NAMED_NORM):
         return Role(False, False, is_matrix)
@@ -112,7 +112,7 @@ def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> Role:
 
 
 def _together(roles: list[Role]) -> Role:
-    """Of a parameter that several modules own: tied to a table it is no hidden matrix."""
+    """Role of a parameter that several modules own: tied to a table it is no hidden matrix."""
     hidden = {role.is_hidden_matrix for role in roles}
     known = False if False in hidden else (None if None in hidden else True)
     return Role(all(role.decays for role in roles), known, roles[0].is_matrix)

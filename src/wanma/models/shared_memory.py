@@ -33,7 +33,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in one storage have an element in common."""
+    """Return whether two tensors in one storage have an element in common."""
     if one.dtype != other.dtype:
         return True
     (start, end), (begin, stop) = _span(one), _span(other)

@@ -224,7 +224,7 @@ def _torchs_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
 
 
 def _reaches_torchs_forward(kind: type[_BatchNorm]) -> bool:
-    """Whether every forward between `kind` and torch's own hands on to the next by `super()`."""
+    """Return whether every forward between `kind` and torch's own hands on to the next by `super()`."""
     own = kind.__mro__[: kind.__mro__.index(_torchs_class(kind))]
     return all("super" in forward.__code__.co_names for base in own if (forward := vars(base).get("forward")))
 

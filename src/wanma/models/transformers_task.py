@@ -40,11 +40,11 @@ _BY_REGISTRY: tuple[tuple[str, Task], ...] = (
     ("IMAGE_CLASSIFICATION", "samples"),
     ("VIDEO_CLASSIFICATION", "samples"),
 )
-"""Of classes that write their loss out themselves: what all of them write that are registered for a task."""
+"""Task by registry, for classes that write out their own loss: all of a registry write the same."""
 
 
 def label_task(model: nn.Module) -> Task | None:
-    """What a model of transformers means by `labels`; None for a model of others.
+    """Meaning of `labels` to a model of transformers; None for a model of others.
 
     Raises:
         JobError: its class has a loss that is not known here, or one that couples samples.

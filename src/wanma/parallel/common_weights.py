@@ -130,7 +130,7 @@ def is_common(group: Any) -> bool:
 
 
 def communicates(group: Any) -> bool:
-    """Whether parameters of one of FSDP2's groups come from other ranks, each time that they are gathered."""
+    """Return whether parameters of one of FSDP2's groups come from other ranks at each gather."""
     shards: int = getattr(group.mesh_info, "shard_mesh_size", 1)
     return shards > 1 and not is_common(group)
 

@@ -41,7 +41,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def refuse_lost_change(name: str, *, on_cpu: bool) -> JobError:
-    """Of a weight of which ranks compute with copies."""
+    """Make the refusal of a changed weight of which ranks compute with copies."""
     replicas = "; replicas in fp32 keep the change (parallel.shard = 'nothing', train.precision = 'fp32')"
     return JobError(
         f"{name} was changed in a forward pass, which does not compute with a rank's own weights here: they "
@@ -65,7 +65,7 @@ class ForwardChanges:
         self._sums: list[Tensor] | None = None
         self._micro_batches = 0
         self._after_first: dict[int, Tensor] = {}
-        """What the first micro-batch has made of those that it changed."""
+        """Values of the weights that the first micro-batch has changed, as integers."""
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Before the first forward of a step.
@@ -110,7 +110,7 @@ class ForwardChanges:
         return bool(changed)
 
     def compare(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Where some rank's weights have changed; every data rank calls it.
+        """Compare the weights of replicas, after some rank's have changed; every data rank calls it.
 
         Raises:
             AgreedError: those of others have changed otherwise.
@@ -151,7 +151,7 @@ class GatheredCopies:
         self._places: list[int] = []
 
     def begin(self) -> None:
-        """When they have been gathered. To gather them again leaves their versions as they are."""
+        """Note the versions of the copies after a gather. A further gather leaves them as they are."""
         if self._versions is None:
             self._versions = [shard.unsharded_param._version for shard in self._group.fsdp_params]
             self._places = [local_part(shard.unsharded_param).data_ptr() for shard in self._group.fsdp_params]
@@ -196,7 +196,7 @@ class GatheredCopies:
 
 
 def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
-    """Of what computes, whose gradient is one micro-batch's.
+    """Refuse hooks on a tensor that computes: its gradient is one micro-batch's.
 
     Args:
         own: how many of wanma's are there.
@@ -210,7 +210,7 @@ def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
 
 
 def _start(shard: Any, size: int) -> int:
-    """Where in a dim of `size` elements the part of this rank begins."""
+    """Index at which the part of this rank begins in a dim of `size` elements."""
     shards, rank = (
         getattr(shard.mesh_info, "shard_mesh_size", 1),
         getattr(shard.mesh_info, "shard_mesh_rank", 0),
@@ -219,6 +219,6 @@ def _start(shard: Any, size: int) -> int:
 
 
 def _is_empty(tensor: Tensor) -> bool:
-    """Whether it has no values, as in a dry run."""
+    """Return whether it has no values, as in a dry run."""
     local = local_part(tensor)
     return is_fake(local) or local.is_meta

@@ -30,7 +30,7 @@ from wanma.parallel.common_weights import communicates
 from wanma.parallel.units import group_of, units
 
 _TAG = 2
-"""Of messages that say what comes next: others than those of `collectives.gloo`."""
+"""Tag of the messages that announce a gather: not one of `collectives.gloo`."""
 _WATCHED_STEPS = 3
 _HASHES = 1 << 16
 """Few enough that sums of squares over the ranks are exact in fp64."""
@@ -59,7 +59,7 @@ def watch_gathers(model: nn.Module, plan: Plan, *, stays_whole: bool) -> GatherW
 
 
 class GatherWatch:
-    """What this rank gathers and reduces, beside what the others do.
+    """Comparison of this rank's gathers and reductions with those of the others.
 
     Args:
         names: of the units.
@@ -69,7 +69,7 @@ class GatherWatch:
         self._plan, self._names = plan, names
         self._steps = 0
         self.hash = 0
-        """Of the order of gathers since the last step ended."""
+        """Hash of the order of gathers since the last step ended."""
 
     def gathers(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
         """Tell the ranks of `group` of the gather of unit `number`.
@@ -180,7 +180,7 @@ class _Checked(dist.Work):
 
 
 def _has_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether messages from the host's memory can be sent in a group of GPUs."""
+    """Return whether messages from the host's memory can be sent in a group of GPUs."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:

@@ -91,7 +91,7 @@ class GlobalBatch:
         self._most_samples = most_samples
         self._group: dist.ProcessGroup | None = None
         self.is_used = False
-        """Whether a loss or a forward has gathered yet."""
+        """True if a loss or a forward has gathered yet."""
 
     def announced(self, plan: Plan, samples: int) -> AbstractContextManager[None]:
         """Announce a batch of so many samples, around its forward and backward.
@@ -188,7 +188,7 @@ def _rows() -> Rows:
 
 
 def _is_alone(x: Tensor) -> bool:
-    """Whether nothing is missing from `x`: no other ranks hold rows, or it is only looked at."""
+    """Return whether nothing is missing from `x`: no other ranks hold rows, or it is only looked at."""
     return x.is_meta or not dist.is_initialized() or dist.get_world_size() == 1
 
 

@@ -20,7 +20,7 @@ from wanma.models.parameter_hooks import Hook, ParameterHooks, has_hooks
 
 
 class GradientHooks:
-    """Those of all parameters of a model.
+    """Gradient hooks of all parameters of a model.
 
     Args:
         model: as the user built it; its parameters are about to be replaced.

@@ -60,9 +60,9 @@ class Parallel:
     parameter_names: tuple[str, ...]
     """Of the whole model, whatever part of it is here."""
     trainable_names: tuple[str, ...]
-    """Those that are trained, or may be later: they are not frozen for good."""
+    """Names of the parameters that are trained, or may be later: not frozen for good."""
     roles: Mapping[str, Role]
-    """Of the whole model's parameters, by name."""
+    """Roles of the whole model's parameters, by name."""
     noting: Mapping[str, NotesStatistics]
     """Modules of the whole model that note statistics of a step; those of other stages without memory."""
     hooks: GradientHooks
@@ -70,7 +70,7 @@ class Parallel:
     clock: WorkClock
     """Of what this rank computes, without what it waits for others."""
     draws: RandomDraws
-    """Of the model's forward and of its loss."""
+    """Random draws of the model's forward and of its loss."""
     seed: int | None
     """From which the initial values are still to be drawn; None where the constructor has drawn them."""
     scratch: Scratch | None = None
@@ -244,7 +244,7 @@ def _store_row_by_row(module: nn.Module) -> None:
 
 
 def _splits(plan: Plan) -> str | None:
-    """What of a plan keeps a forward's own draws from being keyed by sample."""
+    """Setting of a plan that keeps a forward's own draws from being keyed by sample, if there is one."""
     sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "pp": plan.pp}
     if plan.compile:
         return "parallel.compile = true"

@@ -287,7 +287,7 @@ class _Announcer:
     def __init__(self, part: nn.Module, draws: RandomDraws, *, no_views: bool) -> None:
         self.positions: Tensor | None = None
         self.changes_input = False
-        """Whether the stage writes to its input, which is a leaf of the graph here and must stay as it is."""
+        """True if the stage writes to its input, which is a leaf of the graph here and must stay as it is."""
         self._draws = draws
         self._drawing = ExitStack()
         self._forward: Forward | None = None

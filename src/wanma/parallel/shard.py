@@ -183,7 +183,7 @@ class Sharded:
     weights: CommonWeights | None = None
     """What this rank computes with, where it is the same memory on all ranks of the machine."""
     flags: Flags | None = None
-    """Of a model that may freeze and release parameters as it trains."""
+    """`requires_grad` of a model that may freeze and release parameters as it trains."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say what the backward of the next micro-batch communicates: all of it only at the last one.
@@ -204,7 +204,7 @@ class Sharded:
             self.model.set_reshard_after_backward(last)
 
     def stay_whole_if_shared(self) -> None:
-        """Where all weights lie whole in memory that ranks share, let them be whole to the end of a step: it
+        """Let weights that all lie whole in memory that ranks share be whole to the end of a step: it
         takes no memory, and modules may read each other's."""
         found = [group_of(unit) for unit in units(self.model)]
         if self.weights is not None and all(is_common(group) for group in found if group is not None):

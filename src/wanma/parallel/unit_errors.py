@@ -1,4 +1,4 @@
-"""What torch says where a model does not go together with FSDP2's units, and what it means to say."""
+"""Clear errors for messages of torch that mean: the model does not go together with FSDP2's units."""
 
 from __future__ import annotations
 

@@ -210,9 +210,9 @@ class _Tells:
     waits: bool
     """Some rank has a gradient that has not been reduced."""
     place: int
-    """When the first rank's backward passed it, counted from 1; 0: never."""
+    """Position in the order of rank 0's backward, counted from 1; 0: never passed."""
     had: list[bool]
-    """Of each parameter, whether some rank had a gradient."""
+    """Flag by parameter: some rank had a gradient."""
 
 
 class _Unit:
@@ -235,11 +235,11 @@ class _Unit:
         self.is_passed = self.is_reduced = False
 
     def has_gradient(self) -> bool:
-        """Whether this rank has one that has not been reduced."""
+        """Return whether this rank has one that has not been reduced."""
         return any(_gradient(shard) is not None for shard in self._trained())
 
     def has_had(self) -> list[bool]:
-        """Of each parameter, whether this rank has had a gradient in this step, reduced or not."""
+        """Flag by parameter: this rank has had a gradient in this step, reduced or not."""
         shards = zip(self.had, self.group.fsdp_params, strict=True)
         return [had or (_is_trained(shard) and _gradient(shard) is not None) for had, shard in shards]
 

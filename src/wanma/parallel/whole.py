@@ -78,7 +78,7 @@ class _Held:
 
     @property
     def is_trained(self) -> bool:
-        """Whether this step may have made a gradient."""
+        """Return whether this step may have made a gradient."""
         if self.computing is None:
             return self.state.requires_grad
         return self.began_trained or self.computing.requires_grad

@@ -123,7 +123,7 @@ class FirstForward:
             refuse_carried_state(self._trainer, forward, len(samples))
 
     def _coupled(self, forward: Forward, rows: int) -> tuple[bool, bool]:
-        """Whether outputs depend on which other rows there are, and on how many."""
+        """Return whether outputs depend on which other rows there are, and on how many."""
         trainer, half = self._trainer, max(rows // 2, 1)
         with _quiet(trainer), undisturbed(trainer.state.parallel.parts) as kept:
             passes = _Passes(trainer, forward, kept)
@@ -155,7 +155,7 @@ class _FailedError(Exception):
 
 @dataclass(frozen=True)
 class _Left:
-    """What a pass has put out, and which tensors are no longer what they were before the first."""
+    """Output of a pass, and the tensors that are no longer as before the first."""
 
     outputs: list[Tensor]
     changes: dict[str, Tensor]

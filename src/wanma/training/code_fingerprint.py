@@ -23,7 +23,7 @@ _LIBRARIES = tuple(
 )
 _PACKAGES = ("site-packages", "dist-packages")
 _PARTS = 100
-"""Of a container, at most."""
+"""Most items of a container that count."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 

@@ -82,7 +82,7 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
 
 
 def is_cut(trainer: Trainer) -> bool:
-    """Whether steps are to come whose samples are not all computed beside each other."""
+    """Return whether steps are to come whose samples are not all computed beside each other."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
     whole = plan.data_ranks == 1 and plan.accumulation(samples) == 1
     return not whole and samples > 1 and trainer.state.step < trainer.job.train.steps
@@ -97,7 +97,7 @@ def _rows(plan: Plan, samples: int) -> list[int]:
 
 
 def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, bool] | None:
-    """Whether the sum of losses depends on which samples are together, and on how many.
+    """Return whether the sum of losses depends on which samples are together, and on how many.
 
     With two halves A and B of a batch, sums that add up have f(AB) + f(BA) = f(AA) + f(BB), whatever is drawn
     for each row, and f(AB) = f(A) + f(B). The first is of batches of one shape, and so exact to rounding. An
@@ -224,7 +224,7 @@ def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
 
 
 def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], tolerance: float) -> bool:
-    """Whether two sums of sums do; not where one of them is not known."""
+    """Return whether two sums of sums differ; false where one of them is not known."""
     known = [sums for sums in (*ones, *others) if sums is not None and all(map(math.isfinite, sums))]
     if len(known) < len(ones) + len(others):
         return False

@@ -54,7 +54,7 @@ class Dependence:
 
 
 def _couples(losses: Tensor, outputs: list[Tensor]) -> bool:
-    """Whether the sum of the losses is no sum of functions of the outputs' two halves.
+    """Return whether the sum of the losses is no sum of functions of the outputs' two halves.
 
     The gradient of a half's losses reaches the outputs of the other, and the gradient with respect to those
     depends on the first. An average that is added to each loss does only the one.
@@ -81,7 +81,7 @@ def _couples(losses: Tensor, outputs: list[Tensor]) -> bool:
 
 
 def _reaches(losses: Tensor, outputs: list[Tensor], rows: slice) -> bool:
-    """Whether the gradient of losses reaches some rows of the outputs."""
+    """Return whether the gradient of losses reaches some rows of the outputs."""
     gradients = torch.autograd.grad(losses.sum(), outputs, retain_graph=True, allow_unused=True)
     others = [gradient[rows] for gradient in gradients if gradient is not None]
     return any(bool(((other != 0) & other.isfinite()).any()) for other in others)

@@ -129,7 +129,7 @@ class ForwardBackward:
         return self._loss(self._forward(part), part)
 
     def output(self, batch: Batch) -> Any:
-        """What the model makes of this rank's part of a micro-batch, without pipeline and backward."""
+        """Output of the model for this rank's part of a micro-batch, without pipeline and backward."""
         part, positions = self._part(batch)
         with self._drawing(part, positions) as forward:
             output = self._forward(part)
@@ -145,7 +145,7 @@ class ForwardBackward:
         return self._parallel.draws.forward(self._parallel.module, part.samples, positions)
 
     def _forward(self, part: Batch) -> Any:
-        """What the model makes of this rank's part of a micro-batch."""
+        """Output of the model for this rank's part of a micro-batch."""
         return self._parallel.module(*part.inputs, **part.keywords)
 
     def _positions(self, batch: Batch) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What a run trains, as fingerprints that its checkpoints keep: one that carries on must be of the same.
+"""Fingerprints of a run's model, data and loss, which its checkpoints keep: one that carries on has the same.
 
 Weights are compared because a run that has ended returns its own, whatever model it is given.
 """
@@ -36,9 +36,9 @@ class Identity:
 
     data: str = ""
     model: str = ""
-    """Of its classes, settings, parameters' names and shapes."""
+    """Hash of its classes, settings, parameters' names and shapes."""
     weights: str = ""
-    """Of its initial weights, of an object that the user's program has made."""
+    """Hash of the initial weights of an object that the user's program has made."""
     loss: str = ""
     seeded: bool = False
     """The user's program has seeded torch: run again, it makes the same weights."""
@@ -49,7 +49,7 @@ class Identity:
 
 
 UNKNOWN = Identity()
-"""Of a run of which nothing is compared."""
+"""Identity of a run of which nothing is compared."""
 
 
 def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
@@ -68,7 +68,7 @@ def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
 
 
 def _config(model: nn.Module) -> str:
-    """What a model of transformers is built from, without what says where and how it was loaded."""
+    """Config of a model of transformers as text, without the keys about where and how it was loaded."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         return ""

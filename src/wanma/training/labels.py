@@ -77,7 +77,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def reading_labels(model: nn.Module, task: Task) -> Callable[[Batch], Batch]:
-    """What to make of a batch with `labels` before a model of transformers is given it."""
+    """Make the function that prepares a batch with `labels` for a model of transformers."""
     if task == "causal":
         return _for_causal
     if task == "sequence_to_sequence":

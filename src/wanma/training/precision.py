@@ -34,7 +34,7 @@ class LossScale:
         return cls(train.loss_scale if enabled else 1.0, enabled)
 
     def is_too_large_for(self, largest: float) -> bool:
-        """Whether a smaller scale is needed for gradients of which this is the largest element."""
+        """Return whether a smaller scale is needed for gradients of which this is the largest element."""
         return self.value > SMALLEST and largest > LARGEST
 
     def overflowed(self) -> None:

@@ -22,6 +22,6 @@ class Request:
     objects: dict[str, Any] = field(default_factory=dict)
     """What a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function)."""
     parameter_hooks: dict[str, Any] = field(default_factory=dict)
-    """Of that model: parameters are sent without theirs."""
+    """Hooks of that model's parameters, which are sent without them."""
     seeded: bool = False
     """The user's program has seeded torch, so that it makes the same model when it runs again."""

@@ -34,7 +34,7 @@ from wanma.training.state import TrainingState, restore_random_state
 from wanma.training.uploads import fetch_newest, refuse_taken
 
 _ADAPTERS = "adapter_config.json"
-"""Of peft; its weights are in adapter_model.safetensors."""
+"""File by which a folder of peft is known; its weights are in adapter_model.safetensors."""
 _NAMED = 5
 """Tensors in one message, at most."""
 
@@ -49,7 +49,7 @@ class Resumed:
     messages: list[str]
     """What to tell the user, on rank 0."""
     identity: Identity
-    """What the run's next checkpoints keep."""
+    """Identity that the run's next checkpoints keep."""
     snapshots_every: int | None = None
     """Steps between the snapshots of the ranks before, where those had found out; told already."""
 

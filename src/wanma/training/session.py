@@ -295,7 +295,7 @@ class Session:
             trainer.close(not left_in_order)
 
     def _samples(self) -> Tensor:
-        """Of the current micro-batch."""
+        """Sample numbers of the current micro-batch."""
         assert self._current is not None
         return self._current.batch.samples
 

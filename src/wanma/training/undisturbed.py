@@ -71,7 +71,7 @@ class Undisturbed:
 
     @property
     def attributes_changed(self) -> bool:
-        """Whether an attribute of a user's class is not what it was."""
+        """Return whether an attribute of a user's class is not what it was."""
         return any(_is_changed(one, attributes) for one, attributes in self._attributes)
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _is_users(one: object) -> bool:
-    """Whether a class of a user's has written its attributes."""
+    """Return whether a class of a user's has written its attributes."""
     own = [kind for kind in type(one).__mro__ if kind.__module__.split(".")[0] not in _OWN_ROOMS]
     return bool(own) and hasattr(one, "__dict__")
 

@@ -32,7 +32,7 @@ class Agreement:
     """Mean over the global batch's targets."""
     targets: float
     gradient_norm: float
-    """Of the mean loss's gradient, before clipping; infinite where fp16's loss scale is too large for it."""
+    """Norm of the mean loss's gradient before clipping; infinite where fp16's loss scale is too large."""
     correction: float
     """Factor from the gradients as they stand to the mean loss's gradient."""
     stop: bool
