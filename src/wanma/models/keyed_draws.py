@@ -167,7 +167,7 @@ class KeyedDraws(TorchDispatchMode):
         return False
 
     def _seeded_there(self, func: Any, result: Any) -> Any:
-        """Pass on a draw from the forward's own seed: it is alike everywhere, unless rows have parts of it."""
+        """Pass on a draw from the forward's own seed: alike everywhere, unless rows have parts of it."""
         rows = len(self._samples)
         if isinstance(result, Tensor) and result.ndim and result.shape[0] == rows > 1:
             raise self._refused(func, "from a seed of its own, of which each sample gets those of its row")
