@@ -1,6 +1,6 @@
 """Memory forecasts beside published ones, and how far off they are, by source.
 
-python -m benchmarks.planner.memory --tables ../shared/tables [--write] [--rows TEXT]
+python -m benchmarks.planner.memory [--write] [--rows TEXT]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.common import RESULTS
-from benchmarks.planner.rows import Case, Record, UnusableRowError, case_of
+from benchmarks.planner.rows import TABLES, Case, Record, UnusableRowError, case_of
 from wanma.job.forecast import Workload
 from wanma.models.workload import decoder_workload
 from wanma.planner.cost.operators import Software
@@ -54,7 +54,7 @@ class Judged:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", type=Path, default=Path("../shared/tables"))
+    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of published.csv")
     parser.add_argument("--rows", help="print every row of the sources whose name has this text")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS / 'planner-memory.md'}")
     options = parser.parse_args()

@@ -19,6 +19,9 @@ from wanma.planner.cost.operators import Software
 
 Record = dict[str, str]
 
+TABLES = Path(__file__).parent
+"""Folder of `published.csv`."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -122,7 +125,10 @@ def _plain_case(record: Record) -> Case:
         plan=plan,
         global_batch=number("global_batch"),
         machine=_machine(record),
-        software=Software(product_precision="nvfp4" if precision == "nvfp4" else None),
+        software=Software(
+            product_precision="nvfp4" if precision == "nvfp4" else None,
+            splits_experts=number("ep") * tp <= plan.stage_ranks,  # else there are no ranks to hold the parts
+        ),
         in_flight=None,
         measured_seconds=float(record["step_time_s"] or "nan"),
         is_fitted=is_fitted(record),

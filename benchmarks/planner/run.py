@@ -1,6 +1,6 @@
 """Forecasts of published measurements, and how far off they are, by source.
 
-python -m benchmarks.planner.run --tables ../shared/tables [--write] [--rows TEXT]
+python -m benchmarks.planner.run [--write] [--rows TEXT]
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import RESULTS
-from benchmarks.planner.rows import Case, read_cases
+from benchmarks.planner.rows import TABLES, Case, read_cases
 from wanma.job.forecast import StepTime
 from wanma.planner.cost.decoder import step_time
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", type=Path, default=Path("../shared/tables"))
+    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of published.csv")
     parser.add_argument("--rows", help="print every row of the sources whose name has this text")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS / 'planner.md'}")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Fits what single operators do not show to the fitted half of the published rows: the rate that a device
 kind sustains over hours, and that of the attention kernel of 2023 next to the measured one.
 
-    python -m benchmarks.planner.sustain --tables ../shared/tables
+    python -m benchmarks.planner.sustain
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planner.rows import Case, read_cases
+from benchmarks.planner.rows import TABLES, Case, read_cases
 from benchmarks.planner.run import forecast
 
 LONG = 8192
@@ -24,7 +24,7 @@ LONG = 8192
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", type=Path, default=Path("../shared/tables"))
+    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of published.csv")
     cases, _ = read_cases(parser.parse_args().tables / "published.csv")
     fitted = [case for case in cases if case.is_fitted]
     for name in sorted({case.machine.chip.name for case in fitted}):

@@ -43,15 +43,36 @@ def test_members_of_a_node_carry_a_ring_over_all_their_links() -> None:
 def test_a_group_that_lies_across_an_edge_pays_for_the_link_there() -> None:
     """Of groups of four on machines of six, every second one has two members on each of two machines."""
     sixes = Machine(CHIP, (Link(6, 0.0, 100e9), Link(24, 0.0, 10e9)), start_seconds=0.0)
-    assert Group(4).inside(sixes.links[0]) == 2
-    assert Group(3).inside(sixes.links[0]) == 3
-    assert Group(6).inside(sixes.links[0]) == 6
-    assert Group(12).inside(sixes.links[0]) == 6
-    assert Group(2, stride=2).inside(sixes.links[0]) == 1
+    assert Group(4).inside(sixes.links[0], 24) == 2
+    assert Group(3).inside(sixes.links[0], 24) == 3
+    assert Group(6).inside(sixes.links[0], 24) == 6
+    assert Group(12).inside(sixes.links[0], 24) == 6
+    assert Group(2, stride=2).inside(sixes.links[0], 24) == 1
     across = all_gather_seconds(sixes, Group(4), GIGABYTE)
     between, inside = GIGABYTE / 4 / 10e9, GIGABYTE / 2 / 100e9
     assert across == pytest.approx(between + inside), "a half each over the edge, then the other half inside"
     assert all_gather_seconds(sixes, Group(3), GIGABYTE) == pytest.approx(GIGABYTE * 2 / 3 / 100e9)
+
+
+def parts(size: int, stride: int, unit: int, ranks: int) -> int:
+    """The fewest members that any group of consecutive spans has in a unit, counted one by one."""
+    found = []
+    for first in range(0, ranks - size * stride + 1, size * stride):
+        units = [(first + place * stride) // unit for place in range(size)]
+        found.append(min(units.count(one) for one in set(units)))
+    return min(found)
+
+
+@pytest.mark.parametrize("unit", [6, 8, 64, 72])
+@pytest.mark.parametrize("size", [2, 3, 8, 12, 32, 64, 72, 96])
+@pytest.mark.parametrize("units", [1, 3, 8])
+def test_the_smallest_part_of_a_group_is_counted_over_the_groups_that_there_are(
+    unit: int, size: int, units: int
+) -> None:
+    if size <= unit * units:
+        counted = parts(size, 1, unit, unit * units)
+        assert Group(size).inside(Link(unit, 0.0, 1.0), unit * units) == counted
+        assert Group(size, 4).inside(Link(4 * unit, 0.0, 1.0), 4 * unit * units) == counted
 
 
 def test_a_strided_group_has_one_link_per_node() -> None:

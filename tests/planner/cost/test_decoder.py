@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.machines import machine
+from support.machines import CHIP, machine
 from wanma.job.forecast import StepTime
 from wanma.job.plan import Plan
 from wanma.job.sections import Shard
@@ -23,7 +23,7 @@ from wanma.planner.cost.communication import (
 )
 from wanma.planner.cost.data_parallel import INTERFERENCE
 from wanma.planner.cost.decoder import stage_blocks, step_time
-from wanma.planner.cost.machine import Program
+from wanma.planner.cost.machine import Link, Machine, Program
 from wanma.planner.cost.operators import CPU_LOSS_16_BITS, Software
 
 MODEL = DecoderDimensions(16, 4096, 32, 8, 14336, 32000)
@@ -206,6 +206,21 @@ def test_experts_exchange_tokens_there_and_back_in_both_passes(routes_once: bool
         else all_to_all_seconds(machine(32), Group(8), 2 * tokens_bytes)
     )
     assert found.expert == pytest.approx(16 * 4 * 2 * 2 * once)  # layers, micro-batches
+
+
+def test_experts_that_tensor_parallel_leaves_whole_go_over_its_ranks_too() -> None:
+    """Of 8 ranks, with tp = 2 there are data ranks for ep = 4 alone, unless each of 8 has experts of its own."""
+    plan = replace(PLAN, dp_replicate=4, tp=2, ep=8, sequence=True)
+    eight = Machine(CHIP, (Link(8, 1e-6, 100e9),), start_seconds=0.0)
+    with pytest.raises(ValueError, match="spans 15 ranks, and there are 8"):
+        forecast(plan, dimensions=MIXTURE, machine=eight)
+    whole = forecast(plan, dimensions=MIXTURE, machine=eight, software=Software(splits_experts=False))
+    parts = forecast(replace(plan, ep=4), dimensions=MIXTURE, machine=eight)
+    tokens = 4096 / 2 * MIXTURE.experts_per_token
+    once = all_to_all_seconds(eight, Group(8), tokens * 4096 * 2)
+    assert whole.expert == pytest.approx(16 * 8 * 2 * 2 * once)  # layers, micro-batches
+    assert whole.compute == pytest.approx(parts.compute, rel=0.05)
+    assert whole.optimizer == pytest.approx(parts.optimizer, rel=0.01)
 
 
 def test_experts_far_apart_exchange_over_slow_links() -> None:

@@ -16,6 +16,7 @@ from wanma.hardware.machines import Cards, machines
 from wanma.job.cluster import Cluster, Device, Level, Node
 from wanma.job.plan import Plan
 from wanma.models.dimensions import DecoderDimensions
+from wanma.planner.cost.communication import Group, all_to_all_seconds, crosses
 from wanma.planner.cost.curves import GENERATIONS
 from wanma.planner.cost.decoder import step_time
 from wanma.planner.cost.machine import Host, Link, Machine
@@ -61,6 +62,32 @@ def test_trays_of_one_nvlink_domain_are_one_level() -> None:
     part = machine_of(read_cluster("2x4 GB200, 4x400G"))
     assert [link.devices for link in part.links] == [8]
     assert part.links[0].bandwidth_bytes_per_second == pytest.approx(658e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("count", "each", "told"),
+    [
+        (64, 16, "on 4 domains of NVLink 5 (up to 18 machines), 16 in each"),
+        (256, 16, "on 16 domains of NVLink 5 (up to 18 machines), 16 in each"),
+        (36, 18, "on 2 domains of NVLink 5 (up to 18 machines), 18 in each"),
+        (67, 18, "on 3 domains of NVLink 5 (up to 18 machines), 18 in each, and 13 in another"),
+    ],
+)
+def test_machines_lie_evenly_on_the_fewest_racks_and_the_placement_is_told(
+    count: int, each: int, told: str
+) -> None:
+    machine = machine_of(read_cluster(f"{count}x4 GB200, 4x400G"))
+    assert [link.devices for link in machine.links] == [4 * each, 4 * count]
+    assert machine.assumed == (f"placement assumed: {count} machines of GB200 lie {told}",)
+
+
+def test_experts_over_64_ranks_stay_in_a_rack_that_a_run_of_whole_racks_lacks() -> None:
+    """64 of a rack's 72 devices hold a group; where all 72 are used, groups lie across its edge."""
+    even, packed = (machine_of(read_cluster(f"{count}x4 GB200, 4x400G")) for count in (64, 144))
+    assert not crosses(even, Group(64))
+    assert crosses(packed, Group(64))
+    exchange = [all_to_all_seconds(one, Group(64), 1e9) for one in (even, packed)]
+    assert exchange[1] > 5 * exchange[0]
 
 
 def test_cards_that_devices_share_are_split_between_them() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from wanma.planner.cost.machine import Link, Machine
@@ -29,16 +30,37 @@ class Group:
         if self.size < 1 or self.stride < 1:
             raise ValueError(f"a group has at least one rank, at a stride of at least one: {self}")
 
-    def inside(self, link: Link) -> int:
-        """Members of one unit of `link`'s level.
+    def inside(self, link: Link, ranks: int) -> int:
+        """Members in one unit of `link`'s level: the fewest that a unit has of any group.
 
-        Groups of a layout lie one after the other: where a level holds some of them and a part of another,
-        that one crosses its edge, and all wait for it.
+        Groups lie one after the other on units that are filled in the order of the ranks. A group that
+        crosses a unit's edge has a part in each, and all its members wait for the smallest part.
+
+        Args:
+            ranks: of all groups together.
         """
-        span = self.size * self.stride
-        if span < link.devices and link.devices % span:
-            return max(math.gcd(span, link.devices) // self.stride, 1)
-        return min(self.size, max(link.devices // self.stride, 1))
+        part = _smallest_part(self.size * self.stride, link.devices, ranks)
+        return min(self.size, max(part // self.stride, 1))
+
+
+@lru_cache(maxsize=4096)
+def _smallest_part(span: int, unit: int, ranks: int) -> int:
+    """Fewest consecutive ranks that a group of `span` has in one of the units it lies on.
+
+    Groups begin at the multiples of `span`. Once all of their places within a unit have come, the smallest
+    part is what divides both.
+    """
+    if unit % span == 0 or span % unit == 0:
+        return min(span, unit)
+    common = math.gcd(span, unit)
+    groups = max(ranks // span, 1)
+    if groups >= unit // common:
+        return common
+    parts = []
+    for start in range(0, groups * span, span):
+        first = min(unit - start % unit, span)
+        parts += [first, (span - first) % unit or unit]
+    return min(parts)
 
 
 def all_reduce_seconds(
@@ -53,7 +75,7 @@ def all_reduce_seconds(
     """
     if group.size == 1 or buffer_bytes <= 0:
         return 0.0
-    widths = _widths(_levels(machine, group), group)
+    widths = _widths(machine, _levels(machine, group), group)
     if algorithm is not None:
         return machine.start_seconds + _ALL_REDUCE[algorithm](machine, widths, buffer_bytes, sharing)
     return machine.start_seconds + min(
@@ -79,7 +101,7 @@ def all_gather_seconds(
     if group.size == 1 or whole_bytes <= 0:
         return 0.0
     machine = machine.running(of)
-    widths = _widths(_levels(machine, group), group)
+    widths = _widths(machine, _levels(machine, group), group)
     return machine.start_seconds + min(
         _ring(machine, widths, whole_bytes, sharing),
         _by_levels(machine, widths, whole_bytes, sharing),
@@ -107,7 +129,7 @@ def all_to_all_seconds(machine: Machine, group: Group, sent_bytes: float, sharin
     machine = machine.running("all_to_all")
     levels = _levels(machine, group)
     slowest, inner = 0.0, 1
-    for link, outer in _widths(levels, group):
+    for link, outer in _widths(machine, levels, group):
         moved = sent_bytes * (outer - inner) / group.size
         slowest = max(slowest, link.seconds(moved, sent_bytes, _share(link, machine, sharing)))
         inner = outer
@@ -128,7 +150,7 @@ def routed_seconds(
     machine = machine.running("all_to_all")
     levels = _levels(machine, group)
     slowest, inner = 0.0, 1
-    for link, outer in _widths(levels, group):
+    for link, outer in _widths(machine, levels, group):
         units = group.size / inner
         reached = units * (1 - (1 - 1 / units) ** choices)
         # Inside a unit also what came from others is handed on.
@@ -175,7 +197,7 @@ def _levels(machine: Machine, group: Group) -> list[Link]:
     used: list[Link] = []
     inner = 1
     for link in machine.links:
-        inside = group.inside(link)
+        inside = group.inside(link, machine.devices)
         if inside > inner:
             used.append(link)
             inner = inside
@@ -190,9 +212,9 @@ _Widths = list[tuple[Link, int]]
 """Each level, and the members that reach each other within it."""
 
 
-def _widths(levels: list[Link], group: Group) -> _Widths:
+def _widths(machine: Machine, levels: list[Link], group: Group) -> _Widths:
     return [
-        (link, group.size if number == len(levels) - 1 else group.inside(link))
+        (link, group.size if number == len(levels) - 1 else group.inside(link, machine.devices))
         for number, link in enumerate(levels)
     ]
 

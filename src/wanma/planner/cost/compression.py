@@ -90,7 +90,7 @@ class Summing:
             return 0.0
         if kind == "nothing":
             return all_reduce_seconds(machine, group, elements * self.whole_bytes, algorithm)
-        inside = group.inside(machine.links[0])
+        inside = group.inside(machine.links[0], machine.devices)
         by_machines = algorithm == "hierarchical" and 1 < inside < group.size
         is_cut = kind in CODEC_BYTES or (by_machines and kind == "topk")
         parts = self._parts(elements, is_cut=is_cut)

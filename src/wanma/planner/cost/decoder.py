@@ -104,7 +104,9 @@ def _block_parameters(
     dense = half.parameters - half.experts
     if not software.gated and not experts:
         dense = 2 * dimensions.hidden * dimensions.feed_forward
-    return attention + dense + half.experts / plan.ep
+    # Counted before `tp`, which takes nothing of experts that it does not split.
+    experts_here = half.experts / plan.ep * (1 if software.splits_experts else plan.tp)
+    return attention + dense + experts_here
 
 
 def boundary_seconds(dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine) -> float:

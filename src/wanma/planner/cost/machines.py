@@ -56,6 +56,7 @@ def machine_of(
         known = replace(
             machine,
             links=_joined([*machine.links, *_network(node, here)]),
+            assumed=(*machine.assumed, *_placement(node)),
             host=host_of(node, here) if machine.host.doubt else machine.host,
         )
     except _UnknownRateError as unknown:
@@ -293,7 +294,7 @@ def _network(node: Node, here: int) -> list[Link]:
     own = {level.name for level in node.inside}
     links = []
     for level in node.network:
-        nodes = min(level.size or node.count, node.count)
+        nodes = machines_of_unit(node.count, level.size or node.count)
         if level.name in own:  # the devices' own link, through several machines
             kept, slower = LINKS.get(level.name, OTHER_LINK).of_more, STEP_INSIDE
         else:
@@ -305,6 +306,33 @@ def _network(node: Node, here: int) -> list[Link]:
             "network = '8x400G' (the cards of one node) in a cluster file, or ', 8x400G' in a line"
         )
     return links
+
+
+def machines_of_unit(count: int, size: int) -> int:
+    """Machines that a run of `count` has in each unit of a level that joins up to `size`.
+
+    They lie evenly on the fewest units that allow it, as a scheduler places segments (Slurm's `--segment`)
+    so that groups of ranks stay within one: 64 machines on racks of 18 are four times 16. Where that would
+    leave half of every unit empty, units are filled one after the other.
+    """
+    fewest = -(-count // size)
+    even = next((units for units in range(fewest, 2 * fewest) if count % units == 0), None)
+    return min(size, count) if even is None else count // even
+
+
+def _placement(node: Node) -> list[str]:
+    """Domains of the network on which the machines are taken to lie, where they are on several."""
+    told = []
+    for level in node.network:
+        if level.size is None or node.count <= level.size:
+            continue
+        each = machines_of_unit(node.count, level.size)
+        units, rest = divmod(node.count, each)
+        told.append(
+            f"placement assumed: {node.count} machines of {node.name} lie on {units} domains of {level.name} "
+            f"(up to {level.size} machines), {each} in each" + (f", and {rest} in another" if rest else "")
+        )
+    return told
 
 
 def _link(level: Level, devices: int, share: float, slower: float) -> Link:

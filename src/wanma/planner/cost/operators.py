@@ -47,6 +47,9 @@ class Software:
     (Korthikanti et al. 2022, section 5)."""
     product_precision: str | None = None
     """Of the blocks' products, where the plan does not say ('nvfp4')."""
+    splits_experts: bool = True
+    """`tp` splits each expert's matrices as all others; else `ep` goes over the ranks of `tp` too, and an
+    expert is whole on one rank (Megatron's expert tensor parallel of 1)."""
     fuses_experts: bool = True
     """All experts of a rank in one kernel; else each has its own for every product, and for every cast."""
     routes_once: bool = False
@@ -397,10 +400,12 @@ def _experts(
     full = plan.recompute == "full"
     again = full or (plan.recompute == "selective" and software.selective == "products")
     local = max(dimensions.experts // plan.ep, 1)
-    rows = tokens * choices
-    wide = dimensions.expert_width / plan.tp
-    add.product(tokens, dimensions.experts, hidden, plan.precision, again=full)
-    add.stream(tokens * dimensions.experts, 24.0, 24.0, 8, again=again)
+    parts = plan.tp if software.splits_experts else 1
+    routed = tokens * parts / plan.tp
+    rows = routed * choices
+    wide = dimensions.expert_width / parts
+    add.product(routed, dimensions.experts, hidden, plan.precision, again=full)
+    add.stream(routed * dimensions.experts, 24.0, 24.0, 8, again=again)
     # Tokens are put into the order of their experts, and back, on both sides of the exchange.
     # Where a token is sent to a rank only once, the exchange itself does so on one side.
     sides = 8.0 if plan.ep > 1 and not software.routes_once else 4.0
@@ -423,9 +428,9 @@ def _experts(
             tokens,
             precision,
         )
-    group, element = Group(plan.ep, plan.tp), ELEMENT_BYTES[plan.precision]
+    group, element = Group(plan.ep, parts), ELEMENT_BYTES[plan.precision]
     if software.routes_once:
-        return 2 * routed_seconds(machine, group, tokens * hidden * element, choices)
+        return 2 * routed_seconds(machine, group, routed * hidden * element, choices)
     return 2 * all_to_all_seconds(machine, group, rows * hidden * element)
 
 

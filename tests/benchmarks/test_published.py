@@ -1,0 +1,59 @@
+"""Forecasts of the published rows are as good as recorded, and the pages of results are what the code gives."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def benchmark(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.planner.{name}")
+
+
+def test_no_source_is_forecast_worse_than_recorded() -> None:
+    guard = benchmark("guard")
+    assert guard.grown(guard.recorded(), guard.mean_errors()) == []
+
+
+def test_a_mean_error_that_grows_by_more_than_a_point_is_named() -> None:
+    guard = benchmark("guard")
+    before = {("time", "vTrain"): 0.077, ("time", "NeMo"): 0.05, ("memory", "old"): 0.01}
+    now = {("time", "vTrain"): 0.0865, ("time", "NeMo"): 0.061, ("memory", "new"): 0.01}
+    assert guard.grown(before, now) == [
+        "memory of new: forecast, and not recorded",
+        "memory of old: recorded, and forecast no more",
+        "time of NeMo: mean error 6.1%, recorded 5.0%",
+    ]
+
+
+def test_the_page_of_step_times_is_what_the_code_gives() -> None:
+    """Else: python -m benchmarks.planner.run --write"""
+    run = benchmark("run")
+    cases, refused = benchmark("rows").read_cases(benchmark("rows").TABLES / "published.csv")
+    text = run.report(cases, [run.forecast(case) for case in cases], refused)
+    assert (RESULTS / "planner.md").read_text() == text
+
+
+def test_the_page_of_memory_is_what_the_code_gives() -> None:
+    """Else: python -m benchmarks.planner.memory --write"""
+    memory = benchmark("memory")
+    text = memory.report(*memory.read(benchmark("rows").TABLES / "published.csv"))
+    page = (RESULTS / "planner-memory.md").read_text()
+    assert page.partition(memory.RUNS_HEADING)[0].rstrip() == text.rstrip()
+
+
+@pytest.mark.full
+def test_the_page_of_other_models_is_what_the_code_gives() -> None:
+    """Else: python -m benchmarks.planner.modules --write"""
+    assert (RESULTS / "planner-modules.md").read_text() == benchmark("modules").report()
