@@ -1,10 +1,10 @@
 """Mean errors of forecasts of published figures by source, beside the recorded ones (`recorded.csv`).
 
     python -m benchmarks.planner.guard            # the table
-    python -m benchmarks.planner.guard --write    # records what is lower than recorded, and new sources
+    python -m benchmarks.planner.guard --write    # records errors that became smaller, and new sources
 
-A test holds every source within a point of what is recorded. A figure is raised by hand alone, with the reason
-in the commit.
+A test holds every source within a point of what is recorded. A figure is raised by hand alone, and the commit
+says why.
 """
 
 from __future__ import annotations

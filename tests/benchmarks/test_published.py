@@ -1,4 +1,4 @@
-"""Forecasts of the published rows are as good as recorded, and the pages of results are what the code gives."""
+"""Published rows are forecast as well as recorded, and pages of results are what the code gives."""
 
 from __future__ import annotations
 
