@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,33 @@ def test_the_command_writes_what_transformers_loads(
     assert torch.equal(model.get_input_embeddings().weight, averaged.to(torch.bfloat16))
     assert main(command) == 2
     assert f"{to} is there already" in capsys.readouterr().err
+
+
+def test_commands_say_that_the_newest_checkpoint_is_damaged_and_refuse_it_by_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = trained(tmp_path, {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2})
+    damaged = outcome.directory / "checkpoints" / "step-00000003"
+    shutil.copytree(outcome.directory / "checkpoints" / "step-00000002", damaged)
+    (damaged / "rank-00000.safetensors").write_bytes(b"")
+    run = ["mine", "--runs", str(tmp_path / "runs")]
+    sampled = ["sample", *run, "--prompt", "a", "--tokens", "1"]
+    place = str(outcome.directory)
+    for command in (
+        ["export", *run, "--to", str(tmp_path / "out")],
+        sampled,
+        ["checkpoint", "convert", place, str(tmp_path / "converted")],
+    ):
+        assert main(command) == 0
+        told = capsys.readouterr().err
+        assert told.startswith(
+            "warning: checkpoint step-00000003 is skipped: rank-00000.safetensors has 0 bytes"
+        )
+        assert "going back to checkpoint step-00000002" in told
+    assert main([*sampled, "--step", "3"]) == 1
+    assert "checkpoint step-00000003 is damaged" in capsys.readouterr().err
+    assert main(["export", *run, "--step", "2", "--to", str(tmp_path / "two")]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_checkpoint_is_converted_to_what_export_writes(tmp_path: Path) -> None:

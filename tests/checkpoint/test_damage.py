@@ -15,6 +15,7 @@ import torch
 from wanma.checkpoint.folder import read_manifest
 from wanma.checkpoint.format import Box, Shard, TensorEntry, dump_manifest
 from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
+from wanma.checkpoint.verify import find_whole
 from wanma.checkpoint.writer import Checkpointer
 from wanma.job.errors import WanmaError
 
@@ -101,6 +102,26 @@ def test_when_all_are_damaged_there_is_none(folder: Path) -> None:
     messages: list[str] = []
     assert newest(folder, messages.append) is None
     assert len(messages) == 3
+
+
+def test_whoever_takes_an_older_checkpoint_than_the_newest_is_told_and_a_step_insists(folder: Path) -> None:
+    (folder / "step-00000003" / "rank-00000.safetensors").unlink()
+    told: list[str] = []
+    assert find_whole(folder, None, told.append) == folder / "step-00000002"
+    assert told == [
+        "checkpoint step-00000003 is skipped: "
+        "rank-00000.safetensors cannot be read: No such file or directory\n"
+        "  going back to checkpoint step-00000002\n  name a step to insist on its checkpoint"
+    ]
+    told.clear()
+    assert find_whole(folder, 1, told.append) == folder / "step-00000001"
+    with pytest.raises(WanmaError, match=r"step-00000003 is damaged: .*\n  there are also those of 2, 1"):
+        find_whole(folder, 3, told.append)
+    with pytest.raises(WanmaError, match=r"no checkpoint of step 9\n  there are those of 3, 2, 1"):
+        find_whole(folder, 9, told.append)
+    with pytest.raises(WanmaError, match="has no whole checkpoint yet"):
+        find_whole(folder / "nothing", None, told.append)
+    assert told == []
 
 
 def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:

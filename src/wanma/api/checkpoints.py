@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +13,7 @@ from wanma.checkpoint.format import MANIFEST
 from wanma.checkpoint.inventory import Entry, at_url, in_folder
 from wanma.checkpoint.scan import FolderFiles, Scan, scan
 from wanma.checkpoint.storage import Storage, is_url
-from wanma.checkpoint.verify import newest
+from wanma.checkpoint.verify import find_whole
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.run_directory import RunDirectory
 
@@ -77,8 +78,11 @@ def scans(place: str) -> Iterator[Scan]:
         raise _none_in(place)
 
 
-def one_checkpoint(place: str) -> Path:
+def one_checkpoint(place: str, on_message: Callable[[str], None] = warnings.warn) -> Path:
     """The checkpoint that a place on disk means: the one there, or of several the newest whole one.
+
+    Args:
+        on_message: gets the reason where damage lets an older one be taken than the newest.
 
     Raises:
         WanmaError: there is none.
@@ -90,14 +94,12 @@ def one_checkpoint(place: str) -> Path:
     path = Path(place)
     if _is_checkpoint(path):
         return path
-    told: list[str] = []
-    found = newest(path, told.append)
-    if found is None:
-        raise WanmaError("\n  ".join(told), "none is whole") if told else _none_in(place)
-    return found
+    if not _committed(path):
+        raise _none_in(place)
+    return find_whole(path, None, on_message)
 
 
-def diff(a: str, b: str) -> tuple[Path, Path, Comparison]:
+def diff(a: str, b: str, on_message: Callable[[str], None] = warnings.warn) -> tuple[Path, Path, Comparison]:
     """What differs between two checkpoints; of a run or folder the newest whole one is taken.
 
     Raises:
@@ -105,7 +107,7 @@ def diff(a: str, b: str) -> tuple[Path, Path, Comparison]:
     """
     from wanma.checkpoint.compare import compare
 
-    left, right = one_checkpoint(a), one_checkpoint(b)
+    left, right = one_checkpoint(a, on_message), one_checkpoint(b, on_message)
     return left, right, compare(left, right)
 
 
@@ -117,6 +119,7 @@ def convert(
     precision: str | None = None,
     files: int = 1,
     weights_only: bool = False,
+    on_message: Callable[[str], None] = warnings.warn,
 ) -> Converted:
     """Write a checkpoint anew into `folder`; the one read is verified first, and never changed.
 
@@ -129,7 +132,7 @@ def convert(
     Raises:
         WanmaError: it is damaged, `folder` is taken, or the form does not suit it.
     """
-    path = one_checkpoint(place)
+    path = one_checkpoint(place, on_message)
     if form == "huggingface":
         return _published(path, folder, precision)
     from wanma.checkpoint import convert as conversion

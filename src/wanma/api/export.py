@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -40,8 +42,10 @@ def export(
     folder: Path,
     *,
     checkpoint: Path | None = None,
+    step: int | None = None,
     precision: Literal["fp32", "bf16", "fp16"] | None = None,
     file_bytes: int = FILE_BYTES,
+    on_message: Callable[[str], None] = warnings.warn,
 ) -> Exported:
     """Write a whole checkpoint of `run`, the newest, as a folder that transformers' `from_pretrained` loads.
 
@@ -50,26 +54,28 @@ def export(
 
     Args:
         folder: made; must not hold anything yet.
-        checkpoint: the one to take; None: the newest that is whole.
+        checkpoint: the one to take; None: one of the run's.
+        step: of the run's checkpoint to take; None: the newest that is whole.
         precision: of the written weights; None: as trained.
+        on_message: gets the reason where damage lets an older checkpoint be taken than the newest.
 
     Raises:
-        WanmaError: the run has no checkpoint, its model has no published form, or the folder is taken.
+        WanmaError: the run has no such checkpoint, or it is damaged, its model has no published form, or
+            the folder is taken.
     """
     import torch
 
     from wanma.checkpoint.convert import require_whole
     from wanma.checkpoint.published import write_published
-    from wanma.checkpoint.reader import Saved, newest
+    from wanma.checkpoint.reader import Saved
     from wanma.checkpoint.shards import DTYPES
+    from wanma.checkpoint.verify import find_whole
     from wanma.models.build import model_spec
 
     job = load_job(run.job)
     if checkpoint is not None:
         require_whole(checkpoint)
-    path = checkpoint or newest(run.checkpoints)
-    if path is None:
-        raise WanmaError(f"{run.path} has no whole checkpoint yet", "let the run reach its first checkpoint")
+    path = checkpoint or find_whole(run.checkpoints, step, on_message)
     kept = run.path / "tokenizer"
     # Data of one's own come as tokens: what the job says of a tokenizer has had no part in the run.
     reads_text = kept.is_dir() or bool(job.data.text or job.data.sources)

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 
 from wanma.job.errors import WanmaError
 from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory
 
 
-def sample(run: RunDirectory, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
-    """Continue `prompt` with the newest whole checkpoint of `run`, averaged weights if it has them.
+def sample(
+    run: RunDirectory,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    *,
+    step: int | None = None,
+    on_message: Callable[[str], None] = warnings.warn,
+) -> Iterator[str]:
+    """Continue `prompt` with a checkpoint of `run`, averaged weights if it has them.
 
     Args:
         tokens: how many to write.
         temperature: divides the logits; 0 takes the likeliest token.
+        step: of the checkpoint; None: the newest that is whole.
+        on_message: gets the reason where damage lets an older checkpoint be taken than the newest.
 
     Yields:
         pieces of text as they come.
 
     Raises:
-        WanmaError: the run has no checkpoint, or its model reads no text.
+        WanmaError: the run has no such checkpoint, or it is damaged, or its model reads no text.
     """
     import torch
 
-    from wanma.checkpoint.reader import load_full, newest
+    from wanma.checkpoint.reader import load_full
+    from wanma.checkpoint.verify import find_whole
     from wanma.data.tokenizer import load_tokenizer
     from wanma.models.build import empty_model, model_spec
 
     job = load_job(run.job)
-    path = newest(run.checkpoints)
-    if path is None:
-        raise WanmaError(f"{run.path} has no whole checkpoint yet", "let the run reach its first checkpoint")
+    path = find_whole(run.checkpoints, step, on_message)
     kept = run.path / "tokenizer"
     tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer)
     length = job.data.sequence_length

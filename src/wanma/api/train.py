@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +41,15 @@ class Result:
     def weights(self) -> dict[str, Tensor]:
         """Full parameters and buffers of the newest checkpoint, on CPU, by the model's own names.
 
+        A damaged one is skipped, with a warning.
+
         Raises:
             WanmaError: there is no whole checkpoint.
         """
-        from wanma.checkpoint.reader import load_full, newest
+        from wanma.checkpoint.reader import load_full
+        from wanma.checkpoint.verify import find_whole
 
-        path = newest(self.run.checkpoints)
-        if path is None:
-            raise WanmaError(f"{self.run.path} has no whole checkpoint")
+        path = find_whole(self.run.checkpoints, None, warnings.warn)
         return {
             name.removeprefix("model."): tensor
             for name, tensor in load_full(path).items()

@@ -11,7 +11,43 @@ from typing import Any
 
 from wanma.checkpoint.folder import committed, read_manifest
 from wanma.checkpoint.format import FileEntry
-from wanma.job.errors import WanmaError
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+
+def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]) -> Path:
+    """The checkpoint of `step` in `folder`, or the newest one that is whole; every byte of it is verified.
+
+    Args:
+        step: None: the newest; a damaged newer one is skipped, which `on_message` is told.
+
+    Raises:
+        WanmaError: there is none, or that of `step` is damaged.
+    """
+    if step is None:
+        told: list[str] = []
+        path = newest(folder, told.append)
+        if path is not None:
+            if told:
+                on_message("\n  ".join([*told, "name a step to insist on its checkpoint"]))
+            return path
+        if told:
+            raise WanmaError("\n  ".join(told), f"no checkpoint in {folder} is whole")
+        raise WanmaError(f"{folder} has no whole checkpoint yet", "let the run reach its first checkpoint")
+    found = dict(_candidates(folder))
+    if step not in found:
+        steps = ", ".join(f"{one:,}" for one in found)
+        raise WanmaError(
+            f"{folder} has no checkpoint of step {step:,}",
+            f"there are those of {steps}" if found else "it has none at all yet",
+            EXIT_USAGE,
+        )
+    if problems := verify(found[step]):
+        others = ", ".join(f"{one:,}" for one in found if one != step)
+        raise WanmaError(
+            f"checkpoint {found[step].name} is damaged: {'; '.join(problems)}",
+            f"there are also those of {others}" if others else "there is no other",
+        )
+    return found[step]
 
 
 def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -24,12 +60,8 @@ def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> 
     Raises:
         WanmaError: the folder itself cannot be read.
     """
-    try:
-        found = committed(folder)
-    except OSError as error:
-        raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
     skipped = False
-    for _, path in found:
+    for _, path in _candidates(folder):
         problems = verify(path)
         if not problems:
             if skipped:
@@ -78,6 +110,14 @@ def read_state(path: Path) -> dict[str, Any]:
         return read_manifest(path).state
     except WanmaError as error:
         raise WanmaError(f"checkpoint {path}: {error.message}", error.hint) from error
+
+
+def _candidates(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of each, newest first."""
+    try:
+        return committed(folder)
+    except OSError as error:
+        raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
 
 
 def _compare_hash(path: Path, entry: FileEntry) -> str:

@@ -38,6 +38,16 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add_runs_folder(parser)
 
 
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """--step, which insists on one checkpoint of the run."""
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=int,
+        help="take the checkpoint of step N and no other; default: the newest that is whole",
+    )
+
+
 def add_runs_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", metavar="DIR", type=Path, default=Path("runs"), help="folder of runs; default: runs"

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 WIDTH_WITHOUT_TERMINAL = 120
 
 
+def warn(text: str) -> None:
+    """On standard error, so that what a command prints can still be piped."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
 def show(content: str | RenderableType) -> None:
     """Plain text and colours only where there is a terminal."""
     if isinstance(content, str):

@@ -123,9 +123,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     places = [chosen_place(place, arguments.runs) for place in (arguments.a, arguments.b)]
     from wanma.api.checkpoints import diff
     from wanma.api.checkpoints_text import SHOWN, comparison_json, comparison_tables
-    from wanma.cli.show import show
+    from wanma.cli.show import show, warn
 
-    a, b, found = diff(*places)
+    a, b, found = diff(places[0], places[1], warn)
     if arguments.json:
         print(json.dumps({"a": str(a), "b": str(b), **comparison_json(found)}, indent=2))
     else:
@@ -144,6 +144,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         )
     place = chosen_place(arguments.place, arguments.runs)
     from wanma.api.checkpoints import convert
+    from wanma.cli.show import warn
     from wanma.observe.units import bytes_text, count_text
 
     done = convert(
@@ -153,6 +154,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         files=1 if arguments.files is None else arguments.files,
         weights_only=arguments.weights,
+        on_message=warn,
     )
     print(
         f"{done.folder}: {count_text(done.tensors, 'tensor')}, {bytes_text(done.bytes)}, of {done.checkpoint}"

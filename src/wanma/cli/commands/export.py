@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from wanma.cli.arguments import add_run, chosen_run
+from wanma.cli.arguments import add_run, add_step, chosen_run
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("export", help="write a trained model as transformers reads it")
     add_run(parser)
+    add_step(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to make")
     parser.add_argument(
         "--format", choices=["huggingface"], default="huggingface", help="safetensors and config.json"
@@ -24,8 +25,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     chosen = chosen_run(arguments)
     from wanma.api.export import export
+    from wanma.cli.show import warn
 
-    done = export(chosen, arguments.to, precision=arguments.precision)
+    done = export(chosen, arguments.to, step=arguments.step, precision=arguments.precision, on_message=warn)
     which = "averaged weights" if done.averaged else "weights"
     print(f"{done.folder}: {done.tensors} tensors, the {which} of {done.checkpoint.name}")
     return 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from wanma.cli.arguments import add_run, chosen_run
+from wanma.cli.arguments import add_run, add_step, chosen_run
 from wanma.job.errors import JobError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("sample", help="let a trained text model carry on from a prompt")
     add_run(parser)
+    add_step(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="what the text starts with")
     parser.add_argument("--tokens", metavar="N", type=int, default=200, help="tokens to write; default: 200")
     parser.add_argument(
@@ -27,8 +28,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise JobError(f"wanma sample: --temperature {arguments.temperature}: must be 0 or more")
     run_directory = chosen_run(arguments)
     from wanma.api.sample import sample
+    from wanma.cli.show import warn
 
-    pieces = sample(run_directory, arguments.prompt, arguments.tokens, arguments.temperature, arguments.seed)
+    pieces = sample(
+        run_directory,
+        arguments.prompt,
+        arguments.tokens,
+        arguments.temperature,
+        arguments.seed,
+        step=arguments.step,
+        on_message=warn,
+    )
     first = next(pieces, "")  # what cannot be sampled from is told before anything is printed
     print(arguments.prompt, end=first, flush=True)
     for piece in pieces:
