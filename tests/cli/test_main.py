@@ -68,8 +68,8 @@ def test_a_wrong_job_is_told_before_anything_starts(
     path.write_text(JOB + "train.stpes = 3\n")
     text = complaint(capsys, "train", str(path), "--nodes", "0", "train.seed=x", "--rendezvous", "here")
     assert "job.toml:2: unknown key 'train.stpes'. Did you mean 'train.steps'?" in text
-    assert 'train.seed = "x": must be a whole number >= 0.' in text
-    assert "cluster.nodes = 0: must be a whole number >= 1." in text
+    assert 'train.seed = "x": must be a whole number >= 0 and <= 9,223,372,036,854,775,807.' in text
+    assert "cluster.nodes = 0: must be a whole number >= 1 and <= 1,000,000." in text
 
 
 def test_without_a_command_the_overview_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from wanma.data.custom import Sample, open_dataset
 from wanma.data.data import Data
 from wanma.data.open import open_data
+from wanma.job.data_section import DataSection
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections import DataSection, TrainSection
+from wanma.job.sections import TrainSection
 
 
 class Squares(Dataset[Any]):

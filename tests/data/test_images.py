@@ -9,8 +9,9 @@ import pytest
 from wanma.data.image_data import ImageData
 from wanma.data.images import find_images, read_images
 from wanma.data.open import open_data
+from wanma.job.data_section import DataSection
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections import DataSection, TrainSection
+from wanma.job.sections import TrainSection
 
 RANDOM = np.random.default_rng(0)
 

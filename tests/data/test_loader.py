@@ -11,9 +11,10 @@ import torch
 from wanma.data.data import Data
 from wanma.data.loader import Loader
 from wanma.data.open import open_data
+from wanma.job.data_section import DataSection
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
-from wanma.job.sections import DataSection, TrainSection
+from wanma.job.sections import TrainSection
 
 
 class Numbers:

@@ -16,9 +16,10 @@ from wanma.data import open as front_door
 from wanma.data.data import Data
 from wanma.data.open import cache_folder, open_data, prepare
 from wanma.data.ramp import global_batch, samples_before
+from wanma.job.data_section import DataSection, SourceSection
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
-from wanma.job.sections import DataSection, SourceSection, TrainSection
+from wanma.job.sections import TrainSection
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +227,7 @@ QUIET = """
 import os, sys
 import wanma.data.open
 import wanma.data.token_worker, wanma.data.tokenizer, wanma.data.text
-from wanma.job.sections import DataSection
+from wanma.job.data_section import DataSection
 assert len(os.listdir("/proc/self/task")) == 1, "a thread after import"
 section = DataSection(text=[sys.argv[1]], sequence_length=16, cache=sys.argv[2], tokenizer=sys.argv[3])
 wanma.data.token_build._TASK_BYTES = 2000

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wanma.data.custom import open_dataset
-from wanma.job.sections import DataSection
+from wanma.job.data_section import DataSection
 
 
 class Augmented:

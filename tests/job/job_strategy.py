@@ -9,17 +9,12 @@ import annotated_types
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from wanma.job.sections import (
-    ClusterSection,
-    DataSection,
-    Job,
-    ModelSection,
-    ParallelSection,
-    Section,
-    TrainSection,
-)
+from wanma.job.data_section import DataSection
+from wanma.job.observe_section import ObserveSection, why_no_name
+from wanma.job.section import Section
+from wanma.job.sections import ClusterSection, Job, ModelSection, ParallelSection, TrainSection
 
-text = st.text(st.characters(codec="utf-8"), max_size=8)
+text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
 plain = st.recursive(
     st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), text),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(text, inner, max_size=3)),
@@ -44,6 +39,7 @@ RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
         "min_nodes": st.sampled_from([None, 1]),
         "rendezvous": st.sampled_from([None, "host:1", "[::1]:65535"]),
     },
+    ObserveSection: {"name": st.one_of(st.none(), text.filter(lambda name: why_no_name(name) is None))},
 }
 """What the types alone do not say."""
 

@@ -21,7 +21,7 @@ def test_every_key_has_one_line_of_help() -> None:
 
 def test_a_key_says_what_it_allows() -> None:
     told = keys()
-    assert told["train.steps"].allowed == "a whole number > 0"
+    assert told["train.steps"].allowed == "a whole number > 0 and <= 1,000,000,000,000"
     assert told["train.momentum"].allowed == "a number >= 0 and < 1"
     assert told["train.precision"].allowed == "one of fp64, fp32, bf16, fp16"
     assert told["parallel.shard"].choices == ("nothing", "optimizer", "gradients", "parameters")

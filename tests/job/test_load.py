@@ -72,13 +72,16 @@ def test_an_unknown_key_is_told_with_its_line_and_the_key_that_was_meant(tmp_pat
         ("train.dp_shard = 2", "unknown key 'train.dp_shard'. Did you mean 'parallel.dp_shard'?"),
         ("train.parallel = 2", "unknown key 'train.parallel'. [parallel] is a section of its own."),
         ("train.zzz = 2", "unknown key 'train.zzz'."),
-        ('train.steps = "many"', 'train.steps = "many": must be a whole number > 0.'),
-        ("train.steps = 2.0", "train.steps = 2.0: must be a whole number > 0."),
-        ("train.steps = true", "train.steps = true: must be a whole number > 0."),
-        ("train.steps = -1", "train.steps = -1: must be a whole number > 0."),
-        ("train.seed = {}", "train.seed = {}: must be a whole number >= 0."),
-        ("train.learning_rate = nan", "train.learning_rate = nan: must be a number > 0."),
-        ("train.gradient_clip = inf", "train.gradient_clip = inf: must be a number >= 0."),
+        ('train.steps = "many"', 'train.steps = "many": must be a whole number > 0 and <= '),
+        ("train.steps = 2.0", "train.steps = 2.0: must be a whole number > 0 and <= "),
+        ("train.steps = true", "train.steps = true: must be a whole number > 0 and <= "),
+        ("train.steps = -1", "train.steps = -1: must be a whole number > 0 and <= "),
+        ("train.seed = {}", "train.seed = {}: must be a whole number >= 0 and <= "),
+        (
+            "train.learning_rate = nan",
+            "train.learning_rate = nan: must be a number > 0 and <= 1,000, and finite.",
+        ),
+        ("train.gradient_clip = inf", "train.gradient_clip = inf: must be a number >= 0 and <= "),
         ("train.momentum = 1", "train.momentum = 1: must be a number >= 0 and < 1."),
         ('train.optimizer = "adam"', "must be one of adamw, sgd, adafactor, muon. Did you mean 'adamw'?"),
         ('train.deterministic = "True"', "must be true or false. Did you mean 'true'?"),
@@ -138,8 +141,9 @@ def test_all_mistakes_are_listed_at_once_in_the_order_of_the_file_and_then_of_th
         "the job has 4 mistakes",
         '  job.toml:4: train.precision = "fp8": must be one of fp64, fp32, bf16, fp16.',
         "  job.toml:6: unknown key 'data.tekst'. Did you mean 'data.text'?",
-        "  override 1 on the command line: cluster.nodes = 0: must be a whole number >= 1.",
-        '  override 2 on the command line: train.seed = "x": must be a whole number >= 0.',
+        "  override 1 on the command line: cluster.nodes = 0: must be a whole number >= 1 and <= 1,000,000.",
+        '  override 2 on the command line: train.seed = "x": must be a whole number >= 0 and '
+        "<= 9,223,372,036,854,775,807.",
     ]
 
 

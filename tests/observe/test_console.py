@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from wanma.job.observe_section import ObserveSection
 from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ObserveSection
 from wanma.observe.console import PlainConsole, open_console
 from wanma.observe.progress import Curve, Progress, recovery_text, sparkline
 
@@ -101,7 +101,7 @@ LIVE = """
 import sys, time
 from pathlib import Path
 from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ObserveSection
+from wanma.job.observe_section import ObserveSection
 from wanma.observe.console import open_console
 
 with open_console(RunDirectory(Path("runs/gpt")), ObserveSection(), 30) as console:

@@ -10,8 +10,8 @@ from typing import TextIO
 
 import pytest
 
+from wanma.job.observe_section import ObserveSection
 from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ObserveSection
 from wanma.observe.console import open_console
 from wanma.observe.lasting import LastingStream
 

@@ -24,9 +24,10 @@ from wanma.hardware.interfaces import check_interface
 from wanma.hardware.position import position_of
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from, parse_override
+from wanma.job.observe_section import ObserveSection
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ClusterSection, ObserveSection
+from wanma.job.sections import ClusterSection
 from wanma.job.worker import Event, Worker, current_worker
 from wanma.observe.console import Console, open_console
 

@@ -21,9 +21,9 @@ from wanma.data.data import Data, Kind, make_batch
 from wanma.data.fingerprint import dataset_fingerprint, digest
 from wanma.data.order import Numbers, permute, shuffled
 from wanma.data.seeded_draws import Seed, SeededDraws
+from wanma.job.data_section import DataSection
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
-from wanma.job.sections import DataSection
 
 _LABELS = ("label", "labels")
 """Keys of targets that mean what a model of transformers makes of them."""

@@ -20,7 +20,8 @@ from wanma.data.split import split_documents
 from wanma.data.text import STDLIB, Document, list_documents, starts_threads
 from wanma.data.token_file import TokenFile, ensure_token_file
 from wanma.data.tokenizer import Tokenizer, load_tokenizer
-from wanma.job.sections import DataSection, TrainSection
+from wanma.job.data_section import DataSection
+from wanma.job.sections import TrainSection
 
 if TYPE_CHECKING:
     from wanma.data.data import Data

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from wanma.job.data_section import DataSection
 from wanma.job.errors import WanmaError
-from wanma.job.sections import DataSection
 
 
 def prepare_elsewhere(section: DataSection, progress: Callable[[int, int], None] | None) -> None:

@@ -13,8 +13,8 @@ from wanma.job.urls import WHERE_CREDENTIALS_GO, has_credentials
 class CheckpointSection(Section):
     """What is saved, when, and what a run starts from."""
 
-    every_steps: int = Field(100, ge=0, description="0: only at the end")
-    keep: int = Field(3, ge=1, description="newest checkpoints kept")
+    every_steps: int = Field(100, ge=0, le=1_000_000_000_000, description="0: only at the end")
+    keep: int = Field(3, ge=1, le=1_000_000, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the one with the best validation loss")
     snapshots: Literal["auto", "off"] | PositiveInt = Field(
         "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
@@ -26,13 +26,19 @@ class CheckpointSection(Section):
         True, description="before each copy in memory or on disk, ranks compare what they should hold alike"
     )
     keep_every_steps: int = Field(
-        0, ge=0, description="also keep those of every multiple of so many steps; 0: none"
+        0,
+        ge=0,
+        le=1_000_000_000_000,
+        description="also keep those of every multiple of so many steps; 0: none",
     )
     upload: str | None = Field(
         None, description="fsspec URL, e.g. 's3://bucket/run': a copy of each goes there in the background"
     )
     upload_keep: int = Field(
-        0, ge=0, description="newest uploaded ones kept, beside those of the two rules above; 0: all"
+        0,
+        ge=0,
+        le=1_000_000,
+        description="newest uploaded ones kept, beside those of the two rules above; 0: all",
     )
     resume: bool = Field(
         True, description="carry on from the newest whole checkpoint: the run directory's, else `upload`'s"

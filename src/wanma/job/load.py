@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from wanma.job.errors import JobError
 from wanma.job.mistakes import Mistake, Places, dotted, from_pydantic, refuse
+from wanma.job.observe_section import why_no_name
 from wanma.job.positions import KeyPath
 from wanma.job.read import read_tables
 from wanma.job.schema import keys
@@ -42,6 +43,11 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     tables, lines = read_tables(path)
     job = _build(tables, overrides, Places(str(path), lines))
     if job.observe.name is None:
+        if (wrong := why_no_name(path.stem)) is not None:
+            raise JobError(
+                f"{path}: a run without observe.name takes the job file's name, which {wrong}",
+                "give it one: observe.name=NAME",
+            )
         job = job.model_copy(update={"observe": job.observe.model_copy(update={"name": path.stem})})
     return job
 
@@ -200,18 +206,20 @@ def plain(value: Any, path: KeyPath, mistakes: list[Mistake]) -> Any:
             return str(value)
         case datetime.date() | datetime.time():
             return value.isoformat()
-        case str() if _is_utf8(value):
+        case str() if _why_no_text(value) is None:
             return value
-    what = "not valid text (UTF-8)" if isinstance(value, str) else f"of type {type(value).__name__}"
+    what = _why_no_text(value) if isinstance(value, str) else f"of type {type(value).__name__}"
     mistakes.append(
         Mistake(path, f"{dotted(path)} is {what}; use text, numbers, true or false, lists and tables")
     )
     return None
 
 
-def _is_utf8(text: str) -> bool:
+def _why_no_text(text: str) -> str | None:
+    if "\0" in text:
+        return "text with a NUL character, which no path and no name can have"
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return "not valid text (UTF-8)"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,10 +99,11 @@ def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any], root
     if kind == "extra_forbidden":
         return Mistake(path, _unknown(path, root))
     if kind == "value_error":  # a rule between keys of one section
+        message = message.removeprefix("Value error, ")
         hint = ""
         if "exactly one" in message or "only one" in message:
             hint = "an empty override unsets what the file gives, e.g. `model.preset=`"
-        return Mistake(path, f"[{dotted(path)}] {message.removeprefix('Value error, ')}", hint)
+        return Mistake(_named(path, message, given), f"[{dotted(path)}] {message}", hint)
     names = tuple(part for part in path if isinstance(part, str))
     table = _table(".".join(names), root)
     if table is not None:
@@ -113,7 +115,14 @@ def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any], root
         return Mistake(path, f"{dotted(path)} is missing ({key.help}): it must be {key.allowed}")
     value = _value(given, path)
     close = did_you_mean(str(value), key.choices) if isinstance(value, (str, bool)) else ""
-    return Mistake(path, f"{dotted(path)} = {shown(value)}: must be {key.allowed}.{close}")
+    finite = ", and finite" if kind == "finite_number" else ""
+    return Mistake(path, f"{dotted(path)} = {shown(value)}: must be {key.allowed}{finite}.{close}")
+
+
+def _named(path: KeyPath, message: str, given: dict[str, Any]) -> KeyPath:
+    """Path of the first key in section `path` that `message` names and the job gives; else the section's."""
+    named = ((*path, word) for word in re.findall(r"[a-z_]+", message))
+    return next((key for key in named if _value(given, key) is not _ABSENT), path)
 
 
 def _unknown(path: KeyPath, root: type[Section]) -> str:

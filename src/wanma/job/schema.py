@@ -7,10 +7,11 @@ disagree with what is accepted.
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -33,7 +34,7 @@ class Key:
     path: str
     """Dotted, without list positions: 'train.steps', 'data.sources.weight'."""
     allowed: str
-    """What may be written, after "must be": 'a whole number > 0'."""
+    """What may be written, after "must be": 'a number >= 0 and < 1'."""
     choices: tuple[str, ...]
     """The values of an enumeration, as written on the command line; empty for anything else."""
     text: bool
@@ -143,9 +144,11 @@ def _allowed(hint: Any, field: FieldInfo) -> str:
         return "a list of tables"
     if get_origin(hint) is list:
         few = " (at least one)" if any(isinstance(m, annotated_types.MinLen) for m in field.metadata) else ""
-        return f"a list of {_noun(get_args(hint)[0])}{few}"
+        inner, said = _with_bounds(get_args(field.annotation)[0])
+        each = re.sub(r"^a ((?:whole )?number)", r"\1s", _allowed(inner, said))
+        return f"a list of {_noun(inner) if get_origin(inner) is Literal else each}{few}"
     bounds = [
-        f"{sign} {getattr(m, name):,.12g}"
+        f"{sign} {_number(getattr(m, name))}"
         for kind, name, sign in _BOUNDS
         for m in field.metadata
         if isinstance(m, kind)
@@ -155,6 +158,10 @@ def _allowed(hint: Any, field: FieldInfo) -> str:
     return f"{article}{noun} {' and '.join(bounds)}".rstrip()
 
 
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:,.12g}"
+
+
 def _with_bounds(hint: Any) -> tuple[Any, FieldInfo]:
     """One type of a union, and what is said of it."""
     field = FieldInfo.from_annotation(hint)
@@ -162,6 +169,8 @@ def _with_bounds(hint: Any) -> tuple[Any, FieldInfo]:
 
 
 def _noun(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return _noun(get_args(hint)[0])
     if get_origin(hint) is tuple:
         return f"[{', '.join(_noun(inner) for inner in get_args(hint))}]"
     if get_origin(hint) is list:

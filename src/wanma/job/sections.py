@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from wanma.job.checkpoint_section import CheckpointSection
+from wanma.job.data_section import DataSection
+from wanma.job.observe_section import ObserveSection
 from wanma.job.section import Section
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -28,8 +30,6 @@ SiteKind = Literal["local_sgd", "diloco", "stale"]
 OuterPlace = Literal["nothing", "host"]
 Approximation = Literal["bf16", "fp8", "compression"]
 """What changes the mathematics, and so is never chosen unless a job allows it by name."""
-Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-"""A list of text; one text alone is a list of one."""
 
 
 class ModelSection(Section):
@@ -60,18 +60,26 @@ class ModelSection(Section):
     vocabulary: int | None = Field(
         None, gt=0, le=1_000_000_000, description="decoder: default: the tokenizer's, rounded up to 64"
     )
-    rope_theta: float | None = Field(None, gt=0, description="decoder: base of the rotary frequencies")
+    rope_theta: float | None = Field(
+        None, gt=0, le=1e12, description="decoder: base of the rotary frequencies"
+    )
     tie_embeddings: bool | None = Field(None, description="decoder: share input and output embeddings")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: residual dropout, keyed by sample")
     experts: int | None = Field(
         None, gt=1, le=100_000, description="decoder: routed experts per block; default: dense"
     )
-    experts_per_token: int | None = Field(None, gt=0, description="decoder: experts per token; default: 2")
-    shared_experts: int | None = Field(None, ge=0, description="decoder: experts that every token passes")
-    expert_feed_forward: int | None = Field(
-        None, gt=0, description="decoder: inner width of one expert; default: feed_forward"
+    experts_per_token: int | None = Field(
+        None, gt=0, le=100_000, description="decoder: experts per token; default: 2"
     )
-    dense_layers: int | None = Field(None, ge=0, description="decoder: first blocks without experts")
+    shared_experts: int | None = Field(
+        None, ge=0, le=100_000, description="decoder: experts that every token passes"
+    )
+    expert_feed_forward: int | None = Field(
+        None, gt=0, le=100_000_000, description="decoder: inner width of one expert; default: feed_forward"
+    )
+    dense_layers: int | None = Field(
+        None, ge=0, le=1_024, description="decoder: first blocks without experts"
+    )
     router: Literal["softmax", "sigmoid"] | None = Field(
         None, description="decoder: how router scores become weights; default: softmax"
     )
@@ -80,19 +88,31 @@ class ModelSection(Section):
         description="decoder: even use of experts by a bias that follows the load (default), or by a loss",
     )
     balance_rate: float | None = Field(
-        None, gt=0, description="decoder: step of the bias, or weight of the loss; default: 1e-3, 1e-2"
+        None,
+        gt=0,
+        le=1_000,
+        description="decoder: step of the bias, or weight of the loss; default: 1e-3, 1e-2",
     )
     balance_group: int = Field(
-        1, gt=0, description="decoder: samples over which a balancing loss and capacity count"
+        1,
+        gt=0,
+        le=1_000_000_000,
+        description="decoder: samples over which a balancing loss and capacity count",
     )
     capacity: float = Field(
-        0.0, ge=0, description="decoder: tokens an expert takes, times an even share; 0: no token dropped"
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="decoder: tokens an expert takes, times an even share; 0: no token dropped",
     )
     lora_rank: int = Field(
-        0, ge=0, description="train low-rank adapters of this inner dimension only (LoRA); 0: everything"
+        0,
+        ge=0,
+        le=1_000_000,
+        description="train low-rank adapters of this inner dimension only (LoRA); 0: everything",
     )
     lora_alpha: float = Field(
-        16.0, gt=0, description="an adapter's output is scaled by lora_alpha / lora_rank"
+        16.0, gt=0, le=1_000_000, description="an adapter's output is scaled by lora_alpha / lora_rank"
     )
     lora_targets: list[str] = Field(
         default_factory=lambda: ["*.attention.*", "*.self_attn.*_proj", "*.attn.c_*"],
@@ -100,11 +120,20 @@ class ModelSection(Section):
         description="shell patterns on the paths of the linear layers that get an adapter",
     )
     depth: Literal[18, 50] | None = Field(None, description="resnet: 18 or 50")
-    classes: int | None = Field(None, gt=1, description="vision: number of classes; default: the data's")
-    channels: int | None = Field(None, gt=0, description="vision: input channels; default: the data's")
-    image_size: int | None = Field(None, gt=0, description="vision: height and width; default: the data's")
+    classes: int | None = Field(
+        None, gt=1, le=1_000_000_000, description="vision: number of classes; default: the data's"
+    )
+    channels: int | None = Field(
+        None, gt=0, le=1_000_000, description="vision: input channels; default: the data's"
+    )
+    image_size: int | None = Field(
+        None, gt=0, le=1_000_000, description="vision: height and width; default: the data's"
+    )
     statistics_group: int = Field(
-        32, gt=0, description="samples that share one batch-normalisation statistic, whatever the layout"
+        32,
+        gt=0,
+        le=1_000_000_000,
+        description="samples that share one batch-normalisation statistic, whatever the layout",
     )
 
     @model_validator(mode="after")
@@ -118,50 +147,12 @@ class ModelSection(Section):
         return self
 
 
-class SourceSection(Section):
-    """One source of a weighted mixture."""
-
-    name: str = Field(description="name in reports")
-    text: Texts = Field(min_length=1, description="files, folders, globs, URLs; 'stdlib'")
-    weight: float = Field(1.0, gt=0, description="share of samples, relative to the other sources")
-
-
-class DataSection(Section):
-    """What to train on: text, images, or one's own dataset."""
-
-    text: Texts = Field(
-        default_factory=list,
-        description="plain text: files, folders, globs, fsspec URLs; 'stdlib' is Python's own source",
-    )
-    sources: list[SourceSection] = Field(default_factory=list, description="weighted mixture of texts")
-    images: str | None = Field(None, description="folder or file: MNIST IDX, CIFAR-10 binary, or .npz")
-    factory: str | None = Field(None, description="'package.module:function' returning a map-style dataset")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the factory")
-    tokenizer: str = Field("bytes", description="'bytes' or the path of a Hugging Face tokenizer.json")
-    sequence_length: int = Field(256, gt=0, le=1_000_000_000, description="tokens per sample")
-    document_masks: bool = Field(False, description="attention stays within a document; positions restart")
-    validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents kept for validation")
-    cache: str | None = Field(None, description="folder of token files; default: the user's cache folder")
-    prefetch: int = Field(4, ge=1, description="steps loaded ahead of the training loop")
-    workers: int = Field(1, ge=1, description="loader threads per rank")
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> DataSection:
-        given = [k for k in ("text", "sources", "images", "factory") if getattr(self, k)]
-        if len(given) > 1:
-            raise ValueError(f"give only one of text, sources, images, factory (given: {', '.join(given)})")
-        names = [source.name for source in self.sources]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"sources need names of their own (given twice: {', '.join(twice)})")
-        return self
-
-
 class ParameterGroupSection(Section):
     """Parameters whose name matches get their own rate, decay, or are frozen."""
 
     match: str = Field(description="shell pattern on the full parameter name, e.g. 'layers.0.*'")
-    learning_rate_scale: float = Field(1.0, ge=0, description="factor on the learning rate")
-    weight_decay: float | None = Field(None, ge=0, description="instead of train.weight_decay")
+    learning_rate_scale: float = Field(1.0, ge=0, le=1_000_000, description="factor on the learning rate")
+    weight_decay: float | None = Field(None, ge=0, le=1_000, description="instead of train.weight_decay")
     frozen: bool = Field(False, description="not trained")
     muon: bool | None = Field(
         None, description="with train.optimizer = 'muon': updated by it or by AdamW; unset: by its role"
@@ -171,7 +162,7 @@ class ParameterGroupSection(Section):
 class TrainSection(Section):
     """The mathematics of the run: nothing here may depend on the machine."""
 
-    steps: int = Field(300, gt=0, description="optimizer steps")
+    steps: int = Field(300, gt=0, le=1_000_000_000_000, description="optimizer steps")
     global_batch: int = Field(32, gt=0, le=1_000_000_000, description="samples per optimizer step")
     batch_ramp: list[tuple[int, int]] = Field(
         default_factory=list, description="[[step, global_batch], ...]: batch size from that step on"
@@ -183,15 +174,17 @@ class TrainSection(Section):
         False, description="the blocks' matrix products in fp8 (torchao; GPUs from compute capability 8.9 on)"
     )
     optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="update rule")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    learning_rate: float = Field(1e-3, gt=0, le=1_000, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after warm-up")
-    warmup_steps: int = Field(0, ge=0, description="linear warm-up")
+    warmup_steps: int = Field(0, ge=0, le=1_000_000_000_000, description="linear warm-up")
     final_learning_rate_share: float = Field(
         0.1, ge=0, le=1, description="rate at the end, share of the peak"
     )
-    weight_decay: float = Field(0.1, ge=0, description="decoupled (sgd: coupled); not of norms and biases")
+    weight_decay: float = Field(
+        0.1, ge=0, le=1_000, description="decoupled (sgd: coupled); not of norms and biases"
+    )
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moments")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW denominator")
+    epsilon: float = Field(1e-8, gt=0, le=1_000, description="AdamW denominator")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD and Muon momentum")
     parameter_groups: list[ParameterGroupSection] = Field(
         default_factory=list, description="first match wins"
@@ -199,7 +192,9 @@ class TrainSection(Section):
     weight_average: float = Field(
         0.0, ge=0, lt=1, description="decay of an averaged copy of the weights; 0: off"
     )
-    gradient_clip: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: off")
+    gradient_clip: float = Field(
+        1.0, ge=0, le=1_000_000_000_000, description="maximum global gradient norm; 0: off"
+    )
     non_finite: Literal["stop", "skip", "retry"] = Field(
         "stop",
         description="what a NaN or infinite gradient does; skip: leave that step's update out; retry: go "
@@ -209,12 +204,19 @@ class TrainSection(Section):
         "ignore", description="what a loss or gradient norm far above the last 64 steps' does, likewise"
     )
     spike_deviations: float = Field(
-        10.0, gt=0, description="how far: robust standard deviations (from the median absolute deviation)"
+        10.0,
+        gt=0,
+        le=1_000_000,
+        description="how far: robust standard deviations (from the median absolute deviation)",
     )
-    loss_scale: float = Field(16384.0, gt=0, description="fp16: initial loss scale")
-    validate_every_steps: int = Field(0, ge=0, description="0: only at the end")
-    validation_samples: int = Field(256, gt=0, description="samples per validation, fixed by the seed")
-    seed: int = Field(1, ge=0, description="of initialisation, data order and every random draw")
+    loss_scale: float = Field(16384.0, gt=0, le=2**32, description="fp16: initial loss scale")
+    validate_every_steps: int = Field(0, ge=0, le=1_000_000_000_000, description="0: only at the end")
+    validation_samples: int = Field(
+        256, gt=0, le=1_000_000_000_000, description="samples per validation, fixed by the seed"
+    )
+    seed: int = Field(
+        1, ge=0, le=2**63 - 1, description="of initialisation, data order and every random draw"
+    )
     deterministic: bool = Field(False, description="bitwise repeatable, at some cost in speed")
 
     @model_validator(mode="after")
@@ -248,17 +250,17 @@ class ParallelSection(Section):
     allow: list[Approximation] = Field(
         default_factory=list, description="auto: what it may choose that changes the numbers"
     )
-    pp: int = Field(1, ge=1, description="pipeline stages")
-    dp_replicate: int = Field(1, ge=1, description="replicas of the model")
-    dp_shard: int = Field(1, ge=1, description="ranks that share one replica's state (ZeRO)")
-    cp: int = Field(1, ge=1, description="ranks that share one sequence")
-    tp: int = Field(1, ge=1, description="ranks that share each matrix (tensor parallel)")
-    ep: int = Field(1, ge=1, description="ranks that share the experts")
+    pp: int = Field(1, ge=1, le=1_000_000, description="pipeline stages")
+    dp_replicate: int = Field(1, ge=1, le=1_000_000, description="replicas of the model")
+    dp_shard: int = Field(1, ge=1, le=1_000_000, description="ranks that share one replica's state (ZeRO)")
+    cp: int = Field(1, ge=1, le=1_000_000, description="ranks that share one sequence")
+    tp: int = Field(1, ge=1, le=1_000_000, description="ranks that share each matrix (tensor parallel)")
+    ep: int = Field(1, ge=1, le=1_000_000, description="ranks that share the experts")
     shard: Shard | None = Field(
         None, description="what dp_shard shards: ZeRO 0-3; default: parameters when dp_shard > 1"
     )
     micro_batch: int | None = Field(
-        None, gt=0, description="samples per forward pass and rank; default: planned"
+        None, gt=0, le=1_000_000_000, description="samples per forward pass and rank; default: planned"
     )
     batch_shares: list[PositiveInt] = Field(
         default_factory=list,
@@ -279,7 +281,10 @@ class ParallelSection(Section):
     context: ContextKind = Field("ring", description="cp: how attention sees the whole sequence")
     schedule: Schedule = Field("1f1b", description="pipeline schedule")
     virtual_stages: int | None = Field(
-        None, gt=0, description="pipeline stages per rank; default: what the schedule needs (1 or 2)"
+        None,
+        gt=0,
+        le=1_024,
+        description="pipeline stages per rank; default: what the schedule needs (1 or 2)",
     )
     stage_cuts: list[int] = Field(
         default_factory=list, description="first block of every stage but the first; default: by cost"
@@ -295,6 +300,7 @@ class ParallelSection(Section):
     bucket_bytes: int | None = Field(
         None,
         gt=0,
+        le=2**40,
         description="dp_replicate: of gradients in one message; default: the fewest that fill the network",
     )
     hierarchical: Literal["auto"] | bool = Field(
@@ -318,9 +324,12 @@ class ParallelSection(Section):
     compression_share: float = Field(
         0.01, gt=0, le=1, description="topk: share of each tensor's elements that a rank sends"
     )
-    compression_rank: int = Field(4, ge=1, description="powersgd: rank of the matrices")
+    compression_rank: int = Field(4, ge=1, le=100_000, description="powersgd: rank of the matrices")
     compression_from_step: int = Field(
-        0, ge=0, description="optimizer steps before it begins, whose gradients are summed whole"
+        0,
+        ge=0,
+        le=1_000_000_000_000,
+        description="optimizer steps before it begins, whose gradients are summed whole",
     )
     compression_groups: list[CompressionGroupSection] = Field(
         default_factory=list, description="first match wins; all others: compression"
@@ -335,19 +344,25 @@ class ParallelSection(Section):
         None, ge=1, description="local_sgd, diloco: steps from one exchange to the next; default: 100"
     )
     synchronous_steps: int = Field(
-        0, ge=0, description="local_sgd, diloco: first steps, which all sites take together"
+        0,
+        ge=0,
+        le=1_000_000_000_000,
+        description="local_sgd, diloco: first steps, which all sites take together",
     )
     outer_rate: float | None = Field(
-        None, gt=0, description="diloco: learning rate of the outer update; default: 0.7"
+        None, gt=0, le=1_000, description="diloco: learning rate of the outer update; default: 0.7"
     )
     outer_momentum: float | None = Field(
         None, ge=0, lt=1, description="diloco: Nesterov momentum of the outer update; default: 0.9"
     )
     fragments: int = Field(
-        1, ge=1, description="local_sgd, diloco: parts of the model that are exchanged in turn"
+        1, ge=1, le=100_000, description="local_sgd, diloco: parts of the model that are exchanged in turn"
     )
     overlap_steps: int = Field(
-        0, ge=0, description="local_sgd, diloco: steps beside which an exchange runs; 0: it is waited for"
+        0,
+        ge=0,
+        le=1_000_000_000_000,
+        description="local_sgd, diloco: steps beside which an exchange runs; 0: it is waited for",
     )
     overlap_mix: float | None = Field(
         None, ge=0, lt=1, description="overlap_steps: what a site keeps of its own weights then; default: 0.5"
@@ -359,7 +374,7 @@ class ParallelSection(Section):
         "nothing", description="local_sgd, diloco: where outer weights and momentum wait: device, host"
     )
     staleness: int | None = Field(
-        None, ge=0, description="stale: steps by which gradients are late; default: 1"
+        None, ge=0, le=1_000, description="stale: steps by which gradients are late; default: 1"
     )
 
 
@@ -372,7 +387,10 @@ class ClusterSection(Section):
         None, description="cluster file, or a line such as '8x8 H100 SXM, 4x100G'; default: what is here"
     )
     nodes: int = Field(
-        1, ge=1, description="machines; each runs the same command; '2..8': at least 2, at most 8"
+        1,
+        ge=1,
+        le=1_000_000,
+        description="machines; each runs the same command; '2..8': at least 2, at most 8",
     )
     min_nodes: int | None = Field(
         None,
@@ -389,28 +407,46 @@ class ClusterSection(Section):
         description="where this machine is in the network, outermost first: 'rack-3/switch-1'; near machines "
         "get neighbouring numbers; default: the cluster file's hosts, or Slurm's topology",
     )
-    threads_per_rank: int | None = Field(None, gt=0, description="CPU threads; default: cores / ranks")
+    threads_per_rank: int | None = Field(
+        None, gt=0, le=4_096, description="CPU threads; default: cores / ranks"
+    )
     scratch: str | None = Field(
         None, description="folder on each machine for what is offloaded to disk; default: the run directory's"
     )
     allocator: Literal["tuned", "system"] = Field("tuned", description="host memory settings of the workers")
-    start_seconds: float = Field(300.0, gt=0, description="deadline from launch to the first step")
-    join_seconds: float = Field(
-        30.0, ge=0, description="min_nodes: how long the start waits for more machines than those"
+    start_seconds: float = Field(
+        300.0, ge=0.1, le=31_536_000, description="deadline from launch to the first step"
     )
-    hang_seconds: float = Field(300.0, gt=0, description="deadline from one step to the next")
+    join_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=31_536_000,
+        description="min_nodes: how long the start waits for more machines than those",
+    )
+    hang_seconds: float = Field(
+        300.0, ge=0.1, le=31_536_000, description="deadline from one step to the next"
+    )
     retries: int = Field(
-        3, ge=0, description="recoveries from failures without a new step between them; 0: never recover"
+        3,
+        ge=0,
+        le=1_000_000,
+        description="recoveries from failures without a new step between them; 0: never recover",
     )
     health_check: Literal["auto", "always", "never"] = Field(
         "auto",
         description="of devices and links, before ranks begin; auto: on several nodes, or after a failure",
     )
     slow_factor: float = Field(
-        1.5, gt=1, description="a rank that takes so many times its peers' time for its own work is told"
+        1.5,
+        gt=1,
+        le=1_000_000,
+        description="a rank that takes so many times its peers' time for its own work is told",
     )
     grace_seconds: float = Field(
-        30.0, gt=0, description="from SIGTERM to the SIGKILL that follows: what is to be saved is by then"
+        30.0,
+        ge=0.1,
+        le=31_536_000,
+        description="from SIGTERM to the SIGKILL that follows: what is to be saved is by then",
     )
     requeue_code: int = Field(
         143,
@@ -448,16 +484,6 @@ class ClusterSection(Section):
                     f"rendezvous is HOST:PORT, e.g. '10.0.0.1:29500' (given: '{self.rendezvous}')"
                 )
         return self
-
-
-class ObserveSection(Section):
-    """What is shown and kept."""
-
-    name: str | None = Field(None, description="run name; default: the job file's name")
-    runs: str = Field("runs", description="folder of run directories")
-    console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal")
-    log_every_steps: int = Field(10, ge=1, description="plain console: a line every so many steps")
-    tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
 
 
 def _spell_out_auto(value: Any) -> Any:

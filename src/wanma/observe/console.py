@@ -10,8 +10,8 @@ import sys
 from types import TracebackType
 from typing import Self, TextIO
 
+from wanma.job.observe_section import ObserveSection
 from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ObserveSection
 from wanma.job.worker import Event
 from wanma.observe.lasting import LastingStream
 from wanma.observe.progress import (

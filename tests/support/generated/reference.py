@@ -15,7 +15,8 @@ from torch.utils.data import default_collate
 
 from support.generated.case import Case
 from wanma.data.custom import open_dataset
-from wanma.job.sections import DataSection, Job
+from wanma.job.data_section import DataSection
+from wanma.job.sections import Job
 from wanma.models.dropout import keyed_samples, replace_dropout
 from wanma.models.statistics import convert_batch_norm, noting_modules
 from wanma.training.schedule import learning_rate

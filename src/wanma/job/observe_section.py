@@ -1,0 +1,43 @@
+"""`[observe]` of a job file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from wanma.job.section import Section
+
+LONGEST_NAME = 200
+"""Bytes of a run's name. File systems allow 255; files beside the run directory add to it."""
+
+
+class ObserveSection(Section):
+    """What is shown and kept."""
+
+    name: str | None = Field(None, description="run name; default: the job file's name")
+    runs: str = Field("runs", description="folder of run directories")
+    console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal")
+    log_every_steps: int = Field(
+        10, ge=1, le=1_000_000_000_000, description="plain console: a line every so many steps"
+    )
+    tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
+
+    @model_validator(mode="after")
+    def _one_folder(self) -> ObserveSection:
+        if self.name is not None and (wrong := why_no_name(self.name)) is not None:
+            raise ValueError(f"name {wrong}")
+        return self
+
+
+def why_no_name(name: str) -> str | None:
+    """What keeps `name` from being a run's: it names one folder in `runs`, which commands take too."""
+    if not name.strip() or name != name.strip() or not name.isprintable():
+        return f"must be text without blanks around it and without control characters (given: {name!r})"
+    if name in (".", "..") or "/" in name:
+        return f"must be one folder's name; another place is observe.runs (given: {name!r})"
+    if name.startswith("-"):
+        return f"must not begin with '-', which commands take for an option (given: {name!r})"
+    if len(name.encode()) > LONGEST_NAME:
+        return f"must be at most {LONGEST_NAME} bytes long (given: {len(name.encode())})"
+    return None
