@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.planner.machines import machine
 from wanma.hardware.catalogue import find_named
+from wanma.job.parallel_section import Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Schedule
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost.machine import Machine
 from wanma.planner.cost.operators import Software

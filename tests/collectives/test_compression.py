@@ -22,8 +22,8 @@ from wanma.collectives.compression.power_sgd import first_q
 from wanma.collectives.compression.rounding import BFloat16, Float16
 from wanma.collectives.owners import shared_out
 from wanma.hardware.native import compiled
+from wanma.job.parallel_section import Compression
 from wanma.job.plan import Plan
-from wanma.job.sections import Compression
 from wanma.job.worker import Worker
 from wanma.parallel.mesh import process_grid
 

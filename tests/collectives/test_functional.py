@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from support.ranks import run_ranks
+from wanma.job.parallel_section import Collectives
 from wanma.job.plan import Plan
-from wanma.job.sections import Collectives
 from wanma.job.worker import Worker
 from wanma.parallel.mesh import process_grid
 

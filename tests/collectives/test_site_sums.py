@@ -14,7 +14,7 @@ from support.ranks import run_ranks
 from wanma.collectives.compression.pieces import ALIGNMENT
 from wanma.collectives.site_sums import CODECS
 from wanma.collectives.site_sums import Sum as SumOf
-from wanma.job.sections import OuterCompression
+from wanma.job.parallel_section import OuterCompression
 from wanma.planner.cost.sites import SENT_BYTES
 
 SIZE = 1000  # no multiple of a block

@@ -11,8 +11,9 @@ from pydantic.fields import FieldInfo
 
 from wanma.job.data_section import DataSection
 from wanma.job.observe_section import ObserveSection, why_no_name
+from wanma.job.parallel_section import ParallelSection
 from wanma.job.section import Section
-from wanma.job.sections import ClusterSection, Job, ModelSection, ParallelSection, TrainSection
+from wanma.job.sections import ClusterSection, Job, ModelSection, TrainSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
 plain = st.recursive(

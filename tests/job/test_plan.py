@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanma.job.parallel_section import Shard
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import AXES, Plan
-from wanma.job.sections import Shard
 from wanma.job.shares import why_equal_counts
 
 sizes = st.integers(1, 4)

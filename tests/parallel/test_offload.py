@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from support.compare import one_process, same_bits, spread_over
 from support.measure import held_after
 from support.ranks import Outcome, run_job
+from wanma.job.parallel_section import Recompute
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute, TrainSection
+from wanma.job.sections import TrainSection
 from wanma.models.decoder import Decoder
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from support.compare import one_process, same_bits, same_numbers, spread_over
 from support.measure import held_after, size, storage
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import Recompute
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
 from wanma.models.decoder import Decoder
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import keyed_samples

@@ -10,9 +10,10 @@ import pytest
 from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import Approximation, Schedule
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import Plan
-from wanma.job.sections import Approximation, Job, Schedule
+from wanma.job.sections import Job
 from wanma.planner.capabilities import (
     APPROXIMATIONS,
     SCHEDULES,

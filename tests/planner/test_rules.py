@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Job, Schedule
+from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
 from wanma.planner.choose import complete, layout

@@ -13,8 +13,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from support.schedules import comes_to_an_end, fake_stages, most_kept, step_time
 from wanma.job.forecast import Layer, Workload
+from wanma.job.parallel_section import Recompute, Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute, Schedule
 from wanma.parallel.pipeline import SCHEDULES
 from wanma.planner.stages import (
     INTERLEAVED,

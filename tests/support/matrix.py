@@ -12,8 +12,9 @@ from typing import Any
 
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import ParallelSection
 from wanma.job.plan import Plan
-from wanma.job.sections import Job, ParallelSection, Precision
+from wanma.job.sections import Job, Precision
 from wanma.planner.rules import check_axes, check_micro_batches
 
 GLOBAL_BATCH, LENGTH = 7, 32

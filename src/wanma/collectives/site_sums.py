@@ -15,7 +15,7 @@ from wanma.collectives.compression.blockwise import BlockwiseInt8
 from wanma.collectives.compression.pieces import aligned
 from wanma.collectives.compression.rounding import BFloat16
 from wanma.collectives.compression.two_phase import Codec
-from wanma.job.sections import OuterCompression
+from wanma.job.parallel_section import OuterCompression
 
 CODECS: dict[OuterCompression, Codec] = {"bf16": BFloat16(), "int8": BlockwiseInt8()}
 """What numbers are rounded to; all others travel whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from wanma.job.sections import Recompute
+from wanma.job.parallel_section import Recompute
 
 
 @dataclass(frozen=True)

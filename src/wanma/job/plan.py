@@ -13,8 +13,9 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
+from wanma.job.parallel_section import Compression, ContextKind, Offload, Recompute, Schedule, Shard
 from wanma.job.placement import Replicas
-from wanma.job.sections import Compression, ContextKind, Offload, Precision, Recompute, Schedule, Shard
+from wanma.job.sections import Precision
 from wanma.job.shares import starts, why_equal_counts
 from wanma.job.synchronization import Synchronization
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wanma.job.sections import OuterCompression, OuterPlace, SiteKind
+from wanma.job.parallel_section import OuterCompression, OuterPlace, SiteKind
 
 _BLOCK = re.compile(r"^(?:\w+\.)*?\d+(?=\.)")
 """'layers.3' of 'layers.3.attention.query.weight'."""

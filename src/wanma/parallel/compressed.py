@@ -30,8 +30,8 @@ from wanma.collectives.compression.pieces import Memory, Method, Piece
 from wanma.collectives.compression.power_sgd import first_q, thin_rank
 from wanma.collectives.compression.whole import whole_bytes
 from wanma.hardware.native import NativeLibrary, compiled
+from wanma.job.parallel_section import Compression
 from wanma.job.plan import Plan
-from wanma.job.sections import Compression
 from wanma.parallel.data_sums import levels_of
 from wanma.parallel.mesh import Grid
 

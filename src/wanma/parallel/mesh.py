@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from wanma.collectives.functional import mend_all_gather
 from wanma.collectives.stopwatch import Stopwatch, watching
 from wanma.job.errors import WanmaError
+from wanma.job.parallel_section import Collectives
 from wanma.job.plan import AXES, Plan
-from wanma.job.sections import Collectives
 from wanma.job.worker import Worker
 from wanma.parallel.transport import backend_name, tell_transport
 

@@ -23,8 +23,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from wanma.data.batch import Batch
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.parallel_section import Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Schedule
 from wanma.models.random_draws import Forward, RandomDraws
 from wanma.parallel.mesh import Grid
 from wanma.parallel.pipeline_stage import OwnWork, Stage

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from wanma.data.batch import Batch
 from wanma.job.errors import WanmaError
+from wanma.job.parallel_section import ContextKind
 from wanma.job.plan import Plan
-from wanma.job.sections import ContextKind
 from wanma.parallel.mesh import Grid
 
 

@@ -10,7 +10,7 @@ from wanma.collectives.shared.library import load
 from wanma.hardware.compiler import cpp_compiler
 from wanma.hardware.native import COLLECTIVES, NativeLibrary, compiled
 from wanma.job.errors import WanmaError
-from wanma.job.sections import Collectives
+from wanma.job.parallel_section import Collectives
 from wanma.job.worker import Worker
 
 

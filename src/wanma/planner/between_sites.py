@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import ParallelSection
 from wanma.job.plan import Plan
-from wanma.job.sections import Job, ParallelSection
+from wanma.job.sections import Job
 from wanma.job.synchronization import Synchronization
 
 EVERY, OUTER_RATE, OUTER_MOMENTUM, OVERLAP_MIX, STALENESS = 100, 0.7, 0.9, 0.5, 1

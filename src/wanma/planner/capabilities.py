@@ -15,8 +15,9 @@ from importlib.metadata import version
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Job, Schedule
+from wanma.job.sections import Job
 from wanma.job.shares import why_not_timed
 from wanma.models.described import model_kind
 from wanma.planner.compression import compresses, not_compressible

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, Workload
+from wanma.job.parallel_section import ParallelSection
 from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
-from wanma.job.sections import Job, ParallelSection
+from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
 from wanma.planner.between_sites import check_sites, synchronization_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import ParallelSection
 from wanma.job.plan import Plan
-from wanma.job.sections import ParallelSection
 from wanma.planner.problem import Problem
 from wanma.planner.rules import check_axes, check_dimensions, check_micro_batches, check_stage_cuts
 

@@ -17,8 +17,9 @@ from typing import Any, Literal
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast
+from wanma.job.parallel_section import ParallelSection
 from wanma.job.plan import Plan
-from wanma.job.sections import Job, ParallelSection
+from wanma.job.sections import Job
 from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.automatic import why_not_by_time
 from wanma.planner.choose import plan_for

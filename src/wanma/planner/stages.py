@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wanma.job.forecast import Workload
+from wanma.job.parallel_section import Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Schedule
 
 VIRTUAL_STAGES: dict[Schedule, int] = {
     "gpipe": 1,

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from wanma.checkpoint.shards import local_part
+from wanma.job.parallel_section import Offload
 from wanma.job.plan import Plan
-from wanma.job.sections import Offload
 from wanma.parallel.scratch import Scratch
 
 

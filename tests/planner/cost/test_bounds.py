@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.job.sections import Schedule
+from wanma.job.parallel_section import Schedule
 from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.cost.pipeline import StageCost, pipeline_seconds
 from wanma.planner.stages import SPLIT_BACKWARD, VIRTUAL_STAGES, wrong_micro_batches

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from wanma.hardware.cluster_text import parse_cluster
+from wanma.job.parallel_section import Compression
 from wanma.job.plan import Plan
-from wanma.job.sections import Compression
 from wanma.planner.cost.communication import Group, all_gather_seconds, all_reduce_seconds
 from wanma.planner.cost.compression import (
     CPU_INT8_BYTES,

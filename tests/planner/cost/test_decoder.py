@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from support.machines import CHIP, machine
 from wanma.job.forecast import StepTime
+from wanma.job.parallel_section import Shard
 from wanma.job.plan import Plan
-from wanma.job.sections import Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost.communication import (
     Group,

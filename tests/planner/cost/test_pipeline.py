@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from wanma.job.sections import Schedule
+from wanma.job.parallel_section import Schedule
 from wanma.planner.cost.ordered import Size, orders_of
 from wanma.planner.cost.pipeline import (
     Operation,

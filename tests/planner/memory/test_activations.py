@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanma.job.parallel_section import Recompute
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
 from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from wanma.job.forecast import Layer, Workload
+from wanma.job.parallel_section import Recompute
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
 from wanma.planner.cost.operators import Software

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support.measure import kept_activations, kept_by_rank, measure_rank
 from support.ranks import run_ranks
 from wanma.job.forecast import Layer, Workload
+from wanma.job.parallel_section import Recompute, Schedule, Shard
 from wanma.job.plan import UPDATED_TOGETHER, Plan
-from wanma.job.sections import ModelSection, Precision, Recompute, Schedule, Shard
+from wanma.job.sections import ModelSection, Precision
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import section_dimensions, section_workload
 from wanma.planner.cost.operators import Software

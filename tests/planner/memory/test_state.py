@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wanma.job.parallel_section import Shard
 from wanma.job.plan import Plan
-from wanma.job.sections import Shard
 from wanma.planner.cost.operators import Software
 from wanma.planner.memory.state import Parameters, State, state_of
 

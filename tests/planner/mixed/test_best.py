@@ -16,9 +16,9 @@ from support.fleets import START, costs, fleet
 from support.problems import SMALL, job, problem
 from wanma.hardware.cluster_text import parse_cluster
 from wanma.job.errors import JobError
+from wanma.job.parallel_section import Shard
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import Plan
-from wanma.job.sections import Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import decoder_workload
 from wanma.planner.mixed.best import Share, placed_plan, search_mixed

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from support.fleets import START, costs, fleet
 from support.problems import SEQUENCE, SMALL
+from wanma.job.parallel_section import Shard
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import Plan
-from wanma.job.sections import Shard
 from wanma.planner.cost.decoder import step_time
 from wanma.planner.cost.machine import Link
 from wanma.planner.cost.operators import Software

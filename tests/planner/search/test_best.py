@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
+from wanma.job.parallel_section import Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Schedule
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost import pipeline
 from wanma.planner.cost.machine import Program

@@ -11,7 +11,7 @@ from wanma.collectives.compression.rounding import BFloat16, Float16
 from wanma.collectives.compression.top_k import TopK
 from wanma.collectives.compression.two_phase import TwoPhase
 from wanma.collectives.compression.whole import Whole
-from wanma.job.sections import Compression
+from wanma.job.parallel_section import Compression
 
 KEEP_ERRORS: frozenset[Compression] = frozenset({"int8", "topk", "powersgd"})
 """Those that add to the next gradient what they left out of the last."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from wanma.job.sections import Schedule
+from wanma.job.parallel_section import Schedule
 from wanma.planner.cost.pipeline import usual_in_flight
 from wanma.planner.stages import SPLIT_BACKWARD
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from wanma.job.parallel_section import Compression
 from wanma.job.plan import Plan
-from wanma.job.sections import Compression
 from wanma.planner.cost.communication import (
     Algorithm,
     Group,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from wanma.job.parallel_section import Offload
 from wanma.job.plan import Plan
-from wanma.job.sections import Offload
 from wanma.planner.cost.machine import Machine
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from wanma.job.sections import Schedule
+from wanma.job.parallel_section import Schedule
 from wanma.planner.cost.operation import Interval, Operation, StageCost
 
 

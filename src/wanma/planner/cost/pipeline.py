@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from wanma.job.sections import Schedule
+from wanma.job.parallel_section import Schedule
 from wanma.planner.cost.greedy import play_greedily
 from wanma.planner.cost.operation import Interval, Operation, StageCost
 from wanma.planner.cost.ordered import Size, orders_of, play_in_order

@@ -8,8 +8,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from wanma.job.forecast import Forecast
+from wanma.job.parallel_section import Recompute, Shard
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute, Shard
 from wanma.job.write import toml_value
 from wanma.planner.problem import Problem
 from wanma.planner.stages import SPLIT_BACKWARD, blocks_of_stages, planned_cuts

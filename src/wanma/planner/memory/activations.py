@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from wanma.job.forecast import Layer
+from wanma.job.parallel_section import Recompute
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost.operators import Software
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast
+from wanma.job.parallel_section import Shard
 from wanma.job.plan import Plan
-from wanma.job.sections import Shard
 from wanma.planner.mixed.fleet import Fleet
 from wanma.planner.mixed.options import MixedSpace, Numbers, Options
 from wanma.planner.mixed.placing import Placed, Placer

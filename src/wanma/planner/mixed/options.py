@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wanma.job.sections import Recompute, Shard
+from wanma.job.parallel_section import Recompute, Shard
 from wanma.planner.mixed.timing import MixedCosts
 from wanma.planner.search.admits import tensor_fits
 

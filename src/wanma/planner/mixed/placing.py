@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from wanma.job.parallel_section import Shard
 from wanma.job.placement import Place, Replicas
-from wanma.job.sections import Shard
 from wanma.planner.mixed.options import Option, Segment
 from wanma.planner.mixed.timing import MixedCosts, Pipeline, Units, is_sharded, replica_seconds
 

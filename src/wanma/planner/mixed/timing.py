@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from wanma.job.forecast import Forecast, StepTime
+from wanma.job.parallel_section import Recompute, Shard
 from wanma.job.placement import Place, Replicas
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute, Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.cost.communication import (
     Group,

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
+from wanma.job.parallel_section import Shard
 from wanma.job.plan import Plan
-from wanma.job.sections import Shard
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.stages import SPLIT_BACKWARD, wrong_micro_batches
 

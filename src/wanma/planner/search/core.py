@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from wanma.job.parallel_section import Recompute
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute
 from wanma.planner.around import around
 from wanma.planner.cost.bounds import busy_seconds, least_seconds
 from wanma.planner.cost.data_parallel import INTERFERENCE

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+from wanma.job.parallel_section import Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Schedule
 from wanma.planner.cost.pieces import pieces_key
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.memory.grid import States

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from wanma.job.sections import Recompute
+from wanma.job.parallel_section import Recompute
 
 Array = npt.NDArray[np.float64]
 

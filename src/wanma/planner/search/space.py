@@ -17,8 +17,9 @@ from typing import Any
 
 from wanma.job.cluster import Cluster
 from wanma.job.forecast import Layer, Workload
+from wanma.job.parallel_section import ContextKind, Recompute, Schedule, Shard
 from wanma.job.plan import Plan
-from wanma.job.sections import ContextKind, Job, Recompute, Schedule, Shard
+from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
 from wanma.planner.capabilities import can_compile_again, installed_torch
 from wanma.planner.compression import plan_fields

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from wanma.job.parallel_section import Recompute, Schedule
 from wanma.job.plan import Plan
-from wanma.job.sections import Recompute, Schedule
 from wanma.planner.cost.data_parallel import DataParallel, block_key, hides_sums
 from wanma.planner.cost.operators import PartTime
 from wanma.planner.cost.pieces import Blocks, Pieces, pieces_key
