@@ -100,7 +100,9 @@ class FirstForward:
     def __init__(self, trainer: Trainer, gathering: GlobalBatch, samples: Callable[[], Tensor]) -> None:
         self._trainer, self._gathering, self._samples = trainer, gathering, samples
         module = trainer.state.parallel.module
-        self._hook = module.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True)
+        # Outside what is compiled.
+        check = torch.compiler.disable(self._check)
+        self._hook = module.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
 
     def _check(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._hook.remove()

@@ -115,8 +115,7 @@ def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, boo
     if sums[0] is None:
         return None
     ab, ba, aa, bb = sums
-    low = plan.precision in ("bf16", "fp16") or plan.fp8
-    by_content = _differ((ab, ba), (aa, bb), _SAME_SHAPE_LOW if low else _SAME_SHAPE)
+    by_content = content_couples((ab, ba), (aa, bb), plan)
     if plan.pp > 1:
         return by_content, False
     together = passes.run(batch, rows[: 2 * half]) if len(rest) else ab
@@ -233,6 +232,12 @@ def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], toleranc
         abs(sum(a) - sum(b)) > tolerance * max(sum(map(abs, a)), sum(map(abs, b)))
         for a, b in zip(*totals, strict=True)
     )
+
+
+def content_couples(ones: Sequence[Sums | None], others: Sequence[Sums | None], plan: Plan) -> bool:
+    """Return whether sums over batches of one shape, f(AB) + f(BA) and f(AA) + f(BB), differ."""
+    low = plan.precision in ("bf16", "fp16") or plan.fp8
+    return _differ(ones, others, _SAME_SHAPE_LOW if low else _SAME_SHAPE)
 
 
 def _any_rank(found: bool, trainer: Trainer) -> bool:

@@ -1,19 +1,22 @@
-"""A check in a user's own loop, on its first micro-batch: losses depend on no outputs of other samples.
+"""A check in a user's own loop, on its first micro-batch: losses depend on nothing of other samples.
 
-It follows their gradient as far as the model's outputs, without a further forward or a function from a
-batch to its losses. It sees nothing that no gradient goes through, which `coupling` does, and nothing within
-the model, which `carried_state` does.
+It follows their gradient as far as the model's outputs, and runs what the loop does outside of the model on
+rows that change places (`exchanged_rows`). It sees nothing within the model, which `carried_state` does.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wanma.data.batch import Batch
 from wanma.parallel.global_batch import GlobalBatch
-from wanma.training.coupling import is_cut, refuse_together
+from wanma.training.counting import Losses
+from wanma.training.coupling import content_couples, is_cut, refuse_together
+from wanma.training.exchanged_rows import ExchangedRows
 from wanma.training.outputs import map_tensors
 from wanma.training.trainer import Trainer
 
@@ -24,25 +27,71 @@ def dependence_of_outputs(trainer: Trainer, gathering: GlobalBatch) -> Dependenc
 
 
 class Dependence:
-    """Outputs of the model in one micro-batch, to which the gradient of its losses is compared."""
+    """Outputs of the model in one micro-batch, to which the gradient of its losses is compared.
+
+    Its hooks come before those of other checks, whose passes through the model are none of the loop's.
+    """
 
     def __init__(self, trainer: Trainer, gathering: GlobalBatch) -> None:
         self._trainer, self._gathering = trainer, gathering
         self._outputs: list[Tensor] = []
-        self._hook = trainer.state.parallel.module.register_forward_hook(self._note)
+        self._exchanged: ExchangedRows | None = None
+        self._mixes = False
+        """The loop has given the model rows that are made of several samples."""
+        self._depth = 0
+        self._rows_of_output: Any = None
+        module = trainer.state.parallel.module
+        begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
+        self._hooks = (
+            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
+        )
 
-    def refuse(self, losses: Tensor) -> None:
+    def watching(self, batch: Batch) -> AbstractContextManager[Any]:
+        """Around the loop's own code for a batch."""
+        if self._exchanged is not None:
+            return nullcontext()
+        tensors = (*batch.inputs, batch.targets, *batch.keywords.values())
+        self._exchanged = ExchangedRows(batch.rows, tensors, batch.samples.device)
+        return self._exchanged
+
+    def refuse(self, losses: Losses) -> None:
         """Before backward; every rank calls it. Afterwards nothing is watched any more.
 
         Raises:
             JobError: on some rank the losses of some samples depend on others; all ranks raise it.
         """
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         outputs, self._outputs = self._outputs, []
-        refuse_together(self._trainer, not self._gathering.is_used and _couples(losses, outputs), False)
+        exchanged, self._exchanged = self._exchanged, None
+        couples = False
+        if exchanged is not None:
+            exchanged.is_active = False
+        if not self._gathering.is_used:
+            plain = losses[0] if isinstance(losses, tuple) else losses
+            couples = _couples(plain, outputs)
+            if exchanged is not None and not exchanged.is_unknown:
+                couples = couples or self._mixes or self._by_content(losses, exchanged)
+        refuse_together(self._trainer, couples, False)
 
-    def _note(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
+    def _begin(self, module: nn.Module, arguments: Any, keywords: Any) -> None:  # noqa: ARG002  # a hook's
+        self._depth += 1
+        exchanged = self._exchanged
+        if self._depth > 1 or exchanged is None or exchanged.is_unknown:
+            return
+        exchanged.is_active = False
+        self._rows_of_output = exchanged.rows_of_arguments((arguments, keywords))
+        self._mixes |= self._rows_of_output is None
+
+    def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
+        self._depth -= 1
+        if self._depth > 0:
+            return output
+
         def note(tensor: Tensor) -> Tensor:
+            if exchanged is not None and self._rows_of_output is not None:
+                exchanged.follow([tensor], self._rows_of_output)
             if not tensor.requires_grad or tensor.ndim == 0:
                 return tensor
             # Another tensor than what is watched by the hooks that gather parameters for a backward.
@@ -50,7 +99,34 @@ class Dependence:
             self._outputs.append(seen)
             return seen
 
-        return map_tensors(note, output)
+        exchanged = self._exchanged
+        noted = map_tensors(note, output)
+        if exchanged is not None:
+            exchanged.is_active = True
+        return noted
+
+    def _by_content(self, losses: Losses, exchanged: ExchangedRows) -> bool:
+        """Return whether losses of exchanged rows do not add up."""
+        parts = losses if isinstance(losses, tuple) else (losses,)
+        others = [exchanged.of(part) for part in parts]
+        if all(values is None for values in others):
+            return False
+        sums = [_sums(*(part.detach() for part in parts))]
+        for number in range(len(exchanged.halves)):
+            made = [
+                part.detach() if values is None else values[number]
+                for part, values in zip(parts, others, strict=True)
+            ]
+            sums.append(_sums(*made))
+        ab, ba, aa, bb = sums
+        return content_couples((ab, ba), (aa, bb), self._trainer.plan)
+
+
+def _sums(losses: Tensor, weights: Tensor | None = None) -> tuple[float, float]:
+    """Sum of the losses that count, and of what they count."""
+    if weights is not None and weights.dtype == torch.bool:
+        losses = losses * weights.expand_as(losses)
+    return float(losses.double().sum()), 1.0 if weights is None else float(weights.double().sum())
 
 
 def _couples(losses: Tensor, outputs: list[Tensor]) -> bool:

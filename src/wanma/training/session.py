@@ -14,6 +14,7 @@ Accumulation, sharding, clipping, the schedule, validation, records, checkpoints
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -177,9 +178,9 @@ class Session:
         if validate is not None:
             losses = partial(self._losses_of, trainer, validate)
             refuse_coupling(trainer, data, Checked(losses), self._gathering)
-        self._dependence = dependence_of_outputs(trainer, self._gathering)
         if is_cut(trainer):
             FirstForward(trainer, self._gathering, self._samples)
+        self._dependence = dependence_of_outputs(trainer, self._gathering)
         self._on_start(self._workload)
         if validate is not None:
             self._measure = self._measuring(trainer, data, validate)
@@ -243,7 +244,7 @@ class Session:
         clock = trainer.state.parallel.clock
         clock.stop(forward=True)
         if self._dependence is not None:
-            self._dependence.refuse(losses[0] if isinstance(losses, tuple) else losses)
+            self._dependence.refuse(losses)
             self._dependence = None
         with trainer.phases.phase("forward_backward"):
             clock.start()
@@ -350,7 +351,8 @@ class Session:
             forward = trainer.state.parallel.draws.forward(module, batch.samples)
             self._current = _Current(step, batch, is_last, loss_sum, targets, forward)
             trainer.state.parallel.clock.start()
-            with forward:
+            watching = nullcontext() if self._dependence is None else self._dependence.watching(batch)
+            with watching, forward:
                 yield batch
             if not self._current.done:
                 raise WanmaError(
