@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wanma.api.best_plans import plan
+    from wanma.api.load import Loaded, load
     from wanma.api.session import session
     from wanma.api.train import Result, train
     from wanma.data.batch import Batch
@@ -19,10 +20,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Batch",
     "JobError",
+    "Loaded",
     "Result",
     "WanmaError",
     "global_batch",
     "global_rows",
+    "load",
     "plan",
     "session",
     "train",
@@ -32,6 +35,8 @@ _HOMES = {
     "train": "wanma.api.train",
     "Result": "wanma.api.train",
     "session": "wanma.api.session",
+    "load": "wanma.api.load",
+    "Loaded": "wanma.api.load",
     "plan": "wanma.api.best_plans",
     "Batch": "wanma.data.batch",
     "global_batch": "wanma.parallel.global_batch",

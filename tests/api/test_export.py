@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.huggingface import write_config
 from support.ranks import Outcome, run_job
 from wanma.api.export import export
 from wanma.cli.main import main
+from wanma.data.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
@@ -79,6 +80,27 @@ def test_commands_say_that_the_newest_checkpoint_is_damaged_and_refuse_it_by_its
     assert "checkpoint step-00000003 is damaged" in capsys.readouterr().err
     assert main(["export", *run, "--step", "2", "--to", str(tmp_path / "two")]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_of_bytes_is_written_with_a_tokenizer_whose_numbers_are_the_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = trained(tmp_path, {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2})
+    (outcome.directory / "tokenizer").mkdir()
+    BytesTokenizer().save(outcome.directory / "tokenizer")
+    command = ["export", "mine", "--runs", str(tmp_path / "runs"), "--to", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert "the run read bytes and has no tokenizer file: tokenizer.json was made" in capsys.readouterr().out
+    made = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("def f(x):\n\treturn  'é' + \"万马\"  \r\n", " a  b", "\x00\x7f"):
+        numbers = made(text, add_special_tokens=False).input_ids
+        assert numbers == list(text.encode())
+        assert made.decode(numbers) == text
+    assert (made.eos_token_id, len(made)) == (256, 257)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
+    ours = load_tokenizer(tmp_path / "out")
+    assert (ours.vocabulary, ours.end_of_document) == (257, 256)
+    assert ours.encode("万马").tolist() == list("万马".encode())
 
 
 def test_a_checkpoint_is_converted_to_what_export_writes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from wanma.data.tokenizer import load_tokenizer
+from wanma.data.tokenizer import END_OF_BYTES, BytesTokenizer, Tokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory
@@ -35,6 +35,8 @@ class Exported:
     tensors: int
     averaged: bool
     """Whether the averaged weights were taken, which a run has with train.weight_average."""
+    made_tokenizer: bool
+    """The run read bytes and had no tokenizer file: one was made whose token numbers are the bytes."""
 
 
 def export(
@@ -99,10 +101,11 @@ def export(
     kinds = {name: PRECISIONS[precision] if precision else layout.dtype(name) for name in shapes}
     config = cast("Published", model).published_config(length)
     config["dtype"] = _NAMES[next(iter(kinds.values()))]
+    if kept.is_dir() and tokenizer is not None and config.get("eos_token_id") is None:
+        config["eos_token_id"] = tokenizer.end_of_document
     others = {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
-    if kept.is_dir() and tokenizer is not None and tokenizer.fingerprint != "bytes":
-        others["tokenizer.json"] = (kept / "tokenizer.json").read_bytes()
-        others["tokenizer_config.json"] = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
+    if kept.is_dir() and tokenizer is not None:
+        others |= _tokenizer_files(tokenizer)
     write_published(
         folder,
         {name: (kinds[name], shape) for name, shape in shapes.items()},
@@ -110,7 +113,19 @@ def export(
         others,
         file_bytes,
     )
-    return Exported(folder, path, len(shapes), averaged)
+    made_tokenizer = kept.is_dir() and isinstance(tokenizer, BytesTokenizer)
+    return Exported(folder, path, len(shapes), averaged, made_tokenizer)
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """As transformers' `AutoTokenizer` loads them."""
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(tokenizer, BytesTokenizer):
+        settings |= {"eos_token": END_OF_BYTES, "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer.json": tokenizer.published().encode(),
+        "tokenizer_config.json": json.dumps(settings).encode() + b"\n",
+    }
 
 
 @dataclass(frozen=True)

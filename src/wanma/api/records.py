@@ -23,7 +23,6 @@ from wanma.job.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.sections import Job
 from wanma.job.worker import Event
 from wanma.job.write import differences, mathematics_hash, to_toml
-from wanma.models.described import model_kind
 from wanma.observe.jsonl import START_FAILED, add_event, append_event
 from wanma.report.html import write_report
 from wanma.report.read import read_report
@@ -57,8 +56,13 @@ def only_one(run: RunDirectory) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough if the user's program forked meanwhile
 
 
-def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str]) -> None:
+def write_down(
+    run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str], *, reads_text: bool
+) -> None:
     """Write job.toml, plan.json, environment.json and the tokenizer.
+
+    Args:
+        reads_text: the run's tokens are of the job's text, and not of data of the user's own.
 
     Raises:
         WanmaError: the run directory cannot be written to.
@@ -67,7 +71,7 @@ def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: li
         write_atomically(run.job, to_toml(job))
         write_json(run.plan, prepared.to_json())
         write_json(run.environment, _environment(command_line))
-        if model_kind(job.model) == "tokens" and not job.data.factory:
+        if reads_text:
             (run.path / "tokenizer").mkdir(exist_ok=True)
             load_tokenizer(job.data.tokenizer).save(run.path / "tokenizer")
     except OSError as error:
@@ -79,12 +83,18 @@ def write_down(run: RunDirectory, job: Job, prepared: Prepared, command_line: li
 
 
 def write_down_accepted(
-    run: RunDirectory, job: Job, prepared: Prepared, command_line: list[str], write: Callable[[Event], None]
+    run: RunDirectory,
+    job: Job,
+    prepared: Prepared,
+    command_line: list[str],
+    write: Callable[[Event], None],
+    *,
+    reads_text: bool,
 ) -> None:
     """`write_down` for a run that carries on: only a job that its ranks have accepted replaces the one that
     the checkpoints are of. Then it trains, so a directory that cannot be written to is only told."""
     try:
-        write_down(run, job, prepared, command_line)
+        write_down(run, job, prepared, command_line, reads_text=reads_text)
     except WanmaError as error:
         write({"kind": "message", "level": "warning", "text": str(error)})
 

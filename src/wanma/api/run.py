@@ -88,8 +88,9 @@ def train_job(
             earlier = events_so_far(run)
             told = [*changes(run, job), *notes(job, prepared.planned)]
             is_new = not run.job.exists()
+            reads_text = "data" not in (objects or {}) and not (job.data.factory or job.data.images)
             if is_new:
-                write_down(run, job, prepared, command_line or [])
+                write_down(run, job, prepared, command_line or [], reads_text=reads_text)
             with open_console(run, job.observe, job.train.steps) as console:
                 for note in told:
                     console.write({"kind": "message", "level": "info", "text": note})
@@ -100,7 +101,9 @@ def train_job(
                     if event["kind"] == "planned":
                         planned.update(event)
                     if event["kind"] == "start" and not is_new and not event.get("again"):
-                        write_down_accepted(run, job, prepared, command_line or [], console.write)
+                        write_down_accepted(
+                            run, job, prepared, command_line or [], console.write, reads_text=reads_text
+                        )
                     if event["kind"] == "start" and planned:
                         write_down_plan(run, prepared, planned, console.write)
                     if event["kind"] in SUPERVISORS:

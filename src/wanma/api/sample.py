@@ -1,90 +1,95 @@
-"""Let a trained text model write: one token after the other, streamed."""
+"""Text from a trained model: one token after the other, each drawn from the model's distribution."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from wanma.job.errors import WanmaError
-from wanma.job.load import load_job
-from wanma.job.run_directory import RunDirectory
+from wanma.data.tokenizer import Tokenizer
+from wanma.job.errors import JobError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
-def sample(
-    run: RunDirectory,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    *,
-    step: int | None = None,
-    on_message: Callable[[str], None] = warnings.warn,
+@dataclass(frozen=True)
+class Sampling:
+    """The rule by which the next token is drawn."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw among so many likeliest tokens only; 0: all."""
+    top_p: float = 1.0
+    """Draw among the fewest likeliest tokens whose probabilities, after `temperature` and `top_k`, add up to
+    so much (nucleus sampling, Holtzman et al. 2020)."""
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise JobError(f"temperature = {self.temperature}: must be 0 or more")
+        if self.top_k < 0:
+            raise JobError(f"top_k = {self.top_k}: must be 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise JobError(f"top_p = {self.top_p}: must be above 0, at most 1")
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """The next token.
+
+        Args:
+            logits: (vocabulary,) fp32 on the CPU.
+        """
+        import torch
+
+        if self.temperature == 0:
+            return int(logits.argmax())
+        logits = logits / self.temperature
+        if 0 < self.top_k < len(logits):
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -math.inf)
+        chances = torch.softmax(logits, dim=-1)
+        if self.top_p < 1:
+            ordered, order = chances.sort(descending=True, stable=True)
+            beyond = ordered.cumsum(0) - ordered >= self.top_p  # the first one always stays
+            chances = chances.index_fill(0, order[beyond], 0.0)
+        return int(torch.multinomial(chances, 1, generator=generator))
+
+
+def continuation(
+    model: nn.Module, tokenizer: Tokenizer, length: int, prompt: str, tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """Continue `prompt` with a checkpoint of `run`, averaged weights if it has them.
+    """Pieces of text that follow `prompt`, as they come; they end with the model's document.
 
     Args:
-        tokens: how many to write.
-        temperature: divides the logits; 0 takes the likeliest token.
-        step: of the checkpoint; None: the newest that is whole.
-        on_message: gets the reason where damage lets an older checkpoint be taken than the newest.
-
-    Yields:
-        pieces of text as they come.
-
-    Raises:
-        WanmaError: the run has no such checkpoint, or it is damaged, or its model reads no text.
+        model: of tokens (1, sequence) to logits (1, sequence, vocabulary), or an object that has them.
+        length: tokens that the model sees at most.
+        tokens: most tokens to write.
     """
     import torch
 
-    from wanma.checkpoint.reader import load_full
-    from wanma.checkpoint.verify import find_whole
-    from wanma.data.tokenizer import load_tokenizer
-    from wanma.models.build import empty_model, model_spec
+    from wanma.training.loss import logits_of
 
-    job = load_job(run.job)
-    path = find_whole(run.checkpoints, step, on_message)
-    kept = run.path / "tokenizer"
-    tokenizer = load_tokenizer(kept if kept.is_dir() else job.data.tokenizer)
-    length = job.data.sequence_length
-    spec = model_spec(
-        job.model, vocabulary=tokenizer.vocabulary, sequence_length=length, image_shape=None, classes=None
-    )
-    if spec.kind != "tokens":
-        raise WanmaError(f"{run.path} trained {spec.name}, which reads no text", "sample from a text model")
-    model = empty_model(spec)
-    saved = load_full(path)
-    # Of tied parameters only the first name was saved; buffers are not averaged.
-    held = [name for name, _ in model.named_parameters()]
-    held += [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    try:
-        weights = {name: saved.get(f"average.{name}", saved[f"model.{name}"]) for name in held}
-        model.load_state_dict(weights, strict=False)
-    except (KeyError, RuntimeError) as error:
-        raise WanmaError(
-            f"{path} is of another model than {run.job} describes",
-            "put back the job.toml that the run was trained with",
-        ) from error
-    model.eval()
-
-    generator = torch.Generator().manual_seed(seed)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(sampling.seed)
     context = [int(token) for token in tokenizer.encode(prompt.encode())] or [tokenizer.end_of_document]
     written: list[int] = []
     shown = ""
-    with torch.inference_mode():
-        for _ in range(tokens):
-            logits = model(torch.tensor([context[-length:]]))[0, -1, : tokenizer.vocabulary].float()
-            if temperature == 0:
-                token = int(logits.argmax())
-            else:
-                chances = torch.softmax(logits / temperature, dim=-1)
-                token = int(torch.multinomial(chances, 1, generator=generator))
-            if token == tokenizer.end_of_document:
-                return
-            context.append(token)
-            written.append(token)
-            text = tokenizer.decode(written)
-            # A character may take several tokens: hold back what is not whole yet.
-            if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                continue
-            yield text[len(shown) :]
-            shown = text
+    for _ in range(tokens):
+        with torch.inference_mode():
+            output = model(torch.tensor([context[-length:]], device=device))
+            logits = logits_of(output)[0, -1, : tokenizer.vocabulary].float().cpu()
+            token = sampling.draw(logits, generator)
+        if token == tokenizer.end_of_document:
+            break
+        context.append(token)
+        written.append(token)
+        text = tokenizer.decode(written)
+        # A character may take several tokens: hold back what is not whole yet.
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            continue
+        yield text[len(shown) :]
+        shown = text
+    if rest := tokenizer.decode(written)[len(shown) :]:
+        yield rest

@@ -115,11 +115,12 @@ def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
     from wanma.training.session import Session
 
     run, plan = RunDirectory(worker.run_directory), prepared.plan
+    reads_text = bool(job.data.text or job.data.sources)
 
     def on_start(workload: Workload | None) -> None:
         if worker.rank == 0:
             known = replace(prepared, workload=workload)
-            write_down_accepted(run, job, known, sys.argv, worker.control.event)
+            write_down_accepted(run, job, known, sys.argv, worker.control.event, reads_text=reads_text)
 
     set_numerics(job, plan)
     with process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid:
@@ -129,7 +130,7 @@ def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
             for note in [*changes(run, job), *notes(job, prepared.planned)]:
                 _tell(worker, note, "info")
             if not run.job.exists():
-                write_down(run, job, prepared, sys.argv)
+                write_down(run, job, prepared, sys.argv, reads_text=reads_text)
         with made:
             yield made
 

@@ -29,6 +29,8 @@ _END_OF_DOCUMENT = (
     "[EOS]",
 )
 """Names under which published tokenizers keep their end-of-document token; the first that is there wins."""
+END_OF_BYTES = "<|endoftext|>"
+"""End of a document in the file of the bytes tokenizer."""
 
 
 class Tokenizer(ABC):
@@ -49,12 +51,16 @@ class Tokenizer(ABC):
         return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
 
     @abstractmethod
-    def encode(self, text: bytes) -> NDArray[Any]:
+    def encode(self, text: bytes | str) -> NDArray[Any]:
         """Tokens of a piece of text, of `dtype`, without special tokens around them."""
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of `tokens`; ends of documents are left out, what is no UTF-8 shows as U+FFFD."""
+
+    @abstractmethod
+    def published(self) -> str:
+        """The content of a Hugging Face `tokenizers` file, tokenizer.json."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -69,14 +75,28 @@ class BytesTokenizer(Tokenizer):
     needs_utf8 = False
     fingerprint = "bytes"
 
-    def encode(self, text: bytes) -> NDArray[Any]:
-        return np.frombuffer(text, dtype=np.uint8).astype(self.dtype)
+    def encode(self, text: bytes | str) -> NDArray[Any]:
+        content = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(content, dtype=np.uint8).astype(self.dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(int(token) for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
         (folder / _FILE).write_text(_BYTES, encoding="utf-8")
+
+    def published(self) -> str:
+        """The same tokenizer as a Hugging Face `tokenizers` file: token numbers are bytes."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+        backend: Any = Backend(models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(END_OF_BYTES, special=True, normalized=False)])
+        text: str = backend.to_str(pretty=True)
+        return text
 
 
 class FileTokenizer(Tokenizer):
@@ -100,9 +120,10 @@ class FileTokenizer(Tokenizer):
         self.vocabulary = max(self._known, self.end_of_document + 1)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
-    def encode(self, text: bytes) -> NDArray[Any]:
+    def encode(self, text: bytes | str) -> NDArray[Any]:
+        content = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         # one text at a time: `encode_batch` starts a thread pool, which a later fork would not survive
-        encoded = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        encoded = self._backend.encode(content, add_special_tokens=False)
         return np.array(encoded.ids, dtype=self.dtype)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -110,8 +131,18 @@ class FileTokenizer(Tokenizer):
         text: str = self._backend.decode(kept, skip_special_tokens=False)
         return text
 
+    def published(self) -> str:
+        return self._content
+
     def save(self, folder: Path) -> None:
         (folder / _FILE).write_text(self._content, encoding="utf-8")
+
+
+def _byte_characters() -> list[str]:
+    """Printable character that stands for each byte in byte-level vocabularies (Radford et al. 2019)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:

@@ -153,6 +153,17 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
     return model
 
 
+def build_plain(section: ModelSection, seed: int) -> nn.Module:
+    """What `model.factory` makes, as it makes it, on CPU.
+
+    Raises:
+        JobError: it cannot be imported, failed, or returned no module.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        return _factory(section).make_plain()
+
+
 def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A whole model of ours on CPU, whose parameters hold nothing yet: what a checkpoint is loaded into."""
     with torch.device("meta"):
@@ -209,6 +220,10 @@ class _Factory:
     statistics_group: int
 
     def __call__(self) -> nn.Module:
+        return convert_batch_norm(self.make_plain(), self.statistics_group)
+
+    def make_plain(self) -> nn.Module:
+        """The module as the user's function returns it."""
         try:
             made = self.function(**self.arguments)
         except WanmaError:
@@ -226,7 +241,7 @@ class _Factory:
                 "return the module itself",
             )
         check_ready(made)
-        return convert_batch_norm(made, self.statistics_group)
+        return made
 
     def _command(self) -> str:
         """The same call, for a shell."""

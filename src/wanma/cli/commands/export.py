@@ -30,4 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     done = export(chosen, arguments.to, step=arguments.step, precision=arguments.precision, on_message=warn)
     which = "averaged weights" if done.averaged else "weights"
     print(f"{done.folder}: {done.tensors} tensors, the {which} of {done.checkpoint.name}")
+    if done.made_tokenizer:
+        print(
+            "the run read bytes and has no tokenizer file: tokenizer.json was made for it, "
+            "whose token numbers are the bytes (256: end of a document)"
+        )
     return 0

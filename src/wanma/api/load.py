@@ -1,0 +1,326 @@
+"""`wanma.load`: a trained model as a plain module in this process, whatever layout it was trained on."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from wanma.api.sample import Sampling, continuation
+from wanma.checkpoint.reader import Saved, read_state
+from wanma.checkpoint.verify import find_whole
+from wanma.data.tokenizer import Tokenizer, load_tokenizer
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.job.load import load_job
+from wanma.job.run_directory import RunDirectory
+from wanma.job.sections import Job, ModelSection
+from wanma.models.described import model_kind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from wanma.models.build import ModelSpec
+
+_NAMED = 4
+"""Tensors in one message, at most."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model and all that belongs to it."""
+
+    model: nn.Module
+    """Plain module in evaluation mode, with the trained weights."""
+    tokenizer: Tokenizer | None
+    """What made the text's tokens; None of a run that read no text."""
+    config: Job
+    """The job that the run was trained with."""
+    step: int
+    """Optimizer steps behind the weights."""
+    checkpoint: Path
+    averaged: bool
+    """The weights are averaged ones (train.weight_average)."""
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        """The model's output."""
+        return self.model(*inputs, **keywords)
+
+    @overload
+    def sample(
+        self,
+        prompt: str,
+        tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        seed: int = ...,
+    ) -> str: ...
+    @overload
+    def sample(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        seed: int = ...,
+    ) -> list[str]: ...
+    def sample(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        tokens: int = 200,
+        *,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        seed: int = Sampling.seed,
+    ) -> str | list[str]:
+        """Continuation of a prompt, or of each of several, without the prompt itself.
+
+        Args:
+            prompt: of several, number n (from 0) draws by `seed` + n.
+            tokens: most tokens to write; fewer where the model ends its document.
+            temperature, top_k, top_p, seed: as of `Sampling`.
+
+        Raises:
+            WanmaError: the model writes no text.
+        """
+        rule = Sampling(temperature, top_k, top_p, seed)
+        if isinstance(prompt, str):
+            return "".join(self._stream(prompt, tokens, rule))
+        rules = (replace(rule, seed=seed + number) for number in range(len(prompt)))
+        return ["".join(self._stream(one, tokens, rule)) for one, rule in zip(prompt, rules, strict=True)]
+
+    def stream(
+        self,
+        prompt: str,
+        tokens: int = 200,
+        *,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        seed: int = Sampling.seed,
+    ) -> Iterator[str]:
+        """Pieces of `sample`'s text as they come.
+
+        Raises:
+            WanmaError: as of `sample`.
+        """
+        return self._stream(prompt, tokens, Sampling(temperature, top_k, top_p, seed))
+
+    def _stream(self, prompt: str, tokens: int, rule: Sampling) -> Iterator[str]:
+        if self.tokenizer is None:
+            raise WanmaError(
+                f"{self.checkpoint.parent.parent} trained {type(self.model).__name__} on no text, so that "
+                "there is no tokenizer to write with",
+                "sample from a text model",
+            )
+        length = self.config.data.sequence_length
+        return continuation(self.model, self.tokenizer, length, prompt, tokens, rule)
+
+
+def load(
+    run: str | Path | RunDirectory,
+    *,
+    step: int | None = None,
+    model: nn.Module | None = None,
+    averaged: bool = True,
+    device: str | torch.device = "cpu",
+    on_message: Callable[[str], None] = warnings.warn,
+) -> Loaded:
+    """Read a run's trained model, for inference, evaluation or a notebook; the run may still be going on.
+
+    Args:
+        run: its directory.
+        step: of the checkpoint to take; None: the newest that is whole.
+        model: module to fill, of a run whose model was a Python object; it is put into evaluation mode.
+        averaged: take the averaged weights where the run keeps them (`train.weight_average`).
+        on_message: gets the reason where damage lets an older checkpoint be taken than the newest.
+
+    Raises:
+        WanmaError: no run is there, it has no such checkpoint or a damaged one, or its model cannot be
+            made from the job alone.
+    """
+    run = run if isinstance(run, RunDirectory) else RunDirectory(Path(run))
+    if not run.job.is_file():
+        raise WanmaError(f"there is no run in {run.path}", "`wanma runs` lists those there are", EXIT_USAGE)
+    job = load_job(run.job)
+    path = find_whole(run.checkpoints, step, on_message)
+    saved, state = Saved(path), read_state(path)
+    tokenizer = _tokenizer(run, job)
+    made = model if model is not None else _model(job, run, saved, state, tokenizer)
+    weights = _Weights(saved, averaged, job.model)
+    weights.fill(made, run)
+    made.eval()
+    return Loaded(made.to(device), tokenizer, job, int(state["step"]), path, weights.averaged)
+
+
+def _tokenizer(run: RunDirectory, job: Job) -> Tokenizer | None:
+    """The one that the run keeps; data of one's own come as tokens."""
+    kept = run.path / "tokenizer"
+    if kept.is_dir():
+        return load_tokenizer(kept)
+    return load_tokenizer(job.data.tokenizer) if job.data.text or job.data.sources else None
+
+
+def _model(
+    job: Job, run: RunDirectory, saved: Saved, state: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> nn.Module:
+    """The job's model, as plain as its maker makes it."""
+    from wanma.models.build import build_model, empty_model, model_spec
+
+    section = job.model.model_copy(update={"lora_rank": 0})  # adapters are added to the weights
+    kind = model_kind(section)
+    if kind == "custom":
+        return _own_model(job, run, state)
+    shapes = {name: entry.shape for name, entry in saved.tensors.items()}
+    image_shape, classes = _image_sizes(section, shapes) if kind == "images" else (None, None)
+    spec: ModelSpec = model_spec(
+        section,
+        vocabulary=tokenizer.vocabulary if tokenizer is not None else None,
+        sequence_length=job.data.sequence_length,
+        image_shape=image_shape,
+        classes=classes,
+    )
+    return build_model(spec, job.train.seed) if spec.own_initialization else empty_model(spec)
+
+
+def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Module:
+    """What `model.factory` makes; of an object that `wanma.train` was given, only if its class takes no
+    arguments, for with others it may be another model with weights of the same shapes.
+
+    Raises:
+        WanmaError: it cannot be made so.
+    """
+    from wanma.job.imports import import_object
+    from wanma.models.build import build_plain
+
+    factory = job.model.factory
+    assert factory is not None
+    was_object = bool(state.get("identity", {}).get("weights"))
+    way_out = f"give the module, whose weights are replaced: wanma.load('{run.path}', model=MyModel(...))"
+    assert factory is not None
+    if was_object:
+        try:
+            maker = import_object(factory, "model.factory")
+        except JobError as error:
+            raise WanmaError(f"the run's model was a Python object: {error.message}", way_out) from error
+        takes = _parameters(maker)
+        if takes or takes is None:
+            raise WanmaError(
+                f"the run's model was a Python object of {factory}, and with which arguments it was "
+                "made is not known",
+                way_out,
+            )
+    made = build_plain(job.model, job.train.seed)
+    if was_object:
+        _refuse_other_code(made, run, state, way_out)
+    return made
+
+
+def _parameters(maker: Any) -> list[str] | None:
+    """Names of a callable's parameters; None where they cannot be read."""
+    try:
+        return list(inspect.signature(maker).parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_other_code(model: nn.Module, run: RunDirectory, state: Mapping[str, Any], way_out: str) -> None:
+    from wanma.training.code_fingerprint import same_code
+    from wanma.training.identity import identity_of
+
+    before = state["identity"].get("model", "")
+    if before and not same_code(before, identity_of(model, seeded=False).model):
+        raise WanmaError(
+            f"the code of {type(model).__name__} has changed since {run.path} was trained", way_out
+        )
+
+
+def _image_sizes(
+    section: ModelSection, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, int, int], int]:
+    """((channels, height, width), classes) of wanma's vision models, as far as their weights depend on them:
+    the data may be gone."""
+    first = shapes.get("model.first.weight") or shapes["model.conv1.weight"]
+    height, width = (224, 224) if first[-1] == 7 else (32, 32)  # the kernel of a stem for large images
+    if "model.hidden.weight" in shapes:  # of a convnet: 32 × (height // 4) × (width // 4) inputs
+        height, width = 4, 4 * (shapes["model.hidden.weight"][1] // 32)
+    if section.image_size is not None:
+        height = width = section.image_size
+    return (section.channels or first[1], height, width), section.classes or shapes[
+        "model.classifier.weight"
+    ][0]
+
+
+class _Weights:
+    """A checkpoint's weights under the model's own names, averaged ones preferred, adapters added."""
+
+    def __init__(self, saved: Saved, averaged: bool, section: ModelSection) -> None:
+        self._saved = saved
+        self._alpha = section.lora_alpha if section.lora_rank > 0 else None
+        self.averaged = averaged and any(name.startswith("average.") for name in saved.tensors)
+        self._names = {
+            name.removeprefix("model."): name for name in saved.tensors if name.startswith("model.")
+        }
+        if self.averaged:
+            self._names |= {
+                name.removeprefix("average."): name for name in saved.tensors if name.startswith("average.")
+            }
+
+    def fill(self, model: nn.Module, run: RunDirectory) -> None:
+        """Put them into `model`, in place; of tied parameters only the first name was saved.
+
+        Raises:
+            WanmaError: it is another model.
+        """
+        import torch
+
+        from wanma.models.lora import is_adapter
+
+        persistent = model.state_dict(keep_vars=True)
+        held: dict[str, Tensor] = dict(model.named_parameters())
+        held |= {name: tensor for name, tensor in model.named_buffers() if name in persistent}
+        added = {n for n in self._names if self._alpha is not None and is_adapter(n) and n not in held}
+        differences = [f"{name}: not in the checkpoint" for name in held if name not in self._names]
+        differences += [
+            f"{name}: only in the checkpoint" for name in self._names if name not in {*held, *added}
+        ]
+        for name, tensor in held.items():
+            saved = self._saved.tensors.get(self._names.get(name, ""))
+            if saved is not None and isinstance(tensor, torch.nn.Parameter) and saved.shape != tensor.shape:
+                differences.append(
+                    f"{name}: shape {tuple(tensor.shape)} here, {saved.shape} in the checkpoint"
+                )
+        if differences:
+            more = [f"and {len(differences) - _NAMED} more"] if len(differences) > _NAMED else []
+            raise WanmaError(
+                f"{self._saved.name} is of another model than this one; first differences:\n    "
+                + "\n    ".join([*differences[:_NAMED], *more]),
+                f"put back the {run.job} that the run was trained with, or give its module (model=)",
+            )
+        with torch.no_grad():
+            for name, tensor in held.items():
+                value = self._read(name, added)
+                if tensor.shape == value.shape and tensor.dtype == value.dtype:
+                    tensor.copy_(value)
+                else:  # another precision than torch's default, or a buffer that a forward made anew
+                    tensor.data = value
+
+    def _read(self, name: str, added: set[str]) -> Tensor:
+        """One tensor; a weight with the adapter of its layer, if that is to be added."""
+        weight = self._saved.read(self._names[name])
+        layer, dot, kind = name.rpartition(".")
+        halves = {part: f"{layer}{dot}{part}" for part in ("lora_a", "lora_b")}
+        if self._alpha is None or kind != "weight" or not added.issuperset(halves.values()):
+            return weight
+        from wanma.models.lora import merge
+
+        adapter = {part: self._saved.read(self._names[half]) for part, half in halves.items()}
+        return merge({"weight": weight, **adapter}, self._alpha)["weight"]
