@@ -1,7 +1,7 @@
 """A trained run as a plain module, for evaluation, inference and notebooks.
 
-    wanma train examples/gpt.toml
-    python examples/use_model.py runs/gpt
+wanma train examples/gpt.toml
+python examples/use_model.py runs/gpt
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(run: str) -> None:
     assert loaded.tokenizer is not None  # a run of text has one
     print(f"{type(loaded.model).__name__} after {loaded.step} of {loaded.config.train.steps} steps")
 
-    # Evaluation: the model is a plain nn.Module, tokens (rows, sequence) to logits (rows, sequence, vocabulary).
+    # Evaluation: a plain nn.Module, from tokens (rows, sequence) to logits (rows, sequence, vocabulary).
     tokens = torch.from_numpy(loaded.tokenizer.encode(TEXT).astype("int64"))
     tokens = tokens[: loaded.config.data.sequence_length].unsqueeze(0)
     with torch.inference_mode():
