@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -97,6 +99,25 @@ class Noisy(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.noise(x))
+
+
+class Scaled(Plain):
+    """Has a setting in an attribute alone."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class NumpyDrawn(Plain):
+    """Draws its weights from numpy and Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight.data = torch.from_numpy(np.random.randn(4, 16)).float() + random.random()
 
 
 def seeded(make: Any, seed: int = 3) -> Any:

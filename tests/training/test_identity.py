@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.own import Noisy, Numbers, Plain, seeded
+from support.own import Noisy, Numbers, Plain, Scaled, seeded
 from support.ranks import run_here
 from wanma.data.fingerprint import dataset_fingerprint
 from wanma.job.errors import WanmaError
@@ -141,6 +141,38 @@ def test_settings_and_the_users_own_forward_are_part_of_a_model() -> None:
     assert len(set(found)) == 3
     assert found[0] == identity_of(seeded(lambda: WithRate(0.1)), seeded=True).model
     assert identity_of(plain.eval(), seeded=True).model == found[0]
+
+
+def test_attributes_of_users_classes_are_part_of_a_model() -> None:
+    one, other = (identity_of(seeded(lambda by=by: Scaled(by)), seeded=True) for by in (1.0, 2.0))
+    assert one.weights == other.weights
+    assert one.model != other.model
+
+
+def of_factory(directory: Path, name: str = "NumpyDrawn", seed: int = 0, steps: int = 2, **more: Any) -> None:
+    job = {**JOB, "model": {"factory": f"support.own:{name}", **more}}
+    job["train"] = {"steps": steps, "global_batch": 8, "seed": seed}
+    run_here(directory, job, Plan(micro_batch=8), {"data": Numbers()})
+
+
+def test_a_factorys_model_is_known_by_what_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_factory(tmp_path)
+    of_factory(tmp_path)  # the same again
+    with pytest.raises(WanmaError, match="another model"):
+        of_factory(tmp_path, "Plain")
+    with pytest.raises(WanmaError, match=r"other weights .*ended") as error:
+        of_factory(tmp_path, seed=1)
+    assert "train.seed" in str(error.value)
+    of_factory(tmp_path, seed=1, steps=3)  # whose numbers are other ones
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda line: nn.init.normal_(line.weight))
+    with pytest.raises(WanmaError, match="began with other weights"):
+        of_factory(tmp_path, steps=4)
+
+
+def test_arguments_of_a_factory_are_part_of_its_model(tmp_path: Path) -> None:
+    of_factory(tmp_path, "Scaled")
+    with pytest.raises(WanmaError, match="another model"):
+        of_factory(tmp_path, "Scaled", arguments={"scale": 2.0})
 
 
 def scaled(by: float) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import random
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -142,9 +145,7 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
         JobError: the user's factory failed, or returned no module.
     """
     if spec.own_initialization:
-        # Only the CPU's generator is seeded and put back: constructors run on the CPU.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
+        with seeded_generators(seed), torch.device("cpu"):
             return spec.make().to(dtype)
     model = empty_model(spec, dtype)
     with torch.no_grad():
@@ -159,9 +160,23 @@ def build_plain(section: ModelSection, seed: int) -> nn.Module:
     Raises:
         JobError: it cannot be imported, failed, or returned no module.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
+    with seeded_generators(seed), torch.device("cpu"):
         return _factory(section).make_plain()
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python for constructors on the CPU, and put them back."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
 
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:

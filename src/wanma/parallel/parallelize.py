@@ -14,7 +14,7 @@ from wanma.collectives.waits import Waits, waits
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.models.blocks import repeated_blocks
-from wanma.models.build import ModelSpec
+from wanma.models.build import ModelSpec, seeded_generators
 from wanma.models.dropout import replace_dropout, unkeyed_randomness
 from wanma.models.layout import Layout
 from wanma.models.random_draws import RandomDraws
@@ -217,8 +217,7 @@ def parallelize(
 
 def _make(spec: ModelSpec, plan: Plan, seed: int) -> nn.Module:
     if spec.own_initialization:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded_generators(seed):
             module = spec.make()
     else:
         with torch.device("meta"):

@@ -45,6 +45,7 @@ def module_texts(module: nn.Module, seen: set[int]) -> Iterator[str]:
         yield f"{name}: {kind.__qualname__}"
         if not _of_library(kind):
             yield from _class_texts(kind, seen)
+            yield from _settings(part, seen)
         elif not kind.__module__.startswith("wanma."):
             yield _ADDRESS.sub("", part.extra_repr())
 

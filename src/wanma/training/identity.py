@@ -6,7 +6,7 @@ Weights are compared because a run that has ended returns its own, whatever mode
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from wanma.data.fingerprint import digest, sampled
 from wanma.job.errors import WanmaError
 from wanma.job.run_directory import RunDirectory, write_json
+from wanma.models.build import ModelSpec
 from wanma.models.ready import check_ready
 from wanma.training.code_fingerprint import code_fingerprint, module_texts, same_code
 
@@ -38,10 +39,11 @@ class Identity:
     model: str = ""
     """Hash of its classes, settings, parameters' names and shapes."""
     weights: str = ""
-    """Hash of the initial weights of an object that the user's program has made."""
+    """Hash of the initial weights of an object that the user's program has made; "SEED:HASH" of what
+    `model.factory` makes under the job's seed."""
     loss: str = ""
     seeded: bool = False
-    """The user's program has seeded torch: run again, it makes the same weights."""
+    """The weights are drawn under a seed: run again, the program makes the same ones."""
 
     def values(self) -> dict[str, Any]:
         """As a checkpoint keeps them."""
@@ -62,9 +64,27 @@ def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors]
     structure = digest(*module_texts(model, set()), *shapes, _config(model))
-    # The code in it is compiled by a version of Python.
-    versioned = f"{code_fingerprint(None).split(':')[0]}:{structure}"
+    # The code in it is compiled by a version of Python. "/2": attributes are part of it.
+    versioned = f"{code_fingerprint(None).split(':')[0]}/2:{structure}"
     return Identity(model=versioned, weights=weights_fingerprint(model), seeded=seeded)
+
+
+def noting_identity(spec: ModelSpec, seed: int) -> tuple[ModelSpec, Callable[[], Identity]]:
+    """`spec` of a factory's model, and a function that returns the identity of what it has made.
+
+    Args:
+        seed: under which it is made.
+    """
+    found = UNKNOWN
+
+    def make() -> nn.Module:
+        nonlocal found
+        model = spec.make()
+        found = identity_of(model, seeded=True)
+        found = replace(found, weights=f"{seed}:{found.weights}")
+        return model
+
+    return replace(spec, make=make), lambda: found
 
 
 def _config(model: nn.Module) -> str:
@@ -133,17 +153,25 @@ def check_identity(
         return kept, []
     if mine.weights == _returned_weights(directory):
         return kept, []
+    if not is_over and _seed(saved.weights) != _seed(mine.weights):
+        return kept, []
     if is_over or (saved.seeded and mine.seeded):
+        of_factory = bool(_seed(mine.weights))
+        how = "model.factory, train.seed" if of_factory else "seed torch before the model is made"
         raise WanmaError(
             f"{name} is of a model that began with other weights than this one has"
             + (", and its run has ended" if is_over else ""),
-            "put the initial weights back as they were (seed torch before the model is made); "
-            f"or {_WAYS_OUT}",
+            f"put the initial weights back as they were ({how}); or {_WAYS_OUT}",
         )
     return kept, [
         "the model begins with other weights than at this run's first start, as one does that is drawn "
         f"without a seed; the run goes on from {name}"
     ]
+
+
+def _seed(weights: str) -> str:
+    """Seed of a factory's weights; empty for those of an object."""
+    return weights.rpartition(":")[0]
 
 
 def _returned_weights(directory: Path) -> str | None:

@@ -31,7 +31,7 @@ from wanma.training.code_fingerprint import code_fingerprint
 from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
-from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of
+from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of, noting_identity
 from wanma.training.labels import default_loss
 from wanma.training.loop import run_loop
 from wanma.training.loss import LossFunction, user_loss
@@ -78,7 +78,9 @@ def train(worker: Worker, request: Request) -> str:
             check_ready(model)
             identity = identity_of(model, seeded=request.seeded)
         spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
-        parallel = parallelize(spec, plan, grid, job.train.seed, scratch)
+        is_factory = model is None and spec.kind == "custom"
+        made, noted = noting_identity(spec, job.train.seed) if is_factory else (spec, lambda: identity)
+        parallel = parallelize(made, plan, grid, job.train.seed, scratch)
         with Trainer(
             job,
             plan,
@@ -86,7 +88,7 @@ def train(worker: Worker, request: Request) -> str:
             grid,
             parallel,
             targets_per_sample=data.targets_per_sample,
-            identity=replace(identity, data=data.fingerprint, loss=loss_fingerprint(request)),
+            identity=replace(noted(), data=data.fingerprint, loss=loss_fingerprint(request)),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:
