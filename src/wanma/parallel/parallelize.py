@@ -145,6 +145,12 @@ class Parallel:
         for part in self.parts:
             yield from part.named_buffers()
 
+    def computing(self) -> Iterator[Tensor]:
+        """Tensors that forward passes compute with as the model's parameters, or did before it was spread."""
+        yield from (parameter for part in self.parts for parameter in part.parameters())
+        for held in self.data_parallel:
+            yield from held.computing()
+
     def modules(self) -> Iterator[nn.Module]:
         for part in self.parts:
             yield from part.modules()

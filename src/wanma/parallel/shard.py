@@ -27,12 +27,12 @@ own precision.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -220,6 +220,17 @@ class Sharded:
         if self.flags is not None:
             self.flags.settle()
         self.settle()
+
+    def computing(self) -> Iterator[Tensor]:
+        """Tensors beside the module's parameters that are or were its parameters."""
+        for group in filter(None, map(group_of, units(self.model))):
+            for shard in group.fsdp_params:
+                yield shard.sharded_param
+                if hasattr(shard, "_unsharded_param"):
+                    yield shard._unsharded_param
+        yield from self.strays.given()
+        if self.scalars is not None:
+            yield from self.scalars.computing()
 
     def meet(self) -> None:
         """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from wanma.job.errors import JobError
 
@@ -23,6 +24,10 @@ class Strays:
             for name, parameter in model.named_parameters()
             if parameter.grad is None
         ]
+
+    def given(self) -> Iterator[Tensor]:
+        """Those that are still there."""
+        yield from (parameter for _, one, _ in self._given if (parameter := one()) is not None)
 
     def refuse(self) -> None:
         """After a backward.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -194,6 +194,11 @@ class Whole:
                 gradient.div_(self.divisor)
             state: Any = held.state
             state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
+
+    def computing(self) -> Iterator[Tensor]:
+        """As of `Sharded`."""
+        yield from (held.computing for held in self._held if held.computing is not None)
+        yield from self._strays.given()
 
     def meet(self) -> None:
         """As of `Sharded`: here nothing is gathered."""

@@ -18,22 +18,20 @@ from wanma.training.counting import Losses
 from wanma.training.coupling import content_couples, is_cut, refuse_together
 from wanma.training.exchanged_rows import ExchangedRows
 from wanma.training.outputs import map_tensors
+from wanma.training.own_weights import refuse_own_weights
 from wanma.training.trainer import Trainer
-
-
-def dependence_of_outputs(trainer: Trainer, gathering: GlobalBatch) -> Dependence | None:
-    """Watch what the model puts out from now on; None where any loss is that of a plain loop."""
-    return Dependence(trainer, gathering) if is_cut(trainer) else None
 
 
 class Dependence:
     """Outputs of the model in one micro-batch, to which the gradient of its losses is compared.
 
+    Where one rank has the global batch at once, samples may depend on each other, as in a plain loop.
+
     Its hooks come before those of other checks, whose passes through the model are none of the loop's.
     """
 
     def __init__(self, trainer: Trainer, gathering: GlobalBatch) -> None:
-        self._trainer, self._gathering = trainer, gathering
+        self._trainer, self._gathering, self._is_cut = trainer, gathering, is_cut(trainer)
         self._outputs: list[Tensor] = []
         self._exchanged: ExchangedRows | None = None
         self._mixes = False
@@ -49,7 +47,7 @@ class Dependence:
 
     def watching(self, batch: Batch) -> AbstractContextManager[Any]:
         """Around the loop's own code for a batch."""
-        if self._exchanged is not None:
+        if self._exchanged is not None or not self._is_cut:
             return nullcontext()
         tensors = (*batch.inputs, batch.targets, *batch.keywords.values())
         self._exchanged = ExchangedRows(batch.rows, tensors, batch.samples.device)
@@ -59,7 +57,8 @@ class Dependence:
         """Before backward; every rank calls it. Afterwards nothing is watched any more.
 
         Raises:
-            JobError: on some rank the losses of some samples depend on others; all ranks raise it.
+            JobError: losses depend on weights that are not the model's; or on some rank the losses of some
+                samples on others, and all ranks raise it.
         """
         for hook in self._hooks:
             hook.remove()
@@ -68,8 +67,11 @@ class Dependence:
         couples = False
         if exchanged is not None:
             exchanged.is_active = False
+        plain = losses[0] if isinstance(losses, tuple) else losses
+        refuse_own_weights(plain, outputs, self._trainer.state.parallel, len(plain))
+        if not self._is_cut:
+            return
         if not self._gathering.is_used:
-            plain = losses[0] if isinstance(losses, tuple) else losses
             couples = _couples(plain, outputs)
             if exchanged is not None and not exchanged.is_unknown:
                 couples = couples or self._mixes or self._by_content(losses, exchanged)

@@ -21,7 +21,10 @@ from wanma.parallel.parallelize import Parallel
 from wanma.parallel.pipeline import Loss
 from wanma.parallel.sequence import residual_positions, split_sequence
 from wanma.training.doubles import explaining_doubles
+from wanma.training.labels import SampleLabels
 from wanma.training.loss import Classification, LossFunction, class_range, right_classes
+from wanma.training.outputs import tensors_of
+from wanma.training.own_weights import refuse_own_weights
 
 _EVALUATED_TOGETHER = 4
 """Micro-batches per stage in one run of an evaluating pipeline: its bubble is a fifth of the time."""
@@ -36,6 +39,8 @@ class ForwardBackward:
         self._job = job
         self._grid = grid
         self._loss = loss
+        self._checks_weights = not isinstance(loss, Classification | SampleLabels)
+        """The loss is the user's, and has not been seen with a gradient yet."""
         known = loss if isinstance(loss, Classification) else Classification(classes_last=True)
         self._of_pipeline = replace(known, spend=True)
         """A pipeline computes cross entropy, and nobody reads its logits afterwards."""
@@ -126,7 +131,12 @@ class ForwardBackward:
     def _losses(self, part: Batch) -> tuple[Tensor, Tensor]:
         """As of `LossFunction`. A function of its own: a caller that held the logits would hold them until
         backward has ended, and through the next forward."""
-        return self._loss(self._forward(part), part)
+        output = self._forward(part)
+        sums = self._loss(output, part)
+        if self._checks_weights and sums[0].requires_grad:
+            self._checks_weights = False
+            refuse_own_weights(sums[0], tensors_of(output), self._parallel, part.rows)
+        return sums
 
     def output(self, batch: Batch) -> Any:
         """Output of the model for this rank's part of a micro-batch, without pipeline and backward."""

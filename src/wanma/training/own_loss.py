@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from wanma.job.errors import JobError, WanmaError
+from wanma.training.own_weights import INTO_THE_MODEL, NOT_TRAINED
 
-_INTO_THE_MODEL = (
-    "make it a part of the model: a module that holds both, takes the targets as an input too and returns "
-    "the losses; then loss=lambda output, targets: output"
-)
+_INTO_THE_MODEL = f"{INTO_THE_MODEL}; then loss=lambda output, targets: output"
 
 
 def check_loss(loss: object) -> None:
@@ -96,8 +94,7 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     raise WanmaError(
         f"the loss {name} holds weights that are not the model's and get a gradient, and wanma trains those "
         "of the model",
-        f"{_INTO_THE_MODEL}. Weights that are not to be trained: requires_grad_(False), or torch.no_grad() "
-        "around what computes with them",
+        f"{_INTO_THE_MODEL}. {NOT_TRAINED}",
     )
 
 

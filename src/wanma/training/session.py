@@ -46,7 +46,7 @@ from wanma.parallel.unit_errors import explained
 from wanma.training.carried_state import FirstForward
 from wanma.training.counting import Counting, Losses
 from wanma.training.coupling import Checked, is_cut, refuse_coupling
-from wanma.training.dependence import Dependence, dependence_of_outputs
+from wanma.training.dependence import Dependence
 from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
 from wanma.training.loop import end_step
@@ -180,7 +180,7 @@ class Session:
             refuse_coupling(trainer, data, Checked(losses), self._gathering)
         if is_cut(trainer):
             FirstForward(trainer, self._gathering, self._samples)
-        self._dependence = dependence_of_outputs(trainer, self._gathering)
+        self._dependence = Dependence(trainer, self._gathering)
         self._on_start(self._workload)
         if validate is not None:
             self._measure = self._measuring(trainer, data, validate)

@@ -1,0 +1,68 @@
+"""A check in the first backward that losses depend on no weights but the model's, which alone are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from wanma.job.errors import JobError
+from wanma.parallel.parallelize import Parallel
+
+INTO_THE_MODEL = (
+    "make it a part of the model: a module that holds both, takes the targets as an input too and returns "
+    "the losses"
+)
+NOT_TRAINED = (
+    "Weights that are not to be trained: requires_grad_(False), or torch.no_grad() around what computes with "
+    "them"
+)
+
+
+def refuse_own_weights(losses: Tensor, outputs: Iterable[Tensor], parallel: Parallel, rows: int) -> None:
+    """Refuse losses whose gradient reaches weights that are not the model's.
+
+    It follows the graph of the losses as far as the model's outputs. A tensor (rows, ...) is taken for an
+    input whose gradient is wanted, as for a penalty.
+
+    Args:
+        losses: with a gradient.
+        outputs: of the model.
+        rows: of the micro-batch.
+
+    Raises:
+        JobError: there are some; names their shapes.
+    """
+    of_model = {id(tensor) for tensor in parallel.computing()}
+    found = [
+        leaf
+        for leaf in _leaves(losses, outputs)
+        if id(leaf) not in of_model
+        if isinstance(leaf, nn.Parameter) or leaf.ndim == 0 or len(leaf) != rows
+    ]
+    if not found:
+        return
+    shapes = ", ".join(sorted({str(tuple(leaf.shape)) for leaf in found}))
+    raise JobError(
+        f"the losses depend on weights of shape {shapes} that are not the model's, and wanma trains those of "
+        "the model",
+        f"{INTO_THE_MODEL}. {NOT_TRAINED}. Weights of the model are read from its modules in every forward",
+    )
+
+
+def _leaves(losses: Tensor, outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors at which the graph of the losses ends, without what lies behind the outputs."""
+    seen: set[Any] = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    waiting: list[Any] = [losses.grad_fn]
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        waiting += [before for before, _ in node.next_functions]
+    return found
