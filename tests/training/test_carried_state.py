@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -179,6 +180,18 @@ class Spectral(Plain):
         self.first = nn.utils.parametrizations.spectral_norm(self.first)
 
 
+class WithAPartOfOneRank(Plain):
+    """Rank 1 ends with a part that rank 0 has no samples for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(self.blocks[0](x))
+        return y + self.blocks[1](x).mean() if dist.get_rank() == 1 else y
+
+
 def own_loop(folder: Path, plan: Plan, kind: type[nn.Module], uneven: Any = None) -> None:
     sections = job(plan)
     if uneven is not None:
@@ -216,3 +229,11 @@ def test_a_rank_with_one_row_takes_part_in_the_check(tmp_path: Path) -> None:
 def test_an_own_loop_of_several_ranks_is_refused_together(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="share its micro-batch"):
         run_ranks(own_loop_in_rank, 2, (tmp_path, ON_TWO, Centring))
+
+
+def test_ranks_that_use_unlike_parts_are_refused_and_do_not_wait(tmp_path: Path) -> None:
+    parallel = {"dp_shard": 2, "shard": "parameters", "micro_batch": 2, "collectives": "gloo"}
+    given = {"global_batch": 8, "parallel": parallel}
+    expected = "rank 0 has gathered all that it uses while rank 1 gathers blocks.1"
+    with pytest.raises(AssertionError, match=expected):
+        run_ranks(own_loop_in_rank, 2, (tmp_path, ON_TWO, WithAPartOfOneRank, given), seconds=20)

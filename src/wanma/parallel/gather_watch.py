@@ -67,7 +67,8 @@ class GatherWatch:
 
     def __init__(self, plan: Plan, names: Sequence[str]) -> None:
         self._plan, self._names = plan, names
-        self._steps = 0
+        self.steps = 0
+        """Steps that have ended."""
         self.hash = 0
         """Hash of the order of gathers since the last step ended."""
 
@@ -95,13 +96,13 @@ class GatherWatch:
         Raises:
             AgreedError: their gathers came in different orders.
         """
-        self._steps += 1
+        self.steps += 1
         self.hash = 0
         if differs:
             raise self._refusal("ranks gathered parts of the model in different orders")
 
     def _compare(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
-        if self._plan.device != "cpu" and (self._steps >= _WATCHED_STEPS or not _has_cpu(group)):
+        if self._plan.device != "cpu" and (self.steps >= _WATCHED_STEPS or not _has_cpu(group)):
             return _nothing
         mine, me = torch.tensor([number]), group.rank()
         found = [mine if rank == me else torch.empty_like(mine) for rank in range(group.size())]
@@ -158,7 +159,8 @@ class _Watched(AllGather):
         async_op: bool = False,
     ) -> Any:
         check = self._watch.gathers(self._number, group)
-        if not isinstance(self._inner, GlooAllGather) or not self._inner.ahead:
+        # Before the first step a refusal may be caught: nothing may be left under way by then.
+        if not isinstance(self._inner, GlooAllGather) or not self._inner.ahead or self._watch.steps == 0:
             check()
             return self._inner(output_tensor, input_tensor, group, async_op)
         work = self._inner(output_tensor, input_tensor, group, async_op)

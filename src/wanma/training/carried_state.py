@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.shards import local_part
 from wanma.data.data import Data
-from wanma.job.errors import JobError
+from wanma.job.errors import AgreedError, JobError
 from wanma.models.statistics import GroupedBatchNorm, noting_modules
 from wanma.parallel.global_batch import GlobalBatch
 from wanma.training.coupling import is_cut, refuse_together
@@ -131,7 +131,7 @@ class FirstForward:
             passes = _Passes(trainer, forward, kept)
             try:
                 number = torch.arange(rows)
-                together = passes.run(number).outputs
+                together = passes.run(number, is_real=True).outputs
                 if self._gathering.is_used:
                     return False, False
                 # Ranks may have unlike numbers of rows, but gather parameters equally often.
@@ -188,13 +188,16 @@ class _Passes:
         with undisturbed(parts) as kept:
             yield _Passes(self.trainer, self._forward, kept)
 
-    def run(self, *history: Tensor) -> _Left:
+    def run(self, *history: Tensor, is_real: bool = False) -> _Left:
         """The last of several passes, one after the other.
+
+        Args:
+            is_real: the rows are those of a step, so that its refusal is theirs.
 
         Raises:
             _FailedError: one of them fails.
+            AgreedError: a real one uses other parts of the model than other ranks do.
         """
-        parallel = self.trainer.state.parallel
         output: Any = None
         try:
             for rows in history:
@@ -204,24 +207,37 @@ class _Passes:
                 before = np.random.get_state(legacy=False)["state"]["pos"], random.getstate()
                 try:
                     output = self._forward(rows)
+                except AgreedError:
+                    self._clear()  # some ranks may have come to `settle`: all have left it
+                    raise
+                except Exception:
+                    self._clear()
+                    self.trainer.state.parallel.settle()
+                    raise
                 finally:
                     self.draws |= before != (
                         np.random.get_state(legacy=False)["state"]["pos"],
                         random.getstate(),
                     )
-                    for part in parallel.parts:
-                        for module in noting_modules(part).values():
-                            module.take()
-                    parallel.rest()
-                    parallel.settle()
+                self._clear()
+                self.trainer.state.parallel.settle()
             outputs = [x.detach().clone() for x in tensors_of(output) if x.ndim > 0]
             return _Left(outputs, self._kept.changes(), self._kept.attributes_changed)
         except JobError:
             raise
         except Exception as error:
+            if is_real and isinstance(error, AgreedError):
+                raise
             raise _FailedError from error
         finally:
             self._kept.put_back()
+
+    def _clear(self) -> None:
+        """Let go of what a pass has left: noted statistics, and parameters that it has made whole."""
+        for part in self.trainer.state.parallel.parts:
+            for module in noting_modules(part).values():
+                module.take()
+        self.trainer.state.parallel.rest()
 
 
 @torch.no_grad()
