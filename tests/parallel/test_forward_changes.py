@@ -130,3 +130,41 @@ def test_a_change_that_would_be_lost_or_made_otherwise_is_refused(
     objects = {"model": seeded(kind), "data": Numbers()}
     with pytest.raises(AssertionError, match=message):
         spread_over(tmp_path / "many", job(tmp_path, collectives), plan, objects=objects, seconds=40)
+
+
+class ClampedLayer(nn.Linear):
+    """A layer whose weights stay small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x).tanh()
+
+
+class WrittenLayer(nn.Linear):
+    """A layer that writes a buffer in place, the same at each pass, and multiplies by it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("norm", torch.ones(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.copy_(self.weight.detach().norm())
+        return super().forward(x).tanh() * self.norm
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ClampedLayer, r"1.weight was changed in a forward pass, of which a step has several"),
+        (WrittenLayer, r"parallel.pp = 2: a tensor that backward needs was changed in place.*\n.*self.x = "),
+    ],
+)
+def test_a_change_between_a_forward_and_its_backward_is_refused_in_a_pipeline(
+    kind: type[nn.Linear], message: str, tmp_path: Path
+) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), kind(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    objects = {"model": layers, "data": Numbers()}
+    plan = Plan(pp=2, schedule="gpipe", micro_batch=2)
+    with pytest.raises(AssertionError, match=message):
+        spread_over(tmp_path / "many", job(tmp_path, "gloo"), plan, objects=objects, seconds=40)

@@ -97,8 +97,8 @@ class Pipeline:
             the sum of the micro-batches' losses on the last stage, zero elsewhere.
 
         Raises:
-            WanmaError: a stage puts out something else than one tensor, or the schedule cannot take its
-                backward apart.
+            WanmaError: a stage puts out something else than one tensor or changes what its backward needs, or
+                the schedule cannot take its backward apart.
         """
         self._tell(positions, loss)
         schedule = self._schedule(batch, count, trains=True)
@@ -106,6 +106,8 @@ class Pipeline:
             with self._work.telling_what_is_waited():
                 total = self._drive(schedule.step, batch)
         except RuntimeError as error:
+            if _CHANGED_MEANWHILE in f"{error} {error.__cause__}":
+                raise self._changed_meanwhile() from error
             reason = next((why for text, why in _NOT_TAKEN_APART.items() if text in str(error)), None)
             if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
                 raise
@@ -128,6 +130,20 @@ class Pipeline:
                 return self._drive(self._schedule(batch, count, trains=False).eval, batch)
         finally:
             self._clock.is_on = True
+
+    def _changed_meanwhile(self) -> JobError:
+        """The refusal of forward passes between a forward and its backward that change what backward needs."""
+        try:
+            for part in self._data_parallel.values():
+                part.refuse_changes()
+        except JobError as refusal:
+            return refusal
+        return JobError(
+            f"parallel.pp = {self._plan.pp}: a tensor that backward needs was changed in place after its forward "
+            "pass, by a forward pass of another micro-batch unless one rank alone fails too",
+            "let a forward make new tensors (a buffer by self.x = ..., not self.x.copy_(...)), or use "
+            "parallel.pp = 1",
+        )
 
     def _tell(self, positions: Tensor | None, loss: Loss) -> None:
         self._loss = loss
@@ -319,6 +335,8 @@ SAMPLES = "wanma_samples"
 """Name under which a micro-batch's samples travel beside the model's own keyword arguments."""
 _FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """Names of the actions of torch's schedules that belong to a forward."""
+_CHANGED_MEANWHILE = "has been modified by an inplace operation"
+"""In torch's message for it."""
 _NOT_TAKEN_APART = {
     "backward through the graph a second": "a parameter that one stage uses twice",
     "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalisation",

@@ -232,6 +232,12 @@ class Sharded:
         if self.scalars is not None:
             yield from self.scalars.computing()
 
+    def refuse_changes(self) -> None:
+        """As of `Whole`."""
+        self.order.refuse_changes()
+        if self.scalars is not None:
+            self.scalars.refuse_changes()
+
     def meet(self) -> None:
         """
         Raises:

@@ -96,6 +96,14 @@ class UnitOrder:
             unit.end_step(tells.had)
             self._copies[unit].end_step()
 
+    def refuse_changes(self) -> None:
+        """
+        Raises:
+            JobError: a copy of a weight has been written to.
+        """
+        for copies in self._copies.values():
+            copies.end_step()
+
     def meet(self) -> None:
         """Before ranks communicate otherwise than by gathers: all that gather from each other call it.
 

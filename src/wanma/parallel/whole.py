@@ -176,6 +176,14 @@ class Whole:
         self._changes.begin_micro_batch()
         self._sums, self._is_last = None, last
 
+    def refuse_changes(self) -> None:
+        """When a backward has failed.
+
+        Raises:
+            JobError: a forward pass of the step has changed a weight.
+        """
+        self._changes.end_backward()
+
     def end_backward(self) -> None:
         """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
 
