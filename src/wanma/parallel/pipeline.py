@@ -132,15 +132,15 @@ class Pipeline:
             self._clock.is_on = True
 
     def _changed_meanwhile(self) -> JobError:
-        """The refusal of forward passes between a forward and its backward that change what backward needs."""
+        """The refusal of a forward pass that changes what the backward of another needs."""
         try:
             for part in self._data_parallel.values():
                 part.refuse_changes()
         except JobError as refusal:
             return refusal
         return JobError(
-            f"parallel.pp = {self._plan.pp}: a tensor that backward needs was changed in place after its forward "
-            "pass, by a forward pass of another micro-batch unless one rank alone fails too",
+            f"parallel.pp = {self._plan.pp}: a tensor that backward needs was changed in place after its "
+            "forward pass, by a forward pass of another micro-batch unless one rank alone fails too",
             "let a forward make new tensors (a buffer by self.x = ..., not self.x.copy_(...)), or use "
             "parallel.pp = 1",
         )
