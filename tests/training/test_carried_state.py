@@ -131,6 +131,24 @@ def test_what_a_pass_carries_on_is_refused_in_several_micro_batches(
     assert not (tmp_path / "metrics.jsonl").read_text()
 
 
+class CountingLayer(nn.Linear):
+    """Divides by the number of its passes, which is an attribute."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x) / self.passes
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_stages_pass_carries_on_is_refused_in_a_pipeline(rows: int, tmp_path: Path) -> None:
+    plan = Plan(pp=2, micro_batch=rows, precision="fp64")
+    layers = nn.Sequential(nn.Linear(8, 8), CountingLayer(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    with pytest.raises(AssertionError, match="what the model puts out depends on the forward passes before"):
+        run_job(tmp_path, job(plan), plan, objects={"model": layers, "data": Numbers()})
+
+
 def test_draws_of_numpy_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"what numpy\.random or random draw(?s:.)*draw by torch"):
         train(tmp_path, ON_TWO, Drawing)

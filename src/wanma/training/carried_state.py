@@ -60,7 +60,9 @@ def model_passes(trainer: Trainer, data: Data, forward_backward: ForwardBackward
             real=batch.real[: len(chosen)],
             keywords={name: x[chosen] for name, x in batch.keywords.items()},
         )
-        return forward_backward.evaluate([part])[:2] if pipelined else forward_backward.output(part)
+        if not pipelined:
+            return forward_backward.output(part)
+        return [total.view(1) for total in forward_backward.evaluate([part])[:2]]
 
     return forward, rows
 

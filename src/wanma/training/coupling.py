@@ -108,6 +108,8 @@ def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, boo
     plan, half = trainer.plan, batch.rows // 2
     rows = torch.arange(batch.rows, device=batch.samples.device)
     first, second, rest = rows.split([half, half, batch.rows - 2 * half])
+    if plan.pp > 1:
+        passes.run(batch, rows)  # before the first, stages are run once more, to tell each other their shapes
     sums = [
         passes.run(batch, torch.cat([one, other, rest]))
         for one, other in ((first, second), (second, first), (first, first), (second, second))
