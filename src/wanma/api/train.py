@@ -63,6 +63,7 @@ def train(
     model: nn.Module | None = None,
     data: Any = None,
     loss: Any = None,
+    metrics: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     run_directory: Path | str | None = None,
 ) -> Result:
@@ -73,19 +74,21 @@ def train(
         model: a plain module instead of `[model]`; afterwards it holds the trained weights.
         data: a map-style dataset, or a pair (training, validation), instead of `[data]`.
         loss: function (output, targets) -> one loss per target (reduction="none"); default: cross entropy.
+        metrics: of validation, by name: functions (output, targets) -> one value per sample or target, whose
+            mean is taken; or (values, mask), (values, weights), (sum, count).
         overrides: 'train.steps=500' and so on.
         run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
 
     Raises:
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
     """
-    _check_objects(model, data, loss)
+    _check_objects(model, data, loss, metrics)
     if model is not None:
         kind = type(model)
         overrides = name_own_model(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
     job = job_from(job, overrides)
     run = run_directory_of(job, run_directory)
-    objects = {"model": model, "data": data, "loss": loss}
+    objects = {"model": model, "data": data, "loss": loss, "metrics": metrics}
     failures: list[str] = []
     exit_code = train_job(
         job,
@@ -105,8 +108,8 @@ def train(
     return result
 
 
-def _check_objects(model: Any, data: Any, loss: Any) -> None:
-    """Refuse, before anything starts, what cannot be a model, a dataset or a loss."""
+def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:
+    """Refuse, before anything starts, what cannot be a model, a dataset, a loss or metrics."""
     if model is not None:
         from wanma.models.ready import check_ready
 
@@ -119,6 +122,10 @@ def _check_objects(model: Any, data: Any, loss: Any) -> None:
         from wanma.training.own_loss import check_loss
 
         check_loss(loss)
+    if metrics is not None:
+        from wanma.training.metrics import check_metrics
+
+        check_metrics(metrics)
 
 
 def _take_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -203,6 +203,11 @@ class TrainSection(Section):
     validation_samples: int = Field(
         256, gt=0, le=1_000_000_000_000, description="samples per validation, fixed by the seed"
     )
+    metrics: dict[str, str] = Field(
+        default_factory=dict,
+        description="of validation: name = 'package.module:function' (output, targets) -> value per sample "
+        "or target, or (sum, count)",
+    )
     seed: int = Field(
         1, ge=0, le=2**63 - 1, description="of initialisation, data order and every random draw"
     )

@@ -139,6 +139,7 @@ def validation_text(event: Event) -> str:
     ]
     if event.get("accuracy") is not None:
         named.append(f"accuracy {share_text(event['accuracy'])}")
+    named += [f"{name} {number_text(value)}" for name, value in event.get("metrics", {}).items()]
     return f"validation {', '.join(named)} (step {event['step']:,})"
 
 

@@ -94,6 +94,7 @@ def to_scalars(event: Event) -> dict[str, float]:
             for key, value in event.items()
             if key not in ("step", "time") and isinstance(value, int | float)
         }
+        named |= {f"validation/{name}": value for name, value in event.get("metrics", {}).items()}
     else:
         return {}
     return {tag: float(value) for tag, value in named.items() if value is not None}

@@ -70,6 +70,7 @@ def key_numbers(report: Report) -> list[Tile]:
             extra.append(f"perplexity {number_text(best['perplexity'])}")
         if best.get("accuracy") is not None:
             extra.append(f"accuracy {share_text(best['accuracy'])}")
+        extra += [f"{name} {number_text(value)}" for name, value in best.get("metrics", {}).items()]
         extra.append(f"step {best['step']:,}")
         tiles.append(Tile("best validation", number_text(best["loss"]), ", ".join(extra)))
     tiles.append(Tile(report.rate_unit, number_text(report.median("tokens_per_second")), "median"))

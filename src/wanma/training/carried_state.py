@@ -62,7 +62,7 @@ def model_passes(trainer: Trainer, data: Data, forward_backward: ForwardBackward
         )
         if not pipelined:
             return forward_backward.output(part)
-        return [total.view(1) for total in forward_backward.evaluate([part])[:2]]
+        return [total.view(1) for total in forward_backward.evaluate_losses([part])]
 
     return forward, rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -22,7 +22,8 @@ from wanma.parallel.pipeline import Loss
 from wanma.parallel.sequence import residual_positions, split_sequence
 from wanma.training.doubles import explaining_doubles
 from wanma.training.labels import SampleLabels
-from wanma.training.loss import Classification, LossFunction, class_range, right_classes
+from wanma.training.loss import Classification, LossFunction, class_range
+from wanma.training.metrics import Metrics
 from wanma.training.outputs import tensors_of
 from wanma.training.own_weights import refuse_own_weights
 
@@ -33,7 +34,17 @@ _EVALUATED_TOGETHER = 4
 class ForwardBackward:
     """Runs a step's micro-batches through the model, pipelined or one after the other."""
 
-    def __init__(self, parallel: Parallel, job: Job, plan: Plan, grid: Grid, loss: LossFunction) -> None:
+    def __init__(
+        self,
+        parallel: Parallel,
+        job: Job,
+        plan: Plan,
+        grid: Grid,
+        loss: LossFunction,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.metrics = metrics or Metrics({})
+        """Computed beside the loss in `evaluate`."""
         self._parallel = parallel
         self._plan = plan
         self._job = job
@@ -83,42 +94,54 @@ class ForwardBackward:
         self._parallel.end_backward()
         return self._counted(loss_sum, targets)
 
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[Tensor, ...]:
         """Without gradients.
 
         Returns:
-            (sum of losses, number of targets, number of right classes where targets are classes of
-            whole samples), counted as above.
+            (sum of losses, number of targets, and the sum and count of each metric), counted as above.
         """
-        loss_sum, targets, right = self._zero(), self._zero(), self._zero()
+        sums = self.evaluate_losses(batches, self.metrics)
+        return *sums, *self.metrics.sums(self._grid.device, counts=self._grid.counts_loss)
+
+    def evaluate_losses(
+        self, batches: Iterable[Batch], metrics: Metrics | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of losses, number of targets) without gradients, counted as above.
+
+        Args:
+            metrics: add up what they count.
+        """
+        loss_sum, targets, metrics = self._zero(), self._zero(), metrics or Metrics({})
+        metrics.begin()
         if self._parallel.pipeline is not None:
             remaining = iter(batches)
             # A schedule keeps what all its micro-batches put out until its end: a few at a time.
-
-            def loss(output: Tensor, of_batch: Tensor) -> Tensor:
-                right.add_(right_classes(output, of_batch))
-                return self._of_pipeline.sum(output, of_batch)
-
             while some := list(islice(remaining, _EVALUATED_TOGETHER * self._plan.pp)):
+                real = iter(
+                    stack_rows(some, self._plan.micro_batch).real.to(self._grid.device).chunk(len(some))
+                )
+
+                def loss(output: Tensor, of_batch: Tensor, real: Iterator[Tensor] = real) -> Tensor:
+                    metrics.add(output, of_batch, next(real))
+                    return self._of_pipeline.sum(output, of_batch)
+
                 some_loss, some_targets = self._pipelined(some, 1.0, loss, backward=False)
                 loss_sum += some_loss
                 targets += some_targets
-            self._parallel.rest()
-            self._parallel.settle()
-            return loss_sum, targets, right if self._grid.counts_loss else self._zero()
-        with torch.no_grad():
-            for batch in batches:
-                part, positions = self._part(batch)
-                with self._drawing(part, positions) as forward:
-                    output = self._forward(part)
-                    batch_loss, batch_targets = self._loss(output, part)
-                    forward.end()
-                loss_sum += batch_loss
-                targets += batch_targets
-                right += right_classes(output, part.targets)
+        else:
+            with torch.no_grad():
+                for batch in batches:
+                    part, positions = self._part(batch)
+                    with self._drawing(part, positions) as forward:
+                        output = self._forward(part)
+                        batch_loss, batch_targets = self._loss(output, part)
+                        forward.end()
+                    loss_sum += batch_loss
+                    targets += batch_targets
+                    metrics.add(output, part.targets, part.real)
         self._parallel.rest()
         self._parallel.settle()
-        return *self._counted(loss_sum, targets), right if self._grid.counts_loss else self._zero()
+        return self._counted(loss_sum, targets)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sum, number of targets) of this rank's part of a micro-batch, without pipeline and backward."""

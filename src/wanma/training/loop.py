@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,11 @@ from wanma.data.loader import Loader
 from wanma.parallel.global_batch import GlobalBatch
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.trainer import Trainer
+from wanma.training.undisturbed import undisturbed
 from wanma.training.update import Agreement
 
 Evaluate = Callable[[Iterable[Batch]], tuple[Tensor, ...]]
-"""Over this rank's batches, without gradients: (sum of losses, targets), and right classes where known."""
+"""Over this rank's batches, without gradients: (sum of losses, targets), and sum and count of each metric."""
 
 
 def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, gathering: GlobalBatch) -> str:
@@ -36,7 +38,8 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
     job, state, phases = trainer.job, trainer.state, trainer.phases
     progress = trainer.worker.control.progress
     outcome = "finished"
-    measure = partial(validate, trainer, data, forward_backward.evaluate, gathering)
+    names = forward_backward.metrics.names
+    measure = partial(validate, trainer, data, forward_backward.evaluate, gathering, lambda: names)
     with Loader(
         data,
         trainer.plan,
@@ -97,12 +100,19 @@ def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float
     return saves
 
 
-def validate(trainer: Trainer, data: Data, evaluate: Evaluate, gathering: GlobalBatch) -> float | None:
+def validate(
+    trainer: Trainer,
+    data: Data,
+    evaluate: Evaluate,
+    gathering: GlobalBatch,
+    names: Callable[[], Sequence[str]],
+) -> float | None:
     """Mean loss over the job's fixed validation samples, with the averaged weights where there are any, or
     with those that all sites share.
 
     Args:
         gathering: for losses that see a whole global batch.
+        names: of the metrics, called when they have been computed.
 
     Returns:
         the loss, or None when the data has no validation part.
@@ -119,13 +129,32 @@ def validate(trainer: Trainer, data: Data, evaluate: Evaluate, gathering: Global
         numbers = torch.stack(evaluate(batches))
     if trainer.plan.world_size > 1:
         dist.all_reduce(numbers)
-    loss_sum, targets, *right = numbers.tolist()
+    loss_sum, targets, *sums = numbers.tolist()
     loss = float(loss_sum / targets) if targets else 0.0
-    metrics = {"perplexity": math.exp(min(loss, 700.0))} if data.kind == "tokens" else {}
-    if data.kind == "images" and right:
-        metrics = {"accuracy": right[0] / max(targets, 1.0)}
-    trainer.validated(loss, int(targets), metrics)
+    known = {"perplexity": math.exp(min(loss, 700.0))} if data.kind == "tokens" else {}
+    pairs = zip(names(), sums[::2], sums[1::2], strict=True)
+    metrics = {name: total / count for name, total, count in pairs if count}
+    trainer.validated(loss, int(targets), known | metrics)
     return loss
+
+
+def try_metrics(
+    trainer: Trainer, data: Data, forward_backward: ForwardBackward, gathering: GlobalBatch
+) -> None:
+    """Compute the user's metrics of a few validation samples, before the first step; nothing of it stays.
+
+    Raises:
+        WanmaError: one fails, or depends on which samples are in a batch together.
+    """
+    count = min(trainer.job.train.validation_samples, data.validation_samples)
+    if count == 0 or trainer.state.step >= trainer.job.train.steps:
+        return
+    parts, metrics = trainer.state.parallel.parts, forward_backward.metrics
+    batches = _validation_batches(trainer, data, count, gathering)
+    metrics.checks = True
+    with undisturbed(parts), _evaluating(parts), closing(batches):
+        forward_backward.evaluate(islice(batches, 1))
+    metrics.checks = False
 
 
 @contextmanager

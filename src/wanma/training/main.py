@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from wanma.data.data import Data
 from wanma.data.open import open_data
@@ -32,9 +33,10 @@ from wanma.training.coupling import Checked, refuse_coupling
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
 from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of, noting_identity
-from wanma.training.labels import default_loss
-from wanma.training.loop import run_loop
-from wanma.training.loss import LossFunction, user_loss
+from wanma.training.labels import SampleLabels, default_loss
+from wanma.training.loop import run_loop, try_metrics
+from wanma.training.loss import Classification, LossFunction, user_loss
+from wanma.training.metrics import ACCURACY, Metrics, class_accuracy, own_metrics
 from wanma.training.numerics import set_numerics
 from wanma.training.own_loss import ready_loss
 from wanma.training.request import Request
@@ -95,7 +97,8 @@ def train(worker: Worker, request: Request) -> str:
             if health is not None:
                 trainer.tell_health(health)
             loss = choose_loss(request, spec, data, parallel, grid.device)
-            forward_backward = ForwardBackward(parallel, job, plan, grid, loss)
+            metrics = choose_metrics(request, data, loss)
+            forward_backward = ForwardBackward(parallel, job, plan, grid, loss, metrics)
             gathering = GlobalBatch(grid, job.train.global_batch)
             if checked := own_code(request, spec, forward_backward):
                 progress(trainer.state.step, "checking the loss")
@@ -103,6 +106,9 @@ def train(worker: Worker, request: Request) -> str:
                 if checked.model_is_own and not gathering.is_used:
                     forward, rows = model_passes(trainer, data, forward_backward)
                     refuse_carried_state(trainer, forward, rows, whole=plan.pp == 1)
+            if has_own_metrics(request):
+                progress(trainer.state.step, "checking the metrics")
+                try_metrics(trainer, data, forward_backward, gathering)
             return run_loop(trainer, data, forward_backward, gathering)
 
 
@@ -154,6 +160,22 @@ def choose_loss(
     return default_loss(spec, data, parallel)
 
 
+def has_own_metrics(request: Request) -> bool:
+    return bool(request.objects.get("metrics") or request.job.train.metrics)
+
+
+def choose_metrics(request: Request, data: Data, loss: LossFunction) -> Metrics:
+    """The metrics that the user passed or named; beside them accuracy, where there are images or the default
+    loss tells classes apart."""
+    functions = own_metrics(request.objects.get("metrics"), request.job.train.metrics)
+    own = own_loss(request)
+    tells_classes = isinstance(loss, Classification | SampleLabels) or isinstance(own, nn.CrossEntropyLoss)
+    of_classes = data.kind == "images" or (data.kind == "custom" and tells_classes)
+    if of_classes and request.plan.cp == 1:  # else targets are sequences
+        functions = {ACCURACY: class_accuracy, **functions}
+    return Metrics(functions, by_position=request.plan.cp > 1)
+
+
 def own_code(request: Request, spec: ModelSpec, forward_backward: ForwardBackward) -> Checked | None:
     """A model or loss that may couple samples; None where both are wanma's."""
     loss = own_loss(request)
@@ -161,7 +183,7 @@ def own_code(request: Request, spec: ModelSpec, forward_backward: ForwardBackwar
         return None
     pipelined = request.plan.pp > 1
     return Checked(
-        (lambda batch: forward_backward.evaluate([batch])[:2]) if pipelined else forward_backward.losses,
+        (lambda batch: forward_backward.evaluate_losses([batch])) if pipelined else forward_backward.losses,
         model_is_own=spec.kind == "custom",
         others=() if loss is None else (loss,),
     )

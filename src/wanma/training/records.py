@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
-from wanma.job.worker import Worker
+from wanma.job.worker import Restart, Worker
 from wanma.observe.forward import ForwardSink
 from wanma.observe.jsonl import JsonLinesSink
 from wanma.observe.recorder import Recorder, Sink
@@ -29,6 +31,25 @@ def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> Non
         recorder.message(text, "warning")
     elif worker.local_rank == 0:
         worker.control.event({"kind": "message", "level": "warning", "text": text})
+
+
+def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:
+    """Record what happened and what it cost.
+
+    Args:
+        source: of the state that the ranks have taken up.
+        step: of that state.
+    """
+    change = asdict(restart.change) if restart.change is not None else None
+    recorder.event(
+        "recovery" if restart.failure else "growth",
+        **({"failure": restart.failure, "attempt": restart.attempt} if restart.failure else {}),
+        **({"change": change} if change is not None else {}),
+        source=source,
+        step=step,
+        repeated_steps=max(restart.reached_step - step, 0),
+        seconds=time.monotonic() - restart.failed_at,
+    )
 
 
 class StepLog:

@@ -20,7 +20,8 @@ class Request:
     peak_flops_per_second: float | None = None
     """Of one rank's device."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """What a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function)."""
+    """What a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function),
+    `metrics` (functions by name)."""
     parameter_hooks: dict[str, Any] = field(default_factory=dict)
     """Hooks of that model's parameters, which are sent without them."""
     seeded: bool = False

@@ -13,7 +13,7 @@ Accumulation, sharding, clipping, the schedule, validation, records, checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -51,10 +51,13 @@ from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
+from wanma.training.metrics import GivenMetrics, Value
 from wanma.training.trainer import Trainer
 
-LossesOf = Callable[[Batch], Losses]
-"""The user's forward pass: a batch to its losses."""
+Validated = Losses | tuple[Losses, Mapping[str, Value]]
+"""The losses of a batch; or a pair of these and of metrics by name."""
+LossesOf = Callable[[Batch], Validated]
+"""The user's forward pass: a batch to its losses, in validation perhaps with metrics."""
 
 
 class Session:
@@ -151,7 +154,9 @@ class Session:
                 default: the job's `[data]`.
             validate: the losses of a validation batch, as for `step`. Called for all of them when the job
                 says so (`train.validate_every_steps`, and at the end), without gradients, in evaluation
-                mode, on the averaged weights if there are any.
+                mode, on the averaged weights if there are any. It may return a pair, (losses, metrics), with
+                metrics by name: a value per sample or target, (values, mask), (values, weights) or
+                (sum, count).
 
         Raises:
             WanmaError: a second call; no model or no data; a checkpoint of another model, other data or
@@ -371,25 +376,36 @@ class Session:
 
     def _measuring(self, trainer: Trainer, data: Data, losses_of: LossesOf) -> Callable[[], float | None]:
         """Validation by the user's own forward pass."""
+        metrics = GivenMetrics()
 
         def evaluate(batches: Iterable[Batch]) -> tuple[Tensor, ...]:
             loss_sum, targets = self._zero(), self._zero()
+            metrics.begin()
             with torch.no_grad():
                 for batch in batches:
-                    of_batch, number = self._losses_of(trainer, losses_of, batch.to(self.device))
+                    of_batch, number = self._losses_of(trainer, losses_of, batch.to(self.device), metrics)
                     loss_sum += of_batch
                     targets += number
             trainer.state.parallel.rest()
             trainer.state.parallel.settle()
-            return loss_sum, targets
+            return loss_sum, targets, *metrics.sums(self.device, counts=self.grid.counts_loss)
 
-        return partial(validate_with, trainer, data, evaluate, self._gathering)
+        return partial(validate_with, trainer, data, evaluate, self._gathering, lambda: metrics.names)
 
-    def _losses_of(self, trainer: Trainer, losses_of: LossesOf, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, number of targets) of a batch, by the user's own forward pass."""
+    def _losses_of(
+        self, trainer: Trainer, losses_of: LossesOf, batch: Batch, metrics: GivenMetrics | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, number of targets) of a batch, by the user's own forward pass.
+
+        Args:
+            metrics: adds up those of the batch.
+        """
         draws, module = trainer.state.parallel.draws, trainer.state.parallel.module
         with draws.forward(module, batch.samples) as forward:
-            sums = self._count(losses_of(batch), batch)
+            losses, values = _with_metrics(losses_of(batch))
+            sums = self._count(losses, batch)
+            if metrics is not None:
+                metrics.add(values, batch.rows, batch.real)
             forward.end()
         return sums
 
@@ -416,6 +432,14 @@ class _Current:
         self.step, self.batch, self.is_last, self.forward = step, batch, is_last, forward
         self.loss_sum, self.targets = loss_sum, targets
         self.done = False
+
+
+def _with_metrics(validated: Validated) -> tuple[Losses, Mapping[str, Value]]:
+    if isinstance(validated, tuple) and len(validated) == 2 and isinstance(validated[1], Mapping):
+        losses: Any = validated[0]
+        return losses, validated[1]
+    plain: Any = validated
+    return plain, {}
 
 
 def _checked(example: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

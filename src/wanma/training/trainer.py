@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict
 from types import TracebackType
 
 import torch
@@ -34,10 +33,11 @@ from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
 from wanma.training.identity import UNKNOWN, Identity
 from wanma.training.memory import held_bytes
+from wanma.training.metrics import validation_fields
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.outer import OuterStep
 from wanma.training.precision import SMALLEST, LossScale
-from wanma.training.records import StepLog, open_recorder, tell_of_machine
+from wanma.training.records import StepLog, open_recorder, tell_of_machine, tell_recovery
 from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
@@ -342,7 +342,8 @@ class Trainer:
         if math.isfinite(loss) and (best is None or loss < best):
             self.state.best_loss = loss
         if self._recorder is not None:
-            self._recorder.event("validation", step=self.state.step, loss=loss, targets=targets, **metrics)
+            fields = {"loss": loss, "targets": targets, **validation_fields(metrics)}
+            self._recorder.event("validation", step=self.state.step, **fields)
 
     def save(self, metric: float | None = None) -> None:
         """Start saving the state after the current step; waits only for the copy.
@@ -459,16 +460,7 @@ class Trainer:
         if self._restart is None or self._recorder is None:
             return
         restart, self._restart, step = self._restart, None, self._resumed_step
-        change = asdict(restart.change) if restart.change is not None else None
-        self._recorder.event(
-            "recovery" if restart.failure else "growth",
-            **({"failure": restart.failure, "attempt": restart.attempt} if restart.failure else {}),
-            **({"change": change} if change is not None else {}),
-            source=self._resumed.source,
-            step=step,
-            repeated_steps=max(restart.reached_step - step, 0),
-            seconds=time.monotonic() - restart.failed_at,
-        )
+        tell_recovery(self._recorder, restart, self._resumed.source, step)
 
     def _wait_for_saves(self) -> list[SaveResult]:
         """A slow disk is no hang: the supervisor is told that it is waited for."""
