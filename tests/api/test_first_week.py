@@ -1,4 +1,4 @@
-"""The examples of a user's first week do what they say; each trains in this process, which saves starting others."""
+"""The examples of a first week do what they say; each trains in this process, which saves starting others."""
 
 from __future__ import annotations
 
