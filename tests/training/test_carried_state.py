@@ -149,6 +149,37 @@ def test_what_a_stages_pass_carries_on_is_refused_in_a_pipeline(rows: int, tmp_p
         run_job(tmp_path, job(plan), plan, objects={"model": layers, "data": Numbers()})
 
 
+class CentringLayer(nn.Linear):
+    """Takes the micro-batch's mean away."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class LayerOfOneRow(nn.Linear):
+    """Takes one sample at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise ValueError("one sample at a time")
+        return super().forward(x)
+
+
+def in_a_pipeline(folder: Path, kind: type[nn.Linear]) -> Outcome:
+    plan = Plan(pp=2, micro_batch=1, precision="fp64")
+    layers = nn.Sequential(kind(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    return run_job(folder, job(plan), plan, objects={"model": layers, "data": Numbers()}, seconds=60)
+
+
+def test_samples_that_see_each_other_are_refused_where_a_pipeline_has_one_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="which other samples share its micro-batch"):
+        in_a_pipeline(tmp_path, CentringLayer)
+
+
+def test_a_pipeline_of_a_model_that_takes_one_sample_trains(tmp_path: Path) -> None:
+    assert len(in_a_pipeline(tmp_path, LayerOfOneRow).losses) == STEPS
+
+
 def test_draws_of_numpy_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"what numpy\.random or random draw(?s:.)*draw by torch"):
         train(tmp_path, ON_TWO, Drawing)
@@ -237,6 +268,11 @@ def own_loop_in_rank(
 def test_an_own_loop_is_refused_at_its_first_forward(kind: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(JobError, match="would train another model"):
         own_loop(tmp_path, IN_PARTS, kind)
+
+
+def test_an_own_loop_with_one_row_is_refused_at_its_first_forward(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="would train another model"):
+        own_loop(tmp_path, Plan(micro_batch=1, precision="fp64"), Centring)
 
 
 def test_a_rank_with_one_row_takes_part_in_the_check(tmp_path: Path) -> None:

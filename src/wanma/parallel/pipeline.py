@@ -208,14 +208,15 @@ class Pipeline:
         found = [_Boundary(tuple(given.shape), given.dtype, requires_grad=False)]
         for number in range(self._plan.stages):
             told: list[Any] = [None]
+            failure: Exception | None = None
             if number in self._parts:
                 if number > 0:
                     given = torch.zeros(found[-1].shape, dtype=found[-1].dtype, device=self._grid.device)
-                told = [
-                    self._boundary_after(
-                        number, given, {**keywords, SAMPLES: batch.samples[:rows]}, found[-1]
-                    )
-                ]
+                announced = {**keywords, SAMPLES: batch.samples[:rows]}
+                try:
+                    told = [self._boundary_after(number, given, announced, found[-1])]
+                except Exception as error:  # the other ranks wait for its result
+                    failure, told = error, [f"stage {number} of the pipeline: {error}"]
             holder = next(rank for rank in range(self._plan.pp) if number in self._plan.stages_of(rank))
             dist.broadcast_object_list(
                 told,
@@ -223,6 +224,10 @@ class Pipeline:
                 group=self._group,
                 device=torch.device("cpu"),
             )
+            if failure is not None:
+                raise failure
+            if isinstance(told[0], str):
+                raise RuntimeError(told[0])
             found += told
         return found
 

@@ -109,11 +109,14 @@ class FirstForward:
     def _check(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._hook.remove()
         samples, draws = self._samples(), self._trainer.state.parallel.draws
-        given = arguments, keywords
+        given, has_company = (arguments, keywords), len(samples) > 1
+        if not has_company:
+            given = tree_map_only(Tensor, lambda x: _with_company(x) if _is_by_row(x, 1) else x, given)
+            samples = torch.cat([samples, samples + 1])
 
         def forward(rows: Tensor) -> Any:
             def select(x: Tensor) -> Tensor:
-                return x[rows] if x.ndim > 0 and len(x) == len(samples) else x
+                return x[rows] if _is_by_row(x, len(samples)) else x
 
             with draws.forward(module, samples[: len(rows)]) as drawing:
                 chosen, named = tree_map_only(Tensor, select, given)
@@ -121,19 +124,19 @@ class FirstForward:
                 drawing.end()
             return output
 
-        coupled = self._coupled(forward, len(samples))
+        coupled = self._coupled(forward, len(samples), is_real=has_company)
         if not self._gathering.is_used:
             refuse_together(self._trainer, *coupled)
-            refuse_carried_state(self._trainer, forward, len(samples))
+            refuse_carried_state(self._trainer, forward, len(samples) if has_company else 1)
 
-    def _coupled(self, forward: Forward, rows: int) -> tuple[bool, bool]:
+    def _coupled(self, forward: Forward, rows: int, *, is_real: bool) -> tuple[bool, bool]:
         """Return whether outputs depend on which other rows there are, and on how many."""
         trainer, half = self._trainer, max(rows // 2, 1)
         with _quiet(trainer), undisturbed(trainer.state.parallel.parts) as kept:
             passes = _Passes(trainer, forward, kept)
             try:
                 number = torch.arange(rows)
-                together = passes.run(number, is_real=True).outputs
+                together = passes.run(number, is_real=is_real).outputs
                 if self._gathering.is_used:
                     return False, False
                 # Ranks may have unlike numbers of rows, but gather parameters equally often.
@@ -151,6 +154,18 @@ class FirstForward:
         ]
         by_content = any(_differ(one, other, passes.tolerance) for one, other, _ in of_rows)
         return by_content, any(_differ(one, alone, _OTHER_SHAPE) for one, _, alone in of_rows)
+
+
+def _is_by_row(x: Tensor, rows: int) -> bool:
+    return x.ndim > 0 and len(x) == rows
+
+
+def _with_company(x: Tensor) -> Tensor:
+    """A sample, (1, ...), and another made of it: backwards, and a little smaller; flags stay as they are."""
+    if x.dtype == torch.bool:
+        return torch.cat([x, x])
+    other = x.flip(-1) if x.ndim > 1 else x
+    return torch.cat([x, other * 0.9 if x.is_floating_point() else other])
 
 
 class _FailedError(Exception):

@@ -91,7 +91,7 @@ def is_cut(trainer: Trainer) -> bool:
 def _rows(plan: Plan, samples: int) -> list[int]:
     """Numbers of rows to try: few, and as many as a micro-batch has, if a user's code takes no others."""
     if plan.pp > 1:  # whose stages are told their shapes
-        return [plan.micro_batch] if plan.micro_batch > 1 else []
+        return [max(plan.micro_batch, 2)]
     largest = min(max(math.ceil(plan.most_rows(samples) / plan.accumulation(samples)), 2), samples)
     return list(dict.fromkeys((min(_ROWS, largest), largest)))
 

@@ -192,8 +192,9 @@ class ForwardBackward:
         """Sums as of `__call__`; `loss` gives `factor` times those of a micro-batch."""
         pipeline = self._parallel.pipeline
         assert pipeline is not None
-        # A schedule wants equal micro-batches; padding rows have no targets and so no gradient.
-        stacked = stack_rows(batches, self._plan.micro_batch)
+        # A schedule wants equal micro-batches; padding rows have no targets and so no gradient. Checks before
+        # the first step may have more rows.
+        stacked = stack_rows(batches, max(self._plan.micro_batch, *(batch.rows for batch in batches)))
         positions = self._positions(stacked)
         whole = split_sequence(stacked.to(self._grid.device), self._grid)
         run = pipeline.run if backward else pipeline.evaluate
