@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from wanma.models.decoder import Decoder
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import keyed_samples
 from wanma.parallel.recompute import recompute
+from wanma.parallel.recomputed_attributes import RecomputedAttributes
 
 DECODER: dict[str, Any] = {
     "model": {"family": "decoder", "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "dropout": 0.1},
@@ -165,3 +167,68 @@ def test_a_block_that_changes_a_buffer_is_refused(policy: Recompute) -> None:
         block(torch.ones(2, 8))  # nothing is run again
     with pytest.raises(JobError, match="Counting changes its buffer count"):
         block(torch.ones(2, 8))
+
+
+class Keeping(nn.Module):
+    """A block that keeps something of each forward in an attribute."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.linear, self.keep = nn.Linear(8, 8), keep
+        self.steps, self.seen, self.mean, self.cache = 0, [], torch.zeros(8), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self, x)
+        hidden: Tensor = x + self.linear(x).relu()
+        return hidden
+
+
+def counts(block: Any, _: Tensor) -> None:
+    block.steps += 1
+
+
+def collects(block: Any, x: Tensor) -> None:
+    block.seen.append(len(x))
+
+
+def averages(block: Any, x: Tensor) -> None:
+    block.mean = 0.9 * block.mean + 0.1 * x.detach().mean(0)
+
+
+def averages_in_place(block: Any, x: Tensor) -> None:
+    block.mean.lerp_(x.detach().mean(0), 0.1)
+
+
+def sets_anew(block: Any, x: Tensor) -> None:
+    block.cache["latest"], block.mean, block.seen = x.detach() * 2, x.mean(0), [len(x)]
+
+
+@pytest.mark.parametrize("keep", [counts, collects, averages, averages_in_place])
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_block_whose_attributes_a_second_run_changes_again_is_refused(
+    policy: Recompute, keep: Callable[[Any, Tensor], None]
+) -> None:
+    block = Keeping(keep)
+    recompute([block], Plan(recompute=policy))
+    with torch.no_grad():
+        block(torch.ones(2, 8))  # nothing is run again
+    output = block(torch.ones(2, 8))
+    with pytest.raises(JobError, match=r"Keeping changes its attribute (steps|seen|mean) as it computes"):
+        output.sum().backward()
+
+
+def test_a_block_that_sets_attributes_anew_is_not() -> None:
+    block = Keeping(sets_anew)
+    recompute([block], Plan(recompute="full"))
+    for index in range(6):
+        block(torch.full((2, 8), float(index))).sum().backward()
+    first, second = block(torch.ones(2, 8)), block(torch.zeros(2, 8))
+    first.sum().backward()
+    second.sum().backward()
+
+
+def test_only_the_first_runs_are_compared() -> None:
+    block = Keeping(sets_anew)
+    watch, forward = RecomputedAttributes(block), block.forward
+    watched = [watch.watched(forward) is not forward for _ in range(6)]
+    assert watched == [True] * 4 + [False] * 2

@@ -28,6 +28,7 @@ from wanma.job.plan import Plan
 from wanma.models.costly import Costly
 from wanma.models.dropout import recompute_context
 from wanma.models.samples import SampleAware
+from wanma.parallel.recomputed_attributes import RecomputedAttributes
 from wanma.parallel.ring import OPERATOR as RING_ATTENTION
 
 _SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -62,16 +63,19 @@ def _recomputing(
         if module._buffers and not type(module).__module__.startswith("wanma.")
     ]
 
+    attributes = RecomputedAttributes(block)
+
     # torch.compile takes a function here, but no functools.partial, and does not know torch's own default
     # where it comes as an argument.
     def run(*arguments: Any, **keywords: Any) -> Any:
         watches = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         before = _versions(arguments) if watches else []
         buffers = _buffer_versions(with_buffers) if watches else {}
+        function = attributes.watched(forward) if watches else forward
         if contexts is None:
-            output = checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+            output = checkpoint(function, *arguments, use_reentrant=False, **keywords)
         else:
-            output = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+            output = checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
         if watches and _versions(arguments) != before:
             raise JobError(
                 f"{name} changes its input in place, which it would find changed when backward runs it again",

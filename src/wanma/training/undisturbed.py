@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wanma.checkpoint.shards import local_part
+from wanma.models.users_objects import ATTRIBUTES_OF_MODULES, is_users
 from wanma.training.state import random_state, restore_random_state
 
-_OWN_ROOMS = ("torch", "wanma", "builtins", "abc", "typing")
 _SMALL_BYTES = 64 << 20
-_KEPT_BY_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module: its tensors, children and hooks."""
 
 
 class Undisturbed:
@@ -48,7 +46,7 @@ class Undisturbed:
         parameters = _once(parameter for one in held for parameter in one._parameters.values())
         self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
         plain = [one for one in others if not isinstance(one, nn.Module)]
-        users = [one for one in (*held, *plain) if _is_users(one)]
+        users = [one for one in (*held, *plain) if is_users(one)]
         self._attributes = [(one, _copied(vars(one))) for one in users]
         self._generators = random_state(), np.random.get_state(), random.getstate()
 
@@ -126,16 +124,12 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-def _is_users(one: object) -> bool:
-    """Return whether a class of a user's has written its attributes."""
-    own = [kind for kind in type(one).__mro__ if kind.__module__.split(".")[0] not in _OWN_ROOMS]
-    return bool(own) and hasattr(one, "__dict__")
-
-
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """(value, copy of its content) by name."""
     return {
-        name: (value, _content(value)) for name, value in attributes.items() if name not in _KEPT_BY_TORCH
+        name: (value, _content(value))
+        for name, value in attributes.items()
+        if name not in ATTRIBUTES_OF_MODULES
     }
 
 
@@ -149,7 +143,7 @@ def _content(value: Any) -> Any:
 
 def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
     now = vars(one)
-    for name in now.keys() - attributes.keys() - _KEPT_BY_TORCH:
+    for name in now.keys() - attributes.keys() - ATTRIBUTES_OF_MODULES:
         del now[name]
     for name, (value, content) in attributes.items():
         now[name] = value
@@ -165,7 +159,7 @@ def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _is_changed(one: object, attributes: dict[str, tuple[Any, Any]]) -> bool:
-    now = {name: value for name, value in vars(one).items() if name not in _KEPT_BY_TORCH}
+    now = {name: value for name, value in vars(one).items() if name not in ATTRIBUTES_OF_MODULES}
     if now.keys() != attributes.keys():
         return True
     for name, (value, content) in attributes.items():
