@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, Plain, seeded
+from wanma.job.errors import JobError
 from wanma.job.plan import Plan
+from wanma.parallel.forward_changes import ForwardChanges, checksum
 
 
 class Clamped(Plain):
@@ -28,6 +31,20 @@ class Behind(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         self.first.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Late(Plain):
+    """As `Behind`, after a warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps > 80:
+            self.first.weight.data.clamp_(-0.1, 0.1)
         return super().forward(x)
 
 
@@ -168,3 +185,47 @@ def test_a_change_between_a_forward_and_its_backward_is_refused_in_a_pipeline(
     plan = Plan(pp=2, schedule="gpipe", micro_batch=2)
     with pytest.raises(AssertionError, match=message):
         spread_over(tmp_path / "many", job(tmp_path, "gloo"), plan, objects=objects, seconds=40)
+
+
+@pytest.mark.parametrize(
+    ("plan", "collectives"),
+    [(Plan(dp_shard=2, shard="parameters"), "gloo"), (Plan(dp_shard=2, shard="gradients"), "auto")],
+)
+def test_a_change_that_begins_late_is_refused_when_values_are_looked_at_again(
+    plan: Plan, collectives: str, tmp_path: Path
+) -> None:
+    text = job(tmp_path, collectives)
+    text["train"] = {**text["train"], "steps": 102}
+    with pytest.raises(AssertionError, match=SHARED_OUT.format("first.weight")):
+        spread_over(tmp_path, text, plan, objects={"model": seeded(Late), "data": Numbers()}, seconds=40)
+
+
+def step(changes: ForwardChanges, weight: Tensor, factor: float) -> None:
+    """Two micro-batches whose forwards multiply a weight."""
+    for index in range(2):
+        changes.begin_micro_batch()
+        if index == 0:
+            changes.begin([weight])
+        weight.data.mul_(factor)
+    changes.end_backward()
+
+
+def test_micro_batches_that_each_change_a_weight_late_are_refused() -> None:
+    weight = torch.ones(3, 3)
+    changes = ForwardChanges(["weight"])
+    for number in range(100):
+        step(changes, weight, 1.0 if number < 80 else 0.9)
+    with pytest.raises(JobError, match="weight was changed in a forward pass, of which a step has several"):
+        step(changes, weight, 0.9)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (4, 4), (0,), ()])
+def test_a_checksum_sees_any_element(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(40)
+    for start in (0, 1):
+        weight = whole[start : start + math.prod(shape)].view(shape)
+        before = checksum(weight)
+        for index in range(weight.numel()):
+            weight.data.view(-1)[index] += 0.5
+            assert checksum(weight) != before
+            before = checksum(weight)

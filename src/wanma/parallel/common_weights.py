@@ -31,7 +31,7 @@ from wanma.collectives.shared.group import SharedGroup
 from wanma.collectives.stopwatch import Stopwatch
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
-from wanma.parallel.forward_changes import WATCHED_STEPS, checksum, refuse_lost_change
+from wanma.parallel.forward_changes import checksum, is_watched, refuse_lost_change
 from wanma.parallel.units import group_of, units
 
 
@@ -69,9 +69,9 @@ class CommonWeights:
                 tensor.write()
             self._meet()
             self._may_have_changed = False
-            self._steps += 1
-            for tensor in self.tensors if self._steps <= WATCHED_STEPS else ():
+            for tensor in self.tensors if is_watched(self._steps) else ():
                 tensor.note()
+            self._steps += 1
 
     def begin_steps(self) -> None:
         """Watch the first steps from here on."""
