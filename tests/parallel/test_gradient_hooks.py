@@ -20,6 +20,7 @@ from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.worker import Worker, current_worker
+from wanma.models.parameter_hooks import hooks_of, register_hooks
 
 RATE = 0.1
 
@@ -103,6 +104,16 @@ def test_hooks_travel_with_the_module(tmp_path: Path) -> None:
     before = model.first.weight.detach().clone()
     wanma.train(text, model=model, data=Numbers(), run_directory=tmp_path / "run")
     assert torch.equal(model.first.weight, before)
+
+
+def test_hooks_of_a_parameter_that_was_frozen_afterwards_travel_too() -> None:
+    model, other = Plain(), Plain()
+    model.first.weight.register_hook(torch.zeros_like)
+    model.first.weight.register_post_accumulate_grad_hook(only_the_sign)
+    other.first.weight.requires_grad_(False)
+    register_hooks(other, hooks_of(model))
+    assert hooks_of(other) == hooks_of(model)
+    assert not other.first.weight.requires_grad
 
 
 def steps_itself(parameter: Tensor) -> None:

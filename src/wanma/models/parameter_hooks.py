@@ -55,7 +55,11 @@ def register_hooks(model: nn.Module, hooks: Mapping[str, tuple[list[Hook], list[
     """Register what `hooks_of` found."""
     for name, (on_gradient, after_gradient) in hooks.items():
         parameter = model.get_parameter(name)
+        # torch takes no hooks on a frozen parameter, but lets one with hooks be frozen.
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)
         for hook in on_gradient:
             parameter.register_hook(hook)
         for hook in after_gradient:
             parameter.register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(is_trained)
