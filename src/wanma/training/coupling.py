@@ -123,7 +123,7 @@ def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, boo
     together = passes.run(batch, rows[: 2 * half]) if len(rest) else ab
     parts = passes.run(batch, first), passes.run(batch, second, start=half)
     by_number = _differ((together,), parts, _OTHER_SHAPE)
-    if _any_rank(by_number, trainer):  # or by draws that no sample keys
+    if any_rank(by_number, trainer):  # or by draws that no sample keys
         by_number = by_number and not _differ(parts[:1], (passes.run(batch, first, seed=1),), _SAME_SHAPE)
     return by_content, by_number
 
@@ -242,7 +242,8 @@ def content_couples(ones: Sequence[Sums | None], others: Sequence[Sums | None], 
     return _differ(ones, others, _SAME_SHAPE_LOW if low else _SAME_SHAPE)
 
 
-def _any_rank(found: bool, trainer: Trainer) -> bool:
+def any_rank(found: bool, trainer: Trainer) -> bool:
+    """Return whether any rank has found something; every rank calls it."""
     trainer.state.parallel.meet()
     verdict = torch.tensor(float(found), device=trainer.grid.device)
     if trainer.plan.world_size > 1:
@@ -258,7 +259,7 @@ def refuse_together(trainer: Trainer, by_content: bool, by_number: bool) -> None
         by_number: they depend on how many.
     """
     plan, samples = trainer.plan, trainer.job.train.global_batch
-    by_content, by_number = _any_rank(by_content, trainer), _any_rank(by_number, trainer)
+    by_content, by_number = any_rank(by_content, trainer), any_rank(by_number, trainer)
     if not by_content and not by_number:
         return
     what = "which other samples share" if by_content else "how many samples share"

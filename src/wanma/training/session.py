@@ -49,6 +49,7 @@ from wanma.training.coupling import Checked, is_cut, refuse_coupling
 from wanma.training.dependence import Dependence
 from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
+from wanma.training.lone_samples import has_lone_samples, refuse_lone_samples
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
 from wanma.training.metrics import GivenMetrics, Value
@@ -102,6 +103,8 @@ class Session:
         self._loader: Loader | None = None
         self._gathering = GlobalBatch(grid, job.train.global_batch)
         self._dependence: Dependence | None = None
+        self._has_lone_samples = False
+        """The first step is to come, and has one sample per micro-batch."""
 
     @property
     def device(self) -> torch.device:
@@ -186,6 +189,7 @@ class Session:
         if is_cut(trainer):
             FirstForward(trainer, self._gathering, self._samples)
         self._dependence = Dependence(trainer, self._gathering)
+        self._has_lone_samples = has_lone_samples(trainer)
         self._on_start(self._workload)
         if validate is not None:
             self._measure = self._measuring(trainer, data, validate)
@@ -258,6 +262,9 @@ class Session:
             current.forward.finish()
             if current.is_last:
                 trainer.state.parallel.end_backward()
+                if self._has_lone_samples:
+                    refuse_lone_samples(trainer, self._gathering)
+                    self._has_lone_samples = False
         current.loss_sum += loss_sum.detach().double()
         current.targets += targets
         current.done = True
