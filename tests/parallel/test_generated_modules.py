@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,9 @@ from support.generated.features import FEATURES
 from support.generated.generate import combinations, single_features
 from support.generated.judge import Judge, judging
 from support.generated.shrink import shrink
-from support.generated.survey import account, survey
+from support.generated.survey import ROWS, Survey, account, documented, survey, words
 
+PAGE = Path(__file__).parents[2] / "docs" / "own-modules.md"
 SEED = 1
 """Of the combinations of every day."""
 
@@ -86,7 +88,7 @@ def judge() -> Iterator[Judge]:
         yield judge
 
 
-def check(cases: Iterable[Case], judge: Judge) -> None:
+def check(cases: Iterable[Case], judge: Judge) -> Survey:
     """Judge the cases; what is wrong comes as the smallest program that still is."""
     found = survey(cases, judge)
     print(found.counts_table())
@@ -101,6 +103,7 @@ def check(cases: Iterable[Case], judge: Judge) -> None:
     assert not wrong, f"seed {SEED}: {len(wrong)} wrong cases\n" + "\n".join(
         account(case, verdict, judge) for case, verdict in wrong[:3]
     )
+    return found
 
 
 def test_a_loop_that_compares_with_other_targets(judge: Judge) -> None:
@@ -108,7 +111,16 @@ def test_a_loop_that_compares_with_other_targets(judge: Judge) -> None:
 
 
 def test_a_part_of_the_single_features(judge: Judge) -> None:
-    check(itertools.islice(single_features(), 7, None, 83), judge)
+    found = check(itertools.islice(single_features(), 7, None, 83), judge)
+    assert found.contradictions(PAGE.read_text()) == []
+
+
+def test_the_page_has_what_became_of_each_feature() -> None:
+    cells, reasons = documented(PAGE.read_text())
+    rows = [(title, words(name)) for title, names in ROWS.items() for name in names]
+    assert list(cells) == rows
+    marks = {mark for row in cells.values() for marks in row.values() for mark in marks}
+    assert marks - {"✓", "later"} == {f"({number})" for number in range(1, len(reasons) + 1)}
 
 
 def test_some_combinations(judge: Judge) -> None:

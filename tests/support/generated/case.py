@@ -24,6 +24,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pp": 2, "micro_batch": 2},
     "gpipe, recomputing": {"pp": 2, "micro_batch": 2, "schedule": "gpipe", "recompute": "full"},
     "replicas of ZeRO 2": {"dp_replicate": 2, "dp_shard": 2, "shard": "gradients", "micro_batch": 2},
+    "pipeline, one by one": {"pp": 2, "micro_batch": 1},
+    "replicas, one by one": {"dp_replicate": 2, "micro_batch": 1},
     "replicas of pipelines": {"dp_replicate": 2, "pp": 2, "micro_batch": 2},
 }
 """Sections `[parallel]`."""

@@ -31,6 +31,8 @@ WAYS = [
     ("pipeline", "train", "shared"),
     ("pipeline", "train", "gloo"),
     ("gpipe, recomputing", "train", "gloo"),
+    ("pipeline, one by one", "train", "shared"),
+    ("replicas, one by one", "session", "gloo"),
 ]
 """Layout, entry and collectives of the cases that have one feature only."""
 
@@ -67,7 +69,7 @@ def combinations(seed: int, count: int) -> Iterator[Case]:
 
 
 def _combination(draw: random.Random) -> Case:
-    layout = draw.choices(list(LAYOUTS), [1, 2, 2, 3, 2, 2, 4, 2, 1, 1, 2, 1, 1, 1])[0]
+    layout = draw.choices(list(LAYOUTS), [1, 2, 2, 3, 2, 2, 4, 2, 1, 1, 2, 1, 1, 1, 1, 1])[0]
     piped = "pp" in LAYOUTS[layout]
     blocks = draw.choices(list(BLOCKS), k=draw.choice([1, 2, 2, 3, 4]))
     if draw.random() < 0.4:

@@ -26,6 +26,8 @@ SECONDS = 150
 """After which a case that no rank has ended is said to hang."""
 PATIENCE = 10
 """For the other ranks, after one has failed."""
+PATIENCE_AFTER_REFUSAL = 2
+"""Likewise, where nothing that they say goes before what one has said."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ class Ranks:
                 except (EOFError, OSError):
                     outcomes[rank] = Outcome("crash", f"rank {rank} is gone")
                 if outcomes[rank].kind != "trained":
-                    deadline = min(deadline, time.monotonic() + PATIENCE)
+                    is_refused = outcomes[rank].kind == "refused"
+                    patience = PATIENCE_AFTER_REFUSAL if is_refused else PATIENCE
+                    deadline = min(deadline, time.monotonic() + patience)
         failed = [outcome for outcome in outcomes.values() if outcome.kind != "trained"]
         if waiting or any(outcome.kind == "crash" for outcome in failed):
             self.close()
