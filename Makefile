@@ -1,6 +1,7 @@
 # make train   a fresh machine: set up .venv, then train a GPT on real text
 # make test    the tests            make check   lint, format, types
 # make bench   compare with peers   make clean   remove .venv and caches; runs stay
+# make peers   Accelerate, Lightning and TRL, beside .venv: make test then runs their scripts, too
 #
 # PYTHON=python3.12   another interpreter       JOB=mine.toml   another job
 # ARGS="train.steps=20"   passed on to wanma or pytest
@@ -14,9 +15,10 @@ ARGS     ?=
 PIP_ARGS ?=
 AT_ONCE  ?= $(shell expr 1 + \( $$(nproc) \> 1 \))
 READY    := $(VENV)/.ready
+PEERS    := .venv-peers
 BIN      := $(VENV)/bin
 
-.PHONY: train test check bench clean setup
+.PHONY: train test check bench peers clean setup
 
 train: $(READY)
 	@$(BIN)/wanma train $(JOB) $(ARGS)
@@ -34,8 +36,10 @@ bench: $(READY)
 
 setup: $(READY)
 
+peers: $(PEERS)/.ready
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Rebuilt only when what it was made from has changed.
@@ -47,4 +51,14 @@ $(READY): pyproject.toml constraints.txt
 	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }; }
 	@echo "installing wanma and the pinned versions into $(VENV) (some minutes the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# What .venv has, and above it what only the tests of `wanma launch` need: nothing else sees these packages.
+$(PEERS)/.ready: $(READY)
+	@rm -rf $(PEERS) && $(BIN)/python -m venv --without-pip $(PEERS)
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "import site; site.addsitedir('$$site')" > \
+	  $$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	@wanted=$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["peers"])') && \
+	  $(BIN)/python -m pip --python $(PEERS)/bin/python install -qq --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt $$wanted
 	@touch $@

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk
-from wanma.api.launch import _agreed, cluster_section
+from wanma.api.launch import Program, _agreed, cluster_section
 from wanma.hardware.discover import discover
 from wanma.job.errors import JobError
 from wanma.job.load import load_job
@@ -64,6 +64,8 @@ def test_the_scripts_words_are_its_own_and_its_jobs_console_is_used(desk: Desk) 
     lines = ran.out.splitlines()
     assert lines.count("run directory: runs/mine") == 2
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/4", "3/4", "4/4"]
+    told = [line for line in lines if line.startswith("[rank ")]
+    assert sorted(told) == [f"[rank {rank}] arguments {json.dumps(words)} threads 1" for rank in (0, 1)]
     assert "warning: cluster.hang_seconds = 77.0 of the script comes too late" in ran.out
     assert "wanma launch --set cluster.hang_seconds=77.0" in ran.out
     assert "warning: run_directory = 'elsewhere' is not used" in ran.out
@@ -92,10 +94,11 @@ def test_a_second_launch_in_the_same_place_is_refused_and_the_first_goes_on(desk
 def test_a_script_that_ends_before_its_session_leaves_the_run_as_it_was(desk: Desk) -> None:
     command = ("launch", "--ranks", "1", "--run-dir", "run", "mine.py")
     ran = desk.run(*command, json.dumps({"before": 3}))
-    assert ran.code == 1
+    assert ran.code == 3
     assert "mine.py ended itself: exit code 3" in ran.told_once()
     assert "run directory: run" in ran.out.splitlines()
-    assert {path.name for path in (desk.folder / "run").iterdir()} == {".lock", "checkpoints", "logs"}
+    left = {path.name for path in (desk.folder / "run").iterdir()}
+    assert left == {".lock", "checkpoints", "logs", "script.json"}
 
     assert desk.run(*command).code == 0
     before = (desk.folder / "run" / "job.toml").read_bytes()
@@ -149,7 +152,7 @@ def test_machines_agree_on_the_scripts_content_and_words_wherever_it_lies(tmp_pa
 
     def agreed(script: Path, *words: str, node_rank: int = 0, ranks: int = 2) -> str:
         section = ClusterSection(nodes=2, node_rank=node_rank, rendezvous="here:1")
-        return _agreed(script, words, ranks, section)
+        return _agreed(Program(str(script), words), ranks, section)
 
     assert agreed(first, "x") == agreed(same, "x", node_rank=1)
     assert len({agreed(first, "x"), agreed(other, "x"), agreed(first, "y"), agreed(first, "x", ranks=1)}) == 4

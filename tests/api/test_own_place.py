@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from wanma.api.launch import Program, launch_script
 from wanma.api.launch import _agreed as agreed_script
-from wanma.api.launch import launch_script
 from wanma.api.run import _agreed, train_job
 from wanma.job.errors import WanmaError
 from wanma.job.load import job_from
@@ -28,8 +28,9 @@ def test_machines_agree_though_their_interfaces_and_places_differ(tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text("")
     sections = (one.cluster, other.cluster)
-    assert len({agreed_script(script, (), 2, section) for section in sections}) == 1
-    assert agreed_script(script, (), 2, ClusterSection()) != agreed_script(script, (), 2, one.cluster)
+    program = Program(str(script))
+    assert len({agreed_script(program, 2, section) for section in sections}) == 1
+    assert agreed_script(program, 2, ClusterSection()) != agreed_script(program, 2, one.cluster)
 
 
 def test_an_interface_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -39,5 +40,7 @@ def test_an_interface_that_is_not_there_is_refused_before_anything_is_made(tmp_p
     script = tmp_path / "script.py"
     script.write_text("")
     with pytest.raises(WanmaError, match="no interface 'ib7'"):
-        launch_script(script, [], 1, run_directory=tmp_path / "run", overrides=["cluster.interface=ib7"])
+        launch_script(
+            Program(str(script)), 1, run_directory=tmp_path / "run", overrides=["cluster.interface=ib7"]
+        )
     assert not (tmp_path / "run").exists()

@@ -2,73 +2,114 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from wanma.api.elastic import refuse_elastic
 from wanma.api.records import events_so_far, only_one, record_end
-from wanma.api.session import OWN_MODEL, SESSION, launched_cluster
+from wanma.api.script_record import ScriptRecord
+from wanma.api.session import OWN_MODEL, SESSION
 from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
+from wanma.elastic.output import OUTPUT
 from wanma.engines.local import run as run_local
 from wanma.hardware.discover import discover
 from wanma.hardware.interfaces import check_interface
 from wanma.hardware.position import position_of
-from wanma.job.errors import JobError, WanmaError
+from wanma.job.errors import JobError
 from wanma.job.load import job_from, parse_override
 from wanma.job.observe_section import ObserveSection
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ClusterSection
-from wanma.job.worker import Event, Worker, current_worker
+from wanma.job.worker import Event
 from wanma.observe.console import Console, open_console
 
-PRELOAD = ("torch", "torch._dynamo", "wanma.api.session", "wanma.training.session")
+PRELOAD = ("torch", "torch._dynamo", "wanma.api.script", "wanma.api.session", "wanma.training.session")
+"""For a script that imports wanma; any other begins, as with torchrun, in an empty process."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank runs."""
+
+    script: str
+    """Path of a Python file, or a module's name."""
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    local_rank_option: str = ""
+    """Name of the option by which each rank is told its local rank, e.g. '--local-rank'; empty: by none."""
+
+    @property
+    def name(self) -> str:
+        return self.script.rpartition(".")[2] if self.is_module else Path(self.script).stem
+
+    def content(self) -> bytes:
+        """The source; of a module, which is looked for only where it runs, its name."""
+        return self.script.encode() if self.is_module else Path(self.script).read_bytes()
+
+    def imports_wanma(self) -> bool:
+        """Whether the source says so; what other modules of the user's import is not followed."""
+        try:
+            tree = ast.parse(b"" if self.is_module else self.content())
+        except (SyntaxError, ValueError):
+            return False
+        names = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.append(node.module or "")
+        return any(name.partition(".")[0] == "wanma" for name in names)
 
 
 def launch_script(
-    script: Path,
-    arguments: Sequence[str],
+    program: Program,
     ranks: int,
     *,
     run_directory: Path | None = None,
     overrides: Sequence[str] = (),
+    shown: Sequence[int] | None = None,
 ) -> int:
-    """Run `script` once per rank; its `wanma.session` finds its rank by itself.
+    """Run `program` once per rank, by whose variables it finds its place, as its `wanma.session` does.
 
     Args:
-        arguments: the script's own.
         ranks: processes on this machine, and on each of the others.
         run_directory: default: runs / the script's name.
         overrides: keys of `[cluster]`, e.g. 'cluster.nodes=2'.
+        shown: ranks whose output is shown; default: all.
 
     Returns:
-        the exit code, as of `train_job`.
+        the exit code: that with which a script ended itself, else as of `train_job`.
 
     Raises:
         WanmaError: before anything was started.
     """
     section = cluster_section(overrides)
     check_interface(section.interface)
-    run = RunDirectory(run_directory or Path("runs") / script.stem)
+    run = RunDirectory(run_directory or Path("runs") / program.name)
     run.create()
-    with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run) as console:
+    with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown) as console:
+        record = ScriptRecord(run, program.script, program.arguments, ranks, section.nodes)
         earlier = events_so_far(run)
-        outcome = run_local(_launch(run, script, arguments, ranks, section), console.write)
+        outcome = run_local(_launch(run, program, ranks, section), console.write)
         failure = outcome.message if outcome.failure is not None else None
+        exit_code = (outcome.failure.left_with if outcome.failure is not None else 0) or outcome.exit_code
+        record.end(exit_code, failure or "", console.write)
         if failure is not None:
             console.write({"kind": "message", "level": "error", "text": failure})
-        if run.job.exists():  # a session was opened here: this is a run
+        if run.job.exists():  # a session was opened here: this is a training
             record_end(run, failure, console.write, earlier)
-    return outcome.exit_code
+    return exit_code
 
 
 def cluster_section(overrides: Sequence[str]) -> ClusterSection:
@@ -88,44 +129,36 @@ def cluster_section(overrides: Sequence[str]) -> ClusterSection:
     return job.cluster
 
 
-def run_script(worker: Worker, payload: bytes) -> None:
-    """Entry of each rank: the script as `__main__`, with its own arguments and folder."""
-    order = json.loads(payload)
-    script = order["script"]
-    sys.argv = [script, *order["arguments"]]
-    sys.path.insert(0, str(Path(script).parent))
-    current_worker.set(worker)
-    launched_cluster.set(ClusterSection(**order["cluster"]))
-    # The names that scripts for torchrun read.
-    os.environ.update(
-        RANK=str(worker.rank), LOCAL_RANK=str(worker.local_rank), WORLD_SIZE=str(worker.world_size)
-    )
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            why = f"exit code {leaving.code}" if isinstance(leaving.code, int) else str(leaving.code)
-            raise WanmaError(f"{Path(script).name} ended itself: {why}") from leaving
-
-
-def _launch(
-    run: RunDirectory, script: Path, arguments: Sequence[str], ranks: int, section: ClusterSection
-) -> Launch:
+def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSection) -> Launch:
     cluster = discover()
+    is_ours = program.imports_wanma()
     has_gpu = section.device != "cpu" and any(node.devices for node in cluster.nodes)
-    threads = section.threads_per_rank or max(cluster.nodes[0].cores // ranks, 1)
+    threads = section.threads_per_rank or (0 if is_ours else _threads_of_environment())
+    threads = threads or max(cluster.nodes[0].cores // ranks, 1)
     plan = Plan(
         dp_replicate=ranks * section.nodes,
         threads_per_rank=threads,
         device="cuda" if has_gpu else "cpu",
     )
-    given = section.model_dump(mode="json", exclude_unset=True)
-    order = {"script": str(script.absolute()), "arguments": list(arguments), "cluster": given}
+    agreed = _agreed(program, ranks, section)
+    silent_retries = section.retries if "retries" in section.model_fields_set else 0  # torchrun's default
+    order = {
+        "script": program.script if program.is_module else str(Path(program.script).absolute()),
+        "is_module": program.is_module,
+        "arguments": program.arguments,
+        "local_rank_option": program.local_rank_option,
+        "cluster": section.model_dump(mode="json", exclude_unset=True),
+        "run_id": f"{program.name}-{os.getpid() if section.nodes == 1 else agreed}",
+        "retries": section.retries if is_ours else silent_retries,
+        # The fork server has it for itself alone.
+        "unset": [] if "OPENBLAS_NUM_THREADS" in os.environ else ["OPENBLAS_NUM_THREADS"],
+    }
+    allocator = section.allocator if is_ours or "allocator" in section.model_fields_set else "system"
     return Launch(
         run_directory=run.path.absolute(),
-        entry="wanma.api.launch:run_script",
+        entry="wanma.api.script:run_script",
         payload=json.dumps(order).encode(),
-        preload=PRELOAD,
+        preload=PRELOAD if is_ours else ("wanma.api.script",),
         ranks_per_node=ranks,
         threads_per_rank=threads,
         nodes=section.nodes,
@@ -133,28 +166,42 @@ def _launch(
         rendezvous=section.rendezvous,
         interface=section.interface,
         position=position_of(section, os.environ).text,
-        environment=worker_environment(section, plan),
+        environment=worker_environment(section.model_copy(update={"allocator": allocator}), plan),
         start_seconds=section.start_seconds,
         hang_seconds=section.hang_seconds,
-        job_hash=_agreed(script, arguments, ranks, section),
+        grace_seconds=section.grace_seconds,
+        requeue_code=section.requeue_code,
+        job_hash=agreed,
         retries=section.retries,
+        is_script=True,
+        silent_retries=silent_retries,
     )
 
 
-def _agreed(script: Path, arguments: Sequence[str], ranks: int, section: ClusterSection) -> str:
+def _threads_of_environment() -> int:
+    """OMP_NUM_THREADS of the user's, which torchrun leaves as it is; 0: none."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _agreed(program: Program, ranks: int, section: ClusterSection) -> str:
     """What the machines of one launch must have in common, wherever the script lies on each."""
     own = {"node_rank": None, "interface": None, "place": None, "threads_per_rank": None}
     placeless = section.model_copy(update=own)
-    together = [list(arguments), ranks, placeless.model_dump(mode="json")]
-    content = script.read_bytes() + json.dumps(together, sort_keys=True).encode()
+    together = [list(program.arguments), program.local_rank_option, ranks, placeless.model_dump(mode="json")]
+    content = program.content() + json.dumps(together, sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 class _ScriptConsole:
-    """The console that the script's job asks for, from when its session says so; plain lines before."""
+    """The console that the script's job asks for, from when its session says so; plain lines before.
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+    Args:
+        shown: ranks whose output is shown; None: all.
+    """
+
+    def __init__(self, run: RunDirectory, shown: Sequence[int] | None) -> None:
+        self._run, self._shown = run, shown
         self._stack = ExitStack()
         self._console: Console | None = None
         self._before = Console(run, 0, sys.stdout)
@@ -171,7 +218,10 @@ class _ScriptConsole:
             self._before.stream.let_go()
 
     def write(self, event: Event) -> None:
-        if self._console is not None:
+        if event["kind"] == OUTPUT:
+            if self._shown is None or event["rank"] in self._shown:
+                (self._console or self._before).line(f"[rank {event['rank']}] {event['text']}")
+        elif self._console is not None:
             self._console.write(event)
         elif event["kind"] == SESSION:
             observe = ObserveSection(**event["observe"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,14 @@ from wanma.api.records import (
     write_down,
     write_down_accepted,
 )
+from wanma.elastic.dispositions import deaf
+from wanma.elastic.torchrun import Place, place_among
 from wanma.job.errors import WanmaError
 from wanma.job.forecast import Workload
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ClusterSection, Job
-from wanma.job.worker import Unsupervised, Worker, current_worker
+from wanma.job.worker import OUTSIDE, Unsupervised, Worker, current_worker, in_session, launched_cluster
 from wanma.models.described import model_kind
 from wanma.observe.console import open_console
 
@@ -51,9 +53,6 @@ STARTERS = (
 )
 """Keys of `[cluster]` that matter before a launched script begins: for them the command's word holds."""
 
-launched_cluster: ContextVar[ClusterSection | None] = ContextVar("launched_cluster", default=None)
-"""Set in processes that `wanma launch` started: what the command was given."""
-
 
 @contextmanager
 def session(
@@ -65,7 +64,8 @@ def session(
     """A training session of this process: see `Session` for what to do with it.
 
     Under `wanma launch --ranks N SCRIPT` each of the N processes gets its rank's session, and where it
-    runs is the command's to say, the run directory included. Otherwise this process is the only rank.
+    runs is the command's to say, the run directory included. Under torchrun and its kin, too, but nobody of
+    ours watches. Otherwise this process is the only rank.
 
     Args:
         job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left
@@ -87,7 +87,8 @@ def session(
     job = job_from(job, name_own_model(job, overrides, OWN_MODEL))
     model_kind(job.model)  # refuses a preset that does not exist
     refuse_elastic(job, "a training loop of one's own")
-    worker, launched = current_worker.get(), launched_cluster.get()
+    worker, given = current_worker.get(), launched_cluster.get()
+    launched = ClusterSection(**given) if given is not None else None
     late: list[str] = []
     if worker is not None:
         late = _too_late(job, launched, run_directory, worker)
@@ -96,7 +97,10 @@ def session(
     start = first_layout(job, own_model=True)
     planned = finish(job, start, None)
     prepared = Prepared(start.cluster, planned, None, peak_flops_per_second(planned.plan, start.cluster))
-    with nullcontext(worker) if worker is not None else _alone(job, run_directory) as rank:
+    place = place_among() if worker is None else None
+    if place is not None:
+        job = _placed_among(job, place)
+    with _inside(worker) if worker is not None else _alone(job, run_directory, place) as rank:
         if launched is not None and rank.rank == 0:
             told = {"kind": SESSION, "steps": job.train.steps, "observe": job.observe.model_dump()}
             rank.control.event(told)
@@ -104,6 +108,20 @@ def session(
             _tell(rank, text, "warning")
         with _joined(job, prepared, rank) as made:
             yield made
+
+
+@contextmanager
+def _inside(worker: Worker) -> Iterator[Worker]:
+    """From here on the supervisor judges this rank by its steps, and has it stop after one of them."""
+    in_session.set(True)
+    worker.control.progress(0, "joining the other ranks")
+    try:
+        with deaf():
+            yield worker
+            # An exception that leaves the session is no way to stop, whoever asked for that.
+            in_session.set(False)
+    finally:
+        worker.control.progress(0, OUTSIDE)
 
 
 @contextmanager
@@ -136,21 +154,63 @@ def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
 
 
 @contextmanager
-def _alone(job: Job, run_directory: Path | str | None) -> Iterator[Worker]:
-    """The only rank of a run that nobody supervises: it has the run directory and the console itself."""
+def _alone(job: Job, run_directory: Path | str | None, place: Place | None) -> Iterator[Worker]:
+    """A rank that nobody of ours supervises; the first, or only, one has run directory and console itself.
+
+    Args:
+        place: among the ranks that another launcher has started; None: there is only this one.
+    """
     run = run_directory_of(job, run_directory)
     run.create()
+    if place is not None and place.rank > 0:
+        yield _among(place, run, Unsupervised())
+        return
     with only_one(run), open_console(run, job.observe, job.train.steps) as console:
         earlier = events_so_far(run)
         failure: str | None = None
         try:
-            yield Worker.alone(run.path.absolute(), Unsupervised(console.write))
+            control = Unsupervised(console.write)
+            yield _among(place, run, control) if place else Worker.alone(run.path.absolute(), control)
         except BaseException as error:
             plain = traceback.format_exception_only(error)[-1].strip()
             failure = str(error) if isinstance(error, WanmaError) else plain
             raise
         finally:
             record_end(run, failure, console.write, earlier)
+
+
+def _among(place: Place, run: RunDirectory, control: Unsupervised) -> Worker:
+    """A rank that another launcher, such as torchrun, has started."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch exports them so
+
+    given = TCPStore(place.store_host, place.store_port, is_master=place.serves_store, multi_tenant=True)
+    opened = given.add(f"wanma/{place.restarts}/opened/{place.rank}", 1)
+    store = PrefixStore(f"wanma/{place.restarts}/{opened}", given)
+    if place.rank == 0:
+        store.set("generation", str(os.getpid()))
+        text = (
+            f"another launcher has started these {place.world_size} ranks: nobody watches them for hangs, "
+            f"and a start after a failure takes the newest checkpoint; `{place.command}` watches and recovers"
+        )
+        control.event({"kind": "message", "level": "info", "text": text})
+    return Worker(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        generation=int(store.get("generation")),
+        run_directory=run.path.absolute(),
+        store=store,
+        control=control,
+        ranks_by_node=place.ranks_by_node,
+    )
+
+
+def _placed_among(job: Job, place: Place) -> Job:
+    """`job` on as many machines as another launcher has started ranks on."""
+    nodes = {"nodes": len(place.ranks_by_node)}
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update=nodes)})
 
 
 def _placed(job: Job, launched: ClusterSection) -> Job:

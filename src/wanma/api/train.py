@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from wanma.api.own_model import name_own_model
 from wanma.api.records import run_directory_of
 from wanma.api.run import train_job
-from wanma.job.errors import WanmaError
+from wanma.elastic.torchrun import place_among
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
+from wanma.job.worker import current_worker
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,6 +84,7 @@ def train(
     Raises:
         WanmaError: the job is wrong, or the training failed; the message is the failing rank's.
     """
+    _refuse_ranks()
     _check_objects(model, data, loss, metrics)
     if model is not None:
         kind = type(model)
@@ -106,6 +109,20 @@ def train(
         _take_weights(model, result.weights())
         note_returned(run, model)
     return result
+
+
+def _refuse_ranks() -> None:
+    """Every rank would start ranks of its own, and all would train in one run directory."""
+    worker, place = current_worker.get(), place_among()
+    known = worker or place
+    if known is not None:
+        starter = "`wanma launch`" if worker is not None else "torchrun, or a launcher like it,"
+        raise JobError(
+            f"wanma.train starts its ranks itself, but {starter} has started this process as rank "
+            f"{known.rank} of {known.world_size}",
+            "run the script with plain `python`, the job's [parallel] says how many ranks; a loop around "
+            "wanma.session takes ranks that are there",
+        )
 
 
 def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:

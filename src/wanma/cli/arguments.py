@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
-from wanma.job.run_directory import RunDirectory, list_runs
+from wanma.job.run_directory import RunDirectory, is_run, list_runs
 
 Completer = Callable[..., Iterable[str]]
 
@@ -54,18 +54,21 @@ def add_runs_folder(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_run(arguments: argparse.Namespace) -> RunDirectory:
+def chosen_run(arguments: argparse.Namespace, *, scripts: bool = False) -> RunDirectory:
     """The run that RUN names: a folder, a name below `--runs`, or the newest.
+
+    Args:
+        scripts: scripts without a session, of which nothing but their end is known, count as well.
 
     Raises:
         WanmaError: there is none.
     """
-    return run_called(arguments.run_name, arguments.runs)
+    return run_called(arguments.run_name, arguments.runs, scripts=scripts)
 
 
-def run_called(name: str | None, folder: Path) -> RunDirectory:
+def run_called(name: str | None, folder: Path, *, scripts: bool = False) -> RunDirectory:
     """The run that `name` means, as `chosen_run`."""
-    runs = list_runs(folder)
+    runs = [run for run in list_runs(folder) if scripts or run.job.is_file()]
     if name is None:
         if not runs:
             raise WanmaError(
@@ -75,8 +78,14 @@ def run_called(name: str | None, folder: Path) -> RunDirectory:
             )
         return runs[0]
     for path in (Path(name), folder / name):
-        if (path / "job.toml").is_file():
+        if (path / "job.toml").is_file() or (scripts and is_run(path)):
             return RunDirectory(path)
+        if is_run(path):
+            raise WanmaError(
+                f"the script that `wanma launch` has run in {path} opened no wanma.session",
+                "only what a session trains has records and checkpoints; `wanma show` tells how it went",
+                EXIT_USAGE,
+            )
     names = [run.name for run in runs]
     known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise WanmaError(

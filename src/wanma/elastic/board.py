@@ -13,6 +13,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from wanma.job.worker import OUTSIDE
+
 _HEAD_BYTES = 64
 _SLOT_BYTES = 192
 _SLOT = struct.Struct("<QqQqQQQ?48sQ")
@@ -50,6 +52,11 @@ class Position:
     """When, on this machine's monotonic clock."""
     main_thread: int
     """Identity of the thread that reported."""
+
+    @property
+    def is_outside(self) -> bool:
+        """It has no session open: it never spoke, or has closed the one that it had."""
+        return self.calls == 0 or self.phase == OUTSIDE
 
 
 @dataclass(frozen=True)

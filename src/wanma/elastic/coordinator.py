@@ -75,7 +75,7 @@ class Coordinator:
         self._exit_code = 0
         self._echo: Failure | None = None
         self._inquiry: Inquiry | None = None
-        self._retries = Retries(terms.retries)
+        self._retries = Retries(terms.retries, terms.silent_retries)
         self._cause: Failure | None = None
         """Why the generation before ended."""
         self._lost: Failure | None = None
@@ -431,10 +431,9 @@ class Coordinator:
         held = [image for peer in here if peer.halted is not None for image in peer.halted.images]
         own = (rank for peer in here for rank in peer.ranks)
         restore = newest_whole(held, sum(self._ranks_by_node)) or newest_common(own, held)
-        assert self._retries.reached_step is not None
         self._recovery = Recovery(
             clip(self._cause.headline, FAILURE_LIMIT) if self._cause is not None else "",
-            self._retries.reached_step,
+            self._retries.reached_step or 0,
             self._retries.attempt,
             restore if self._cause is None or self._retries.trusts_memory else None,
             self._retries.retried_steps,

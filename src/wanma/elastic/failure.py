@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass
 
 from wanma.hardware.limits import memory_kills, usable_memory_bytes
-from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, UnfitError, WanmaError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, ScriptExitError, UnfitError, WanmaError
 from wanma.observe.units import bytes_text
 
 TEXT_LIMIT = 64 * 1024
@@ -53,6 +53,8 @@ class Failure:
     """A recovery is to make this optimizer step again."""
     odd: tuple[str, ...] = ()
     """Ranks whose state differed from all others', in words; counted, for hardware may be the cause."""
+    left_with: int = 0
+    """Exit code with which a user's script ended the rank; 0: it ended in another way."""
     unfit: bool = False
     """The node has failed a health check, and is to be set aside."""
 
@@ -95,6 +97,7 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
             hint=clip(error.hint),
             exit_code=error.exit_code or EXIT_FAILED,
             consequence=is_consequence(error),
+            left_with=error.left_with if isinstance(error, ScriptExitError) else 0,
             unfit=isinstance(error, UnfitError),
         )
     return Failure(
@@ -126,7 +129,14 @@ def failure_of_exit(code: int, rank: int, node: int, host: str, log: str, killed
             hint = "a crash in native code: the end of the log shows where Python stood"
     # Gloo may abort a process whose peer has gone.
     return Failure(
-        cause, rank=rank, node=node, host=host, log=log, hint=hint, consequence=-code == signal.SIGABRT
+        cause,
+        rank=rank,
+        node=node,
+        host=host,
+        log=log,
+        hint=hint,
+        left_with=max(code, 0),
+        consequence=-code == signal.SIGABRT,
     )
 
 

@@ -19,10 +19,12 @@ import subprocess
 import sys
 import traceback
 
+from wanma.elastic.dispositions import in_child
 from wanma.elastic.heap import set_small_places_aside
 from wanma.elastic.local_messages import (
     Exited,
     Fork,
+    KeepStore,
     Prepare,
     Ready,
     Signal,
@@ -35,7 +37,8 @@ from wanma.elastic.messages import (
 )
 from wanma.elastic.processes import die_with_parent, fork_obstacle
 from wanma.elastic.protocol import LINE_LIMIT, Framer, encode
-from wanma.elastic.worker_main import in_child, run_worker
+from wanma.elastic.store_keeper import keep_store
+from wanma.elastic.worker_main import run_worker
 
 MAX_DESCRIPTORS = 8
 
@@ -47,6 +50,8 @@ class ForkServer:
         self._control = control
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
+        self._keeper: int | None = None
+        """Process that keeps the newest generation's store."""
         self._wake_read, self._wake_write = os.pipe()
         for descriptor in (self._wake_read, self._wake_write):
             os.set_blocking(descriptor, False)
@@ -68,6 +73,7 @@ class ForkServer:
                     break
         for rank in self._pids:
             self._signal(rank, signal.SIGKILL, group=True)
+        self._end_keeper()
         self._reap(0)
 
     def _packet(self) -> bool:
@@ -81,11 +87,14 @@ class ForkServer:
             return False
         framer = Framer()
         framer.feed(data)
-        match framer.next():
+        message = framer.next()
+        match message:
             case Prepare(modules, path):
                 self._prepare(modules, path)
             case Fork(spec):
                 self._start(spec, descriptors)
+            case KeepStore():
+                self._keep(message, descriptors)
             case Signal(rank, number, group):
                 self._signal(rank, number, group)
         for descriptor in descriptors:
@@ -113,6 +122,13 @@ class ForkServer:
         self._send(Started(spec.rank, pid, obstacle))
 
     def _fork(self, spec: WorkerSpec, descriptors: list[int]) -> int:
+        pid = self._child()
+        if pid == 0:
+            run_worker(spec, descriptors, "forked")  # never returns
+        return pid
+
+    def _child(self) -> int:
+        """Fork; in the child, where this returns 0, nothing of the server is left."""
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -123,8 +139,28 @@ class ForkServer:
             self._control.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
-            run_worker(spec, descriptors, "forked")  # never returns
         return pid
+
+    def _keep(self, order: KeepStore, descriptors: list[int]) -> None:
+        """Start the store's process; what it is for ends with the generation, so the one before goes."""
+        self._end_keeper()
+        if fork_obstacle({self._control.fileno(), *descriptors}):
+            module = "wanma.elastic.store_keeper"
+            words = [str(word) for word in (os.getpid(), *descriptors, order.host, order.port)]
+            process = subprocess.Popen([sys.executable, "-P", "-m", module, *words], pass_fds=descriptors)
+            process.returncode = 0  # as for a rank
+            self._keeper = process.pid
+        elif (pid := self._child()) == 0:
+            keep_store(descriptors[0], order.host, order.port)  # never returns
+        else:
+            self._keeper = pid
+
+    def _end_keeper(self) -> None:
+        """Its process is reaped with the ranks'; when this one ends, by the kernel."""
+        if self._keeper is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._keeper, signal.SIGKILL)
+            self._keeper = None
 
     def _spawn(self, spec: WorkerSpec, descriptors: list[int]) -> int:
         order = os.memfd_create("wanma-order", os.MFD_CLOEXEC)
@@ -158,6 +194,8 @@ class ForkServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
+            if pid == self._keeper:
+                self._keeper = None
             rank = self._ranks.pop(pid, None)
             if rank is not None:
                 del self._pids[rank]

@@ -80,6 +80,7 @@ class DrivenCoordinator:
             claim,
             generation,
             past,
+            launch.silent_retries,
         )
         self._coordinator = (
             Coordinator(terms, send, time.monotonic())

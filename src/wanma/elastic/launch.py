@@ -60,6 +60,11 @@ class Launch:
     """Machines whose jobs differ refuse to work together."""
     retries: int = 0
     """How often the ranks are started again after a failure, without a new step between; 0: never."""
+    is_script: bool = False
+    """The ranks run a user's script, which may never speak to the supervisor: it is then not judged by steps,
+    finds its peers by the variables of torchrun, and its output is shown."""
+    silent_retries: int = 0
+    """How often ranks that have never finished a step are started again; at most `retries`."""
     replanner: Replanner | None = None
     """Plans for however many machines there are, from `min_nodes` to `nodes`; None: it is always `nodes`."""
     min_nodes: int = 0

@@ -87,6 +87,18 @@ class Fork(Message):
 
 
 @dataclass(frozen=True)
+class KeepStore(Message):
+    """Serve the rendezvous store of a new generation in a process of its own, instead of the one before.
+
+    Its listening socket comes with it.
+    """
+
+    scoped: ClassVar[bool] = False
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
 class Spawn(Message):
     """What a worker started by exec reads first."""
 

@@ -144,7 +144,7 @@ class Recovery:
     failure: str
     """Of the generation before, in words."""
     reached_step: int
-    """Newest step that any generation finished."""
+    """Newest step that any generation finished; 0: none."""
     attempt: int
     """Counts from 1 the recoveries since the last new step."""
     image: Image | None

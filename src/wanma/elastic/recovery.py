@@ -19,16 +19,17 @@ class Retries:
 
     Args:
         limit: recoveries without a new step between them; 0: none at all.
+        silent_limit: recoveries of a run that never finished a step, for a script that tells of none.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, silent_limit: int = 0) -> None:
         self.reached_step: int | None = None
         """Newest step that was finished."""
         self.attempt = 0
         """Recoveries since then."""
         self.retried_steps: tuple[int, ...] = ()
         """Steps that failures have asked to be made again, in that order."""
-        self._limit = limit
+        self._limit, self._silent_limit = limit, silent_limit
         self._odd: Counter[str] = Counter()
 
     def take_up(self, recovery: Recovery | None) -> None:
@@ -63,13 +64,14 @@ class Retries:
 
     def objection(self, failure: Failure) -> Failure | None:
         """`failure` as it ends the run; None when another attempt is due, which then counts."""
-        if self.reached_step is None or not self.may_help(failure):
+        if not self.may_help(failure):
             return failure
-        if self.attempt == self._limit:
-            tried = (
-                f"the run was started again {_times(self.attempt)} and came no further than step "
-                f"{self.reached_step} (cluster.retries = {self._limit})"
-            )
+        limit = self._silent_limit if self.reached_step is None else self._limit
+        if self.attempt >= limit:
+            if self.attempt == 0:
+                return failure
+            came = "" if self.reached_step is None else f" and came no further than step {self.reached_step}"
+            tried = f"the run was started again {_times(self.attempt)}{came} (cluster.retries = {limit})"
             return replace(failure, hint=f"{failure.hint}\n  {tried}" if failure.hint else tried)
         self.attempt += 1
         return None

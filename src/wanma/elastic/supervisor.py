@@ -21,13 +21,7 @@ from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
 from wanma.elastic.failure_time import FailureTime
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch, Outcome, host_name
-from wanma.elastic.local_messages import (
-    Exited,
-    Happened,
-    Ready,
-    Started,
-    Whereabouts,
-)
+from wanma.elastic.local_messages import Exited, Happened, Ready, Started, Whereabouts
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import (
     Abort,
@@ -123,7 +117,8 @@ class Supervisor:
         self._ending: Abort | Over | None = None
         self._signals: dict[int, float] = {}
         """Those that have come, and when they first did."""
-        self._stop = False
+        self._stop = 0
+        """Exit code of a run that was asked to stop; 0: nobody has asked."""
         self._told_obstacle = False
         self._team: Team | None = None
         """The newest one, also while none of it lives."""
@@ -183,7 +178,7 @@ class Supervisor:
 
         Before anyone knows whether this is node 0: so the port can travel with the first word.
         """
-        if self._launch.nodes * self._launch.ranks_per_node == 1:
+        if self._launch.nodes * self._launch.ranks_per_node == 1 and not self._launch.is_script:
             return 0
         if self._store_listener is not None:
             self._store_listener.close()
@@ -200,8 +195,10 @@ class Supervisor:
                     self._failed.hear(message.failed_at)
                 self._start = self._due = message
                 self._take_plan(message)
-                if message.recovery is not None and message.first_rank > 0:
-                    self._message(started_again_text(message.recovery), level="warning")
+                if (recovery := message.recovery) is not None:
+                    silent = self._launch.is_script and recovery.reached_step == 0
+                    if message.first_rank > 0 or silent:
+                        self._message(started_again_text(recovery), level="warning")
                 if first and self._launch.nodes > 1:
                     way = way_text(self._way, os.environ)
                     text = joined_text(self._launch, message, self._link.place, way)
@@ -209,10 +206,12 @@ class Supervisor:
                 self._fork_when_ready()
             case Stop(exit_code, seconds, what):
                 if self._departure.begin(message) or not self._stop:
-                    self._message(stopping_text(exit_code, bool(self._signals), what, seconds))
-                self._stop = True
+                    in_steps = self._team is None or not self._team.is_outside
+                    here = bool(self._signals)
+                    self._message(stopping_text(exit_code, here, what, seconds, in_steps=in_steps))
+                self._stop = exit_code
                 if self._team is not None:
-                    self._team.board.request_stop(self._departure.until)
+                    self._team.request_stop(self._departure.until, exit_code == INTERRUPTED)
             case Rescue() if self._start is not None:
                 self._departure.rescue(message, self._start.generation)
             case Inspect():
@@ -416,10 +415,11 @@ class Supervisor:
             images=self._images,
             failed_at=self._failed.monotonic,
             on_message=self._worker_said,
+            on_event=self._on_event,
         )
         self._due = self._store_listener = None
         if self._stop:
-            team.board.request_stop(self._departure.until)
+            team.request_stop(self._departure.until, self._stop == INTERRUPTED)
         self._departure.watch(team)
         self._loop.call_later(team.watch.period, lambda: self._look(team))
         self._loop.call_later(self._works_period, lambda: self._tell_works(team))
@@ -452,8 +452,8 @@ class Supervisor:
                 rank.whereabouts = message
 
     def _exited(self, team: Team, rank: LocalRank, code: int) -> None:
-        rank.code = code
         rank.connection.read()  # what it said last may not have been read yet
+        team.note_exit(rank, code)
         rank.connection.close()
         if self._halting:
             self._when_gone()

@@ -12,7 +12,7 @@ from wanma.checkpoint.ring import guests_of
 from wanma.elastic.board import Board, Position
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.launch import Launch
-from wanma.elastic.local_messages import Fork, Signal, WorkerSpec
+from wanma.elastic.local_messages import Fork, KeepStore, Signal, WorkerSpec
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import (
     Inspect,
@@ -22,11 +22,13 @@ from wanma.elastic.messages import (
     Start,
 )
 from wanma.elastic.node import Node
+from wanma.elastic.output import Output
 from wanma.elastic.ranks import LocalRank
 from wanma.elastic.watch import Watch
 from wanma.hardware.interfaces import VARIABLES, Way
 from wanma.hardware.limits import memory_kills
-from wanma.job.worker import Restart
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Event, Restart
 
 
 class Team:
@@ -38,6 +40,7 @@ class Team:
         images: where the ranks leave copies of their state; None: nobody keeps any.
         failed_at: when the generation before failed, on the monotonic clock.
         on_message: gets what the ranks say.
+        on_event: gets what a script's ranks print.
     """
 
     def __init__(
@@ -52,14 +55,22 @@ class Team:
         images: ImageFiles | None,
         failed_at: float,
         on_message: Callable[[LocalRank, Message], None],
+        on_event: Callable[[Event], None],
     ) -> None:
         self.start = start
+        self._launch, self._loop = launch, loop
+        self._stopping = False
         self.board = Board.create(launch.ranks_per_node)
         self.watch = Watch(self.board, launch, time.monotonic())
         self.ranks: list[LocalRank] = []
         self.kills = memory_kills()
         """How often the kernel had killed for memory before."""
         self._node = node
+        self._output = self._shown(on_event) if launch.is_script else None
+        if launch.is_script and start.first_rank == 0 and store_listener is not None:
+            node.send(KeepStore(start.store_host, start.store_port), [store_listener.fileno()])
+            store_listener.close()
+            store_listener = None
         payload = os.memfd_create("wanma-payload", os.MFD_CLOEXEC)
         with open(payload, "wb", closefd=False) as file:
             file.write(launch.payload)
@@ -114,6 +125,16 @@ class Team:
         if store_listener is not None:
             store_listener.close()
 
+    def _shown(self, on_event: Callable[[Event], None]) -> Output:
+        run, first = RunDirectory(self._launch.run_directory), self.start.first_rank
+        ranks = range(first, first + self._launch.ranks_per_node)
+        return Output([(rank, run.log(rank)) for rank in ranks], self._loop, on_event)
+
+    @property
+    def is_outside(self) -> bool:
+        """They run a script, and none of them has a session open."""
+        return self._launch.is_script and all(position.is_outside for position in self.positions())
+
     @property
     def gone(self) -> bool:
         """No rank lives any more."""
@@ -149,6 +170,44 @@ class Team:
     def rank(self, number: int) -> LocalRank:
         return self.ranks[number - self.start.first_rank]
 
+    def request_stop(self, until: float | None, by_interrupt: bool) -> None:
+        """Ask the ranks to stop in order; a script that has no session open, as a terminal would.
+
+        Args:
+            until: when they have to be gone, on the monotonic clock; None: nobody has said so.
+            by_interrupt: a Ctrl-C asks for it.
+        """
+        self.board.request_stop(until)
+        if not self._launch.is_script or self._stopping:
+            return
+        self._stopping = True
+        for rank in self.ranks:
+            if self._is_outside(rank):
+                number = signal.SIGINT if by_interrupt else signal.SIGTERM
+                self._node.send(Signal(rank.spec.rank, number, group=False))
+        self._loop.call_later(self._launch.grace_seconds, self._end_outsiders)
+
+    def _end_outsiders(self) -> None:
+        """Scripts that did not leave when they were asked to."""
+        for rank in self.ranks:
+            if self._is_outside(rank):
+                self._node.send(Signal(rank.spec.rank, signal.SIGKILL, group=True))
+
+    def _is_outside(self, rank: LocalRank) -> bool:
+        return not rank.gone and self.board.read(rank.spec.local_rank).is_outside
+
+    def note_exit(self, rank: LocalRank, code: int) -> None:
+        """A rank's process has ended; that of a script may have done its work without saying so.
+
+        Its own `os._exit(0)` says so, and whatever ends it after it was asked to stop.
+        """
+        asked = self._stopping and self._is_outside(rank)
+        if self._launch.is_script and not rank.spoke and (code == 0 or asked):
+            rank.finished = rank.spoke = True
+        if self._output is not None:
+            self._output.flush()
+        rank.code = code
+
     def kill(self, number: signal.Signals) -> None:
         """Send a signal to the living ranks and all that they started."""
         for rank in self.ranks:
@@ -168,6 +227,8 @@ class Team:
         return tuple(rank.standing(self.board, host, now) for rank in self.ranks if not rank.gone)
 
     def close(self) -> None:
+        if self._output is not None:
+            self._output.close()
         for rank in self.ranks:
             rank.close()
         self.board.close()

@@ -29,3 +29,5 @@ class Terms:
     """The number of the newest start so far."""
     past: Past | None = None
     """The run of a coordinator that has been lost, to be carried on."""
+    silent_retries: int = 0
+    """Of `retries`, recoveries of ranks that have never finished a step."""

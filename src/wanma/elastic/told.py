@@ -37,12 +37,15 @@ def started_again_text(recovery: Recovery) -> str:
     return "the run takes more machines: the ranks of all nodes are started again"
 
 
-def stopping_text(exit_code: int, here: bool, what: str = "", seconds: float | None = None) -> str:
+def stopping_text(
+    exit_code: int, here: bool, what: str = "", seconds: float | None = None, *, in_steps: bool = True
+) -> str:
     """That the run stops after this step, and who asked for it: this node's user or another's.
 
     Args:
         what: asked for it, in words; empty: the exit code tells.
         seconds: until everything is killed.
+        in_steps: else it is a script without a session, which is interrupted where it stands.
     """
     what = what or STOPPED.get(exit_code, f"exit code {exit_code}")
     if not here:
@@ -51,7 +54,7 @@ def stopping_text(exit_code: int, here: bool, what: str = "", seconds: float | N
         what += " (again: leave at once)"
     if seconds is not None:
         what += f", {duration_text(seconds)} are left (cluster.grace_seconds)"
-    return f"stopping in order after this step: {what}"
+    return f"stopping in order after this step: {what}" if in_steps else f"stopping the script: {what}"
 
 
 def slow_text(slow: Slow) -> str:

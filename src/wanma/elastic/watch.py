@@ -7,7 +7,10 @@ from wanma.elastic.launch import Launch
 
 
 class Watch:
-    """A sign of life is any report of any rank, whatever its step: a long validation is no hang."""
+    """A sign of life is any report of any rank, whatever its step: a long validation is no hang.
+
+    A user's script is not judged while none of its ranks has a session open: it may do what it likes.
+    """
 
     def __init__(self, board: Board, launch: Launch, now: float) -> None:
         self._board, self._launch = board, launch
@@ -22,8 +25,10 @@ class Watch:
 
     def look(self, now: float) -> tuple[float, str] | None:
         """(seconds of silence, the limit in words) when no rank has reported for too long."""
-        for local_rank in range(len(self._calls)):
-            position = self._board.read(local_rank)
+        positions = [self._board.read(local_rank) for local_rank in range(len(self._calls))]
+        if self._launch.is_script and all(position.is_outside for position in positions):
+            self._last_sign = now
+        for local_rank, position in enumerate(positions):
             if position.calls == self._calls[local_rank]:
                 continue
             self._calls[local_rank] = position.calls

@@ -14,13 +14,14 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import NoReturn
 
 from wanma.elastic.board import Board, BoardWriter
 from wanma.elastic.collectives import RECORDED, whereabouts
+from wanma.elastic.dispositions import in_child
 from wanma.elastic.failure import Failure, failure_of_exception
 from wanma.elastic.local_messages import Happened, Spawn, WorkerSpec
 from wanma.elastic.messages import (
@@ -30,8 +31,10 @@ from wanma.elastic.messages import (
     Message,
     Paused,
 )
-from wanma.elastic.processes import be_called, die_with_parent
+from wanma.elastic.output import born_line, ending_line
+from wanma.elastic.processes import be_called
 from wanma.elastic.protocol import Framer, decode
+from wanma.elastic.store_keeper import serve_store
 from wanma.job.claims import Fence
 from wanma.job.imports import import_object
 from wanma.job.run_directory import RunDirectory
@@ -47,22 +50,6 @@ def run_worker(spec: WorkerSpec, descriptors: list[int], born: str) -> NoReturn:
         traceback.print_exc()
         code = 1
     os._exit(code)
-
-
-def in_child(parent: int) -> None:
-    """First steps of a worker process: bound to its parent's life, in its own session, deaf to Ctrl-C.
-
-    And to SIGTERM, which batch systems send to every process of a job: what to do about it is the
-    supervisor's decision. By a handler, since an ignored signal would be ignored by whatever it starts, too.
-    """
-    die_with_parent(parent)
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-    signal.siginterrupt(signal.SIGTERM, False)  # native code in a system call hears nothing of it
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class Channel:
@@ -115,13 +102,13 @@ def _run(spec: WorkerSpec, descriptors: list[int], born: str, channel: Channel) 
     try:
         _redirect(log)
         be_called(f"wanma rank {spec.rank}", f"rank {spec.rank}")
-        print(_header(spec, born), flush=True)
+        print(born_line(spec, born), flush=True)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
         _settle(spec)
         board = Board(board_descriptor, spec.local_world_size)
         control = Supervised(channel, board, board.writer(spec.local_rank))
         threading.Thread(target=channel.answer, daemon=True, name="wanma-inspect").start()
-        store = _serve_store(spec, listener[0]) if listener else None
+        store = serve_store(listener[0], spec.store_host, spec.store_port) if listener else None
         entry = import_object(spec.entry, "entry")
         worker = Worker(
             rank=spec.rank,
@@ -169,8 +156,18 @@ def _images(spec: WorkerSpec) -> Images | None:
 
 
 def _failure(spec: WorkerSpec, error: BaseException, log: Path) -> Failure:
+    error = error.with_traceback(_below_us(error.__traceback__))
+    print(ending_line(spec.rank), flush=True)
     traceback.print_exception(error)
     return failure_of_exception(error, spec.rank, spec.node_rank, socket.gethostname(), str(log))
+
+
+def _below_us(trace: TracebackType | None) -> TracebackType | None:
+    """The frames below the entry function of a script, or of whatever else runs here."""
+    ours = (__file__, "/wanma/api/script.py", "<frozen runpy>", "/runpy.py")
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(ours):
+        trace = trace.tb_next
+    return trace
 
 
 def _redirect(log: Path) -> None:
@@ -187,33 +184,12 @@ def _redirect(log: Path) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def _header(spec: WorkerSpec, born: str) -> str:
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    return (
-        f"--- {now} rank {spec.rank} of {spec.world_size} on node {spec.node_rank} ({socket.gethostname()}), "
-        f"generation {spec.generation}, process {os.getpid()}, {born} ---"
-    )
-
-
 def _settle(spec: WorkerSpec) -> None:
     """Environment and threads, before the job's code runs and before any parallel region of torch."""
     os.environ.update(spec.environment)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(spec.threads)
-
-
-def _serve_store(spec: WorkerSpec, listener: int) -> Any:
-    """The rendezvous store of this generation on the supervisor's listening socket."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it so
-
-    return TCPStore(
-        spec.store_host,
-        spec.store_port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
 
 
 def main() -> None:

@@ -60,6 +60,21 @@ class AgreedError(WanmaError):
         return partial(type(self), retry_step=self.retry_step, odd=self.odd), (self.message, self.hint)
 
 
+class ScriptExitError(WanmaError):
+    """A user's script has ended its own process.
+
+    Args:
+        left_with: its exit code; not 0.
+    """
+
+    def __init__(self, message: str, left_with: int) -> None:
+        super().__init__(message)
+        self.left_with = left_with
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.left_with)
+
+
 class UnfitError(WanmaError):
     """This machine has failed a health check: the run goes on without it, where others can."""
 

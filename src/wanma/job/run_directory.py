@@ -2,6 +2,7 @@
 
 runs/NAME/
     job.toml            the job as run, defaults and overrides included
+    script.json         of `wanma launch`: the script, its processes, how it ended
     plan.json           the plan and its forecast
     environment.json    versions, host, devices, command line
     returned.json       fingerprint of the weights that `wanma.train` has given to the user's module
@@ -38,6 +39,11 @@ class RunDirectory:
     @property
     def job(self) -> Path:
         return self.path / "job.toml"
+
+    @property
+    def script(self) -> Path:
+        """What `wanma launch` has run here; a script without a session leaves this instead of a job."""
+        return self.path / "script.json"
 
     @property
     def plan(self) -> Path:
@@ -111,5 +117,15 @@ def list_runs(folder: Path) -> list[RunDirectory]:
     """Runs below `folder`, newest first."""
     if not folder.is_dir():
         return []
-    found = [RunDirectory(path) for path in folder.iterdir() if (path / "job.toml").is_file()]
-    return sorted(found, key=lambda run: run.job.stat().st_mtime, reverse=True)
+    found = [RunDirectory(path) for path in folder.iterdir() if is_run(path)]
+    return sorted(found, key=_begun, reverse=True)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a training, or a script of `wanma launch`, has run in folder `path`."""
+    return any(file.is_file() for file in (RunDirectory(path).job, RunDirectory(path).script))
+
+
+def _begun(run: RunDirectory) -> float:
+    """When the newest job or script was written down here, in unix seconds."""
+    return max(file.stat().st_mtime for file in (run.job, run.script) if file.is_file())

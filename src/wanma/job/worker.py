@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from wanma.job.claims import Fence
 
+OUTSIDE = "the script's own code"
+"""Phase of a rank whose script has no session open: nobody can tell how long it may be silent."""
 Event = dict[str, Any]
 """One JSON-able record with a `kind`: start, recovery, step, validation, checkpoint, message, finish."""
 
@@ -193,3 +195,7 @@ class Worker:
 
 current_worker: ContextVar[Worker | None] = ContextVar("current_worker", default=None)
 """Set in processes that `wanma launch` started, for the script that runs in them."""
+launched_cluster: ContextVar[Mapping[str, Any] | None] = ContextVar("launched_cluster", default=None)
+"""Set in processes that `wanma launch` started: the keys of `[cluster]` that the command was given."""
+in_session: ContextVar[bool] = ContextVar("in_session", default=False)
+"""Whether this process has a session open, or has left one by an exception that nobody caught."""

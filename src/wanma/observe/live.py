@@ -53,6 +53,9 @@ class LiveConsole(Console):
         level = event.get("level", "info")
         self._terminal.print(Text(LEVELS.get(level, "") + str(event["text"]), STYLES.get(level, "")))
 
+    def line(self, text: str) -> None:
+        self._terminal.print(Text(text), soft_wrap=True)
+
     def close(self) -> None:
         self._live.stop()
         self._print_directory()

@@ -200,13 +200,14 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> St
         outcome = newest.get("outcome")
         return outcome if outcome in ("finished", "failed") else "interrupted"
     if newest.get("host") == socket.gethostname():
-        return "running" if _alive(newest.get("process")) else "died"
+        return "running" if is_alive(newest.get("process")) else "died"
     silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
     patience = job.get("cluster", {}).get("hang_seconds", DEFAULT_HANG_SECONDS)
     return "running" if silence <= patience else "died"
 
 
-def _alive(process: Any) -> bool:
+def is_alive(process: Any) -> bool:
+    """Whether a process of this machine lives, by its number as a record has it."""
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, TypeError, ValueError):

@@ -22,6 +22,7 @@ from wanma.report.facts import (
 )
 from wanma.report.promise import ranks_kept, sentence
 from wanma.report.read import Report, read_report
+from wanma.report.script import read_script
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,6 +88,12 @@ def runs_table(runs: Iterable[RunDirectory]) -> Table:
     for name in ("steps", "loss", "tokens/s", "MFU", "memory", "last sign"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
+        if (script := read_script(run)) is not None:
+            age = duration_text(time.time() - script.last_sign) + " ago"
+            steps = f"script, {duration_text(script.seconds)}"
+            state = Text(script.state, STATE_STYLES[script.state])
+            table.add_row(Text(run.name), state, steps, *["–"] * 4, age)
+            continue
         report = read_report(run, brief=True)
         age = duration_text(time.time() - report.last_sign) + " ago" if report.last_sign else "–"
         table.add_row(

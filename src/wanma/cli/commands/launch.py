@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from wanma.cli.arguments import numbers
 from wanma.job.errors import JobError
 
 _DESCRIPTION = """\
-Run your own training script, plain Python that calls wanma.session(...), in several processes.
+Run your own training script in several processes: plain Python, as for torchrun, or with wanma.session(...).
 
 Options of `wanma launch` stand before SCRIPT. Everything after SCRIPT is the script's own.
 """
@@ -16,10 +17,13 @@ _EXAMPLES = """\
 examples:
   wanma launch --ranks 2 examples/own_loop.py
   wanma launch --ranks 2 --run-dir runs/first my_script.py --learning-rate 3e-4    # the script's option
+  wanma launch --ranks 2 -m my_package.train                                       # a module
   wanma launch --ranks 8 --nodes 2 --rendezvous 10.0.0.1:29500 my_script.py        # on each machine
-  wanma launch --ranks 2 --set cluster.hang_seconds=900 my_script.py
+  wanma launch --ranks 2 --set cluster.retries=3 my_script.py                      # torchrun --max-restarts 3
 
-The same command carries on after a stop. Ctrl-C finishes the step and saves; a second one leaves at once.
+Each process finds its rank by the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
+With wanma.session the same command carries on after a stop, and Ctrl-C finishes the step and saves; a second
+one leaves at once. Other scripts get the Ctrl-C as from a terminal.
 """
 
 
@@ -41,7 +45,23 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any key of [cluster]; repeatable"
     )
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="Python file that calls wanma.session")
+    parser.add_argument(
+        "--show", metavar="RANKS", type=_ranks, help="whose output is shown: all (default), none, or e.g. 0,3"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
+    for spelled in ("--local-rank", "--local_rank"):
+        parser.add_argument(
+            spelled,
+            dest="local_rank_option",
+            action="store_const",
+            const=spelled,
+            default="",
+            help=f"give each script {spelled}=N, as torch.distributed.launch does",
+        )
+    parser.add_argument(
+        "--use-env", "--use_env", action="store_true", help="the opposite, and the default: variables only"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="Python file")
     rest = parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own"
     )
@@ -50,23 +70,30 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    script: Path = arguments.script
-    if not script.is_file():
+    script: str = arguments.script
+    if not arguments.module and not Path(script).is_file():
         raise JobError(f"there is no script {script}", "options stand before it: `wanma launch --help`")
     if arguments.ranks is None or arguments.ranks < 1:
         raise JobError(
             f"wanma launch: give --ranks N, at least 1, before {script}",
             f"`wanma launch --ranks 2 {script}` starts two processes",
         )
-    from wanma.api.launch import launch_script
+    from wanma.api.launch import Program, launch_script
 
+    option = "" if arguments.use_env else arguments.local_rank_option
     return launch_script(
-        script,
-        arguments.arguments,
+        Program(script, tuple(arguments.arguments), arguments.module, option),
         arguments.ranks,
         run_directory=arguments.run_dir,
         overrides=[*arguments.set, *_options_as_overrides(arguments)],
+        shown=arguments.show,
     )
+
+
+def _ranks(text: str) -> list[int] | None:
+    """Ranks of `--show`; None: all."""
+    named: dict[str, list[int] | None] = {"all": None, "none": []}
+    return named[text] if text in named else numbers(text)
 
 
 def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:

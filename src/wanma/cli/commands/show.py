@@ -14,10 +14,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen = chosen_run(arguments)
+    chosen = chosen_run(arguments, scripts=True)
     from wanma.cli.show import show
     from wanma.report.read import read_report
+    from wanma.report.script import read_script, script_summary
     from wanma.report.text import summary
 
-    show(summary(read_report(chosen)))
+    script = read_script(chosen)
+    show(script_summary(script) if script is not None else summary(read_report(chosen)))
     return 0

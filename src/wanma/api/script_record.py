@@ -1,0 +1,52 @@
+"""What `wanma launch` writes down of the script that it runs: script.json, read by `report.script`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wanma.job.run_directory import RunDirectory, write_json
+from wanma.job.worker import Event
+
+
+class ScriptRecord:
+    """Written by its constructor, and once more by `end`.
+
+    Args:
+        ranks: processes on each machine.
+
+    Raises:
+        OSError: the run directory cannot be written to.
+    """
+
+    def __init__(
+        self, run: RunDirectory, script: str, arguments: Sequence[str], ranks: int, nodes: int
+    ) -> None:
+        self._run = run
+        self._value: dict[str, Any] = {
+            "script": script,
+            "arguments": list(arguments),
+            "ranks_per_node": ranks,
+            "nodes": nodes,
+            "command_line": sys.argv,
+            "host": platform.node(),
+            "process": os.getpid(),
+            "started": time.time(),
+            "ended": None,
+            "exit_code": None,
+            "failure": "",
+        }
+        write_json(run.script, self._value)
+
+    def end(self, exit_code: int, failure: str, write: Callable[[Event], None]) -> None:
+        """Note how the script ended; where that cannot be, `write` is only told."""
+        self._value.update(ended=time.time(), exit_code=exit_code, failure=failure)
+        try:
+            write_json(self._run.script, self._value)
+        except OSError as error:
+            text = f"the end was not recorded: {error.strerror or error}"
+            write({"kind": "message", "level": "warning", "text": text})

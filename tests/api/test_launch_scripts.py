@@ -1,0 +1,345 @@
+"""wanma launch: scripts that were written for torchrun, and know nothing of wanma."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.command import Desk, Ran
+from wanma.report.script import read_script
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+VARIABLES = """\
+import json, os, sys
+names = [name for name in os.environ if "RANK" in name or "WORLD" in name or "MASTER" in name]
+names += [name for name in os.environ if name.startswith(("TORCHELASTIC", "TORCH_NCCL", "ROLE", "OMP_NUM"))]
+print("told " + json.dumps({name: os.environ[name] for name in names}), flush=True)
+print("words " + json.dumps(sys.argv[1:]), "torch" in sys.modules, __name__, flush=True)
+"""
+"""What a launcher tells a script; without torch, so that it starts at once."""
+ENDINGS = """\
+import os, signal, sys, time
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+print("before", flush=True)
+if rank == 1:
+    time.sleep(0.3)
+    if how == "raise":
+        def deep():
+            raise ValueError("no such column: prize")
+        deep()
+    if how == "exit":
+        sys.exit(7)
+    if how == "usage":
+        sys.exit(2)
+    if how == "silently":
+        os._exit(5)
+    if how == "done":
+        os._exit(0)
+    if how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+elif how not in ("done", "crash"):
+    time.sleep(60)
+"""
+WAITS = """\
+import signal, sys, time
+def leave(number, frame):
+    print("saved by", signal.Signals(number).name, flush=True)
+    sys.exit(3)
+if "handles" in sys.argv:
+    signal.signal(signal.SIGTERM, leave)
+print("waiting", flush=True)
+while True:
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        if "stubborn" not in sys.argv:
+            raise
+"""
+AGAIN = """\
+import os
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print(f"attempt {attempt} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}: {int(total)} ranks", flush=True)
+if attempt == 0 and dist.get_rank() == 1:
+    raise ValueError("the first time only")
+dist.destroy_process_group()
+"""
+SPEAKS = """\
+import sys, time
+import torch, wanma
+import torch.nn.functional as F
+with wanma.session({"train": {"steps": 3, "global_batch": 4}, "observe": {"console": "plain"}}) as session:
+    model = session.prepare(torch.nn.Linear(8, 4))
+    for batch in session.batches([(torch.ones(8), 1) for _ in range(16)]):
+        if "inside" in sys.argv and batch.samples[0] >= 8:
+            time.sleep(60)
+        session.step(F.cross_entropy(model(*batch.inputs), batch.targets, reduction="none"))
+if "afterwards" in sys.argv:
+    time.sleep(4)
+print("evaluated", flush=True)
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path, modules=tmp_path)
+
+
+def write(desk: Desk, name: str, source: str) -> str:
+    (desk.folder / name).write_text(source)
+    return name
+
+
+def lines(ran: Ran, rank: int) -> list[str]:
+    """What the terminal shows of a rank."""
+    mark = f"[rank {rank}] "
+    return [line.removeprefix(mark) for line in ran.out.splitlines() if line.startswith(mark)]
+
+
+def told(text: str) -> dict[str, Any]:
+    found = re.search(r"told (\{.*?\})", text)
+    assert found is not None, text
+    return dict(json.loads(found[1]))
+
+
+# ------------------------------------------------------------------ the place of a rank
+
+
+def test_a_script_is_told_what_torchrun_tells(desk: Desk) -> None:
+    name = write(desk, "told.py", VARIABLES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2"]
+    theirs = told(desk.start_program([*torchrun, name]).end().out)
+    ran = desk.run("launch", "--ranks", "1", "--set", "cluster.retries=2", name, "--ranks", "7", "--", "x")
+    assert ran.code == 0, ran.text
+    ours = told(ran.out)
+    # The file into which torch's own `@record` writes an error for torchrun is its affair.
+    assert theirs.keys() - ours.keys() <= {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    places = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    assert {name: ours[name] for name in theirs.keys() & ours.keys() - places} == {
+        name: theirs[name] for name in theirs.keys() & ours.keys() - places
+    }
+    assert ours["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert int(ours["MASTER_PORT"]) > 0
+    assert lines(ran, 0)[1] == 'words ["--ranks", "7", "--", "x"] False __main__'
+
+
+def test_each_rank_of_two_machines_is_told_its_own_place(desk: Desk) -> None:
+    name = write(desk, "told.py", VARIABLES)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    words = ("launch", "--ranks", "2", "--nodes", "2", "--rendezvous", place, "--run-dir", "both", name)
+    ended = [one.end() for one in [desk.start(*words) for _ in range(2)]]
+    assert [one.code for one in ended] == [0, 0], ended
+    ranks = [told("\n".join(lines(one, rank))) for rank in range(4) for one in ended if lines(one, rank)]
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    assert [[one[name] for name in names] for one in ranks] == [
+        [str(rank), str(rank % 2), str(rank // 2), "4", "2", "2"] for rank in range(4)
+    ]
+    for common in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        assert len({one[common] for one in ranks}) == 1
+
+
+@pytest.mark.parametrize("option", ["--local-rank", "--local_rank"])
+def test_the_local_rank_as_an_option_for_scripts_of_torch_distributed_launch(desk: Desk, option: str) -> None:
+    name = write(desk, "told.py", VARIABLES)
+    ran = desk.run("launch", "--ranks", "2", option, name, "--lr", "1")
+    assert [lines(ran, rank)[1].partition("]")[0] for rank in (0, 1)] == [
+        f'words ["{option}={rank}", "--lr", "1"' for rank in (0, 1)
+    ]
+    ran = desk.run("launch", "--ranks", "1", "--use-env", option, name)
+    assert lines(ran, 0)[1].startswith("words []")
+
+
+def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
+    (desk.folder / "package").mkdir()
+    write(desk, "package/__init__.py", "")
+    write(desk, "package/told.py", "from . import __name__ as package\nprint(package)\n" + VARIABLES)
+    ran = desk.run("launch", "--ranks", "1", "-m", "package.told", "x")
+    assert ran.code == 0, ran.text
+    assert lines(ran, 0)[0] == "package"
+    assert lines(ran, 0)[2].startswith('words ["x"] ')
+    assert (desk.folder / "runs" / "told" / "script.json").exists()
+
+
+# ------------------------------------------------------------------ scripts of torch
+
+
+def test_ddp_runs_unchanged_on_two_machines(desk: Desk) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{sock.getsockname()[1]}"
+    ddp = str(SCRIPTS / "ddp.py")
+    words = ("launch", "--ranks", "1", "--nodes", "2", "--rendezvous", place, "--run-dir", "both", ddp)
+    ended = [one.end() for one in [desk.start(*words) for _ in range(2)]]
+    assert [one.code for one in ended] == [0, 0], ended
+    said = sorted(line for rank in (0, 1) for one in ended for line in lines(one, rank))
+    assert [line.partition(": ")[0] for line in said] == ["rank 0 (0 here) of 2", "rank 1 (0 here) of 2"]
+    assert len({line.partition(": ")[2] for line in said}) == 1
+
+
+def test_fsdp_runs_unchanged_and_may_be_silent_for_longer_than_a_hang(desk: Desk) -> None:
+    limits = ("--set", "cluster.hang_seconds=1", "--set", "cluster.start_seconds=1")
+    ran = desk.run("launch", "--ranks", "2", *limits, str(SCRIPTS / "fsdp.py"), "4")
+    assert ran.code == 0, ran.text
+    for rank in (0, 1):
+        assert re.fullmatch(rf"rank {rank}: loss 0\.\d+, DTensor", lines(ran, rank)[-1])
+
+
+def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
+    name = write(desk, "again.py", AGAIN)
+    ran = desk.run("launch", "--ranks", "2", "--set", "cluster.retries=1", name)
+    assert ran.code == 0, ran.text
+    assert lines(ran, 0) == ["attempt 0 of 1: 2 ranks", "attempt 1 of 1: 2 ranks"]
+    assert ran.out.count("warning: rank 1 (") == 1
+    assert "the first time only" in ran.out
+
+
+# ------------------------------------------------------------------ how a script ends
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("raise", 1, "ValueError: no such column: prize"),
+        ("exit", 7, "ends.py ended itself: exit code 7"),
+        ("usage", 2, "ends.py ended itself: exit code 2"),
+        ("silently", 5, "its process left with exit code 5"),
+        ("crash", 1, "its process was killed by SIGSEGV"),
+        ("done", 0, ""),
+    ],
+)
+def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
+    desk: Desk, how: str, code: int, cause: str
+) -> None:
+    ran = desk.run("launch", "--ranks", "2", write(desk, "ends.py", ENDINGS), how)
+    assert ran.code == code, ran.text
+    assert lines(ran, 0) == lines(ran, 1) == ["before"]
+    errors = [line for line in ran.out.splitlines() if line.startswith("error: ")]
+    assert (
+        len(errors) == 1 and f"rank 1 (node 0, {socket.gethostname()}) failed: {cause}" in errors[0]
+    ) or not code
+    frames = re.findall(r'File ".*/(\w+\.py)", line \d+, in (\S+)', ran.out)
+    assert frames == ([("ends.py", "<module>"), ("ends.py", "deep")] if how == "raise" else [])
+    shown = desk.run("show", "ends").out
+    assert shown.startswith(f"ends: {'Failed' if code else 'Finished'} after ")
+    assert f"  script     ends.py {how}\n" in shown
+    assert f"  exit code  {code}\n" in shown
+    assert cause in shown
+    assert "rank-0.log to rank-1.log" in shown
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "code"),
+    [
+        (signal.SIGINT, [], 130),
+        (signal.SIGTERM, [], 143),
+        (signal.SIGTERM, ["handles"], 143),
+        (signal.SIGINT, ["stubborn"], 130),
+    ],
+)
+def test_a_request_to_stop_reaches_the_script(
+    desk: Desk, number: signal.Signals, words: list[str], code: int
+) -> None:
+    grace = ("--set", "cluster.grace_seconds=1.5") if "stubborn" in words else ()
+    going = desk.start("launch", "--ranks", "2", *grace, write(desk, "waits.py", WAITS), *words)
+    logs = [desk.folder / "runs" / "waits" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
+    assert going.until(lambda: all(log.exists() and "waiting" in log.read_text() for log in logs))
+    going.look()
+    began = time.monotonic()
+    going.signal(number)
+    ran = going.end()
+    assert ran.code == code, ran.text
+    assert time.monotonic() - began < 10
+    assert going.left() == []
+    assert "stopping the script: " in ran.out
+    assert "Traceback" not in ran.out
+    assert "error: " not in ran.out
+    after = ["saved by SIGTERM"] if words == ["handles"] else []
+    assert lines(ran, 0) == lines(ran, 1) == ["waiting", *after]
+    assert desk.run("show", "waits").out.startswith("waits: Stopped on request after ")
+
+
+def test_the_list_of_runs_knows_scripts_and_what_needs_a_training_says_so(desk: Desk) -> None:
+    desk.run("launch", "--ranks", "1", write(desk, "told.py", VARIABLES))
+    going = desk.start("launch", "--ranks", "1", write(desk, "waits.py", WAITS))
+    assert going.until(lambda: (desk.folder / "runs" / "waits" / "logs" / "rank-0.log").exists())
+    listed = [line.split()[:3] for line in desk.run("runs").out.splitlines()[1:]]
+    assert listed == [["waits", "running", "script,"], ["told", "finished", "script,"]]
+    going.kill_all()
+    going.end()
+    assert desk.run("show", "waits").out.startswith("waits: Ended without a word")
+    refused = desk.run("report", "told")
+    assert refused.code == 2
+    assert "opened no wanma.session" in refused.told_once()
+
+
+def test_only_the_ranks_that_are_asked_for_are_shown(desk: Desk) -> None:
+    name = write(desk, "told.py", VARIABLES)
+    ran = desk.run("launch", "--ranks", "2", "--show", "1", name)
+    assert [bool(lines(ran, rank)) for rank in (0, 1)] == [False, True]
+    assert desk.run("launch", "--ranks", "2", "--show", "none", name).out == "run directory: runs/told\n"
+
+
+# ------------------------------------------------------------------ scripts that speak to wanma
+
+
+def test_a_script_is_judged_by_steps_only_while_its_session_is_open(desk: Desk) -> None:
+    name = write(desk, "speaks.py", SPEAKS)
+    limits = ("--set", "cluster.hang_seconds=1.5", "--set", "cluster.start_seconds=30")
+    ran = desk.run("launch", "--ranks", "1", *limits, name, "afterwards")
+    assert ran.code == 0, ran.text
+    assert "finished at step 3" in ran.out
+    assert lines(ran, 0) == ["evaluated"]
+    ran = desk.run(
+        "launch", "--ranks", "1", *limits, "--set", "cluster.retries=0", "--run-dir", "2", name, "inside"
+    )
+    assert ran.code == 1
+    assert "no rank has moved for" in ran.told_once()
+
+
+def test_a_session_takes_ranks_that_torchrun_has_started_and_carries_on(desk: Desk) -> None:
+    source = (Path(__file__).parents[2] / "examples" / "own_loop.py").read_text()
+    write(desk, "own.py", source.replace('"steps": 200', '"steps": 20').replace('_steps": 50', '_steps": 10'))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"]
+    ran = desk.start_program(torchrun).end()
+    assert ran.code == 0, ran.text
+    assert ran.out.count("finished at step 20") == 1
+    assert "`wanma launch --ranks 2` watches and recovers" in ran.out
+    training = desk.training("runs/own-loop")
+    assert [step["step"] for step in training.metrics] == list(range(1, 21))
+    assert training.checkpoints() == ["step-00000020"]
+    alone = desk.start_program([sys.executable, "own.py"], WORLD_SIZE="1")
+    assert alone.end().code == 0
+    assert desk.training("runs/own-loop").events[-1]["kind"] == "finish"
+
+
+def test_a_training_that_starts_its_ranks_itself_says_so_to_another_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import wanma
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(wanma.JobError, match="has started this process as rank 1 of 2") as refused:
+        wanma.train({"train": {"steps": 1}})
+    assert "run the script with plain `python`" in refused.value.hint
+
+
+def test_a_damaged_record_of_a_script_is_no_run(tmp_path: Path) -> None:
+    from wanma.job.run_directory import RunDirectory
+
+    (tmp_path / "script.json").write_text("{")
+    assert read_script(RunDirectory(tmp_path)) is None
