@@ -340,3 +340,35 @@ def test_a_batch_of_no_whole_group_is_refused_by_its_name() -> None:
     with pytest.raises(JobError, match=r"model\.statistics_group = 4 samples share one statistic") as refusal:
         automatic(asked, H100, module)
     assert "make train.global_batch a multiple of 4" in refusal.value.hint
+
+
+def test_model_flops_utilisation_counts_each_device_of_unlike_machines_by_its_own_peak() -> None:
+    mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
+    where = {"nodes": 2, "rendezvous": "a:1"}
+    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
+    few = replace(SMALL, layers=2)
+    found = find_plans(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
+    peaks = [node.devices[0].peak_flops_per_second[asked.train.precision] for node in mixed.nodes]
+    flops = decoder_workload(few, SEQUENCE).flops_per_sample * 512
+    shares = [one.forecast for one in found.runnable[:3]]
+    even = Plan(dp_replicate=16, micro_batch=4, precision=asked.train.precision, device="cuda")
+    alike = forecast(problem_of(asked, mixed, decoder_workload(few, SEQUENCE), few), even)
+    for one in (*shares, alike):
+        assert one.step is not None
+        assert one.model_flops_utilisation == pytest.approx(flops / one.step.seconds / (8 * sum(peaks)))
+
+
+def test_plans_that_run_come_first_each_the_fastest_first_and_the_one_taken_is_among_them() -> None:
+    mixed = parse_cluster("1x8 H100 + 1x8 A100, 8x200G")
+    where = {"nodes": 2, "rendezvous": "a:1"}
+    asked = job({"auto": True}, cluster=where, train={"global_batch": 512})
+    few = replace(SMALL, layers=2)
+    result = automatic(asked, mixed, decoder_workload(few, SEQUENCE), few, worlds=(16,))
+    found = result.found
+    assert found is not None
+    assert found.candidates == (*found.runnable, *found.forecasts_only)
+    for part in (found.runnable, found.forecasts_only):
+        assert [one.seconds for one in part] == sorted(one.seconds for one in part)
+    assert found.runnable[0].plan == result.plan
+    assert not any(one.plan.hierarchical for one in found.runnable), "on GPUs nothing is summed so"
+    assert all(one.forecast_only is None for one in found.pareto)

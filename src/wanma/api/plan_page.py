@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from wanma.api.plan_pictures import front_chart, scale_charts, step_figure
+from wanma.api.plan_text import FORECASTS_ONLY, shown_plans
 from wanma.api.side_by_side import side_by_side
 from wanma.api.study import Answers, Study, WhatIf, Why
 from wanma.api.words import (
@@ -152,12 +153,14 @@ def _memory_card(study: Study, forecast: Forecast) -> str:
 
 
 def _found(study: Study, found: Found) -> Iterator[str]:
-    body = "".join(
-        _plan_row(number, one, study) for number, one in enumerate(found.candidates[:SHOWN_PLANS], 1)
-    )
+    shown, others = shown_plans(found, SHOWN_PLANS)
+    body = "".join(_plan_row(number, one, study) for number, one in enumerate(shown, 1))
+    if others:
+        body += f'<tr><th colspan="7">{escape(FORECASTS_ONLY)}</th></tr>'
+        body += "".join(_plan_row(number, one, study) for number, one in enumerate(others, len(shown) + 1))
     numbers = ("step", rate_unit(study.workload), "MFU", "memory")
     head = heads(("", "plan", *numbers, "where a step's time goes"), numbers)
-    seen = [one.forecast.step for one in found.candidates[:SHOWN_PLANS] if one.forecast.step is not None]
+    seen = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
     legend = "".join(
         key(kind.name, kind.colour) for kind in TIME_KINDS if any(getattr(step, kind.field) for step in seen)
     )

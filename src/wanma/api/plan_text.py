@@ -33,6 +33,7 @@ from wanma.planner.explain.scaling import ScalePoint
 from wanma.planner.search.candidates import Candidate, Found
 
 SHOWN_PLANS = 8
+FORECASTS_ONLY = "Forecasts only: wanma does not run these plans"
 SHOWN_FRONT = 8
 NARROW, NARROWER, NARROWEST = 104, 80, 60
 """Columns of a window below which a table leaves out its bars, its rates, and all but step and plan."""
@@ -112,8 +113,12 @@ def _plan_cell(plan: Plan, note: str | None = None, cluster: Cluster | None = No
 def _found(study: Study, found: Found) -> Iterable[RenderableType]:
     searched = f"{count_text(found.considered, 'plan')} in {duration_text(found.seconds)}"
     yield _head(f"Best plans, of {searched}")
-    yield _plans_table(found.candidates[:SHOWN_PLANS], study)
-    steps = [one.forecast.step for one in found.candidates[:SHOWN_PLANS] if one.forecast.step is not None]
+    shown, others = shown_plans(found, SHOWN_PLANS)
+    yield _plans_table(shown, study)
+    if others:
+        yield _head(FORECASTS_ONLY)
+        yield _plans_table(others, study, len(shown) + 1)
+    steps = [one.forecast.step for one in (*shown, *others) if one.forecast.step is not None]
     if steps:
         yield time_legend(steps)
     if study.beside_best is not None:
@@ -124,11 +129,20 @@ def _found(study: Study, found: Found) -> Iterable[RenderableType]:
         yield _front_table(found.pareto)
 
 
-def _plans_table(candidates: Sequence[Candidate], study: Study) -> RenderableType:
+def shown_plans(found: Found, most: int) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
+    """The plans that wanma runs, and faster ones that are a forecast only; where it runs none, those
+    alone."""
+    best = found.best
+    if best is None:
+        return found.candidates[:most], ()
+    return found.runnable[:most], [one for one in found.forecasts_only if one.seconds < best.seconds]
+
+
+def _plans_table(candidates: Sequence[Candidate], study: Study, first: int = 1) -> RenderableType:
     rows: list[list[RenderableType]] = [
         ["", "plan", "step", rate_unit(study.workload), "MFU", "memory", "where a step's time goes"]
     ]
-    for number, one in enumerate(candidates, 1):
+    for number, one in enumerate(candidates, first):
         is_ours = one.plan == study.planned.plan
         bar = time_bar(one.forecast.step) if one.forecast.step is not None else Text("–")
         rows.append(

@@ -27,6 +27,7 @@ from wanma.planner.capabilities import check_runnable
 from wanma.planner.choose import Planned, automatic, complete, layout
 from wanma.planner.crossing import CROSSES, crossing
 from wanma.planner.measure.calibration import load_calibration
+from wanma.planner.problem import mean_peak
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,8 @@ def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | 
 
 
 def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:
-    """Of one rank's device in the plan's precision; None when nobody has measured or published it."""
+    """Of one rank's device in the plan's precision, the mean over unlike devices; None when nobody has
+    measured or published it."""
     if plan.device == "cuda":
-        return cluster.nodes[0].devices[0].peak_flops_per_second.get(plan.precision)
+        return mean_peak(cluster, plan.precision)
     return stored_cpu_peak(plan.threads_per_rank).get(plan.precision)

@@ -19,7 +19,7 @@ from wanma.planner.capabilities import allowed_approximations, not_runnable
 from wanma.planner.compression import plan_fields
 from wanma.planner.cost.compression import LOOKED_AT
 from wanma.planner.cost.machines import is_measured
-from wanma.planner.exchange import bucket_of
+from wanma.planner.exchange import bucket_of, why_not_hierarchical
 from wanma.planner.forecast import unknown_rates
 from wanma.planner.measure.calibration import Calibration
 from wanma.planner.mixed.best import search_mixed
@@ -113,21 +113,24 @@ def run_worlds(job: Job, cluster: Cluster) -> tuple[int, ...]:
     return tuple(size * job.cluster.nodes for size in divisors(len(node.devices) or node.cores))
 
 
+MOST_UNRUN = 3
+"""Plans that are a forecast only, where there are others that wanma runs."""
+
+
 def merged(found: Sequence[Found], keep: int) -> Found:
-    """Several searches as one. The fastest plan that wanma runs is kept, whatever else is faster."""
-    if len(found) == 1:
-        return found[0]
+    """Several searches as one: plans that wanma runs first, and a few of those that it does not run."""
     candidates = sorted((one for each in found for one in each.candidates), key=rank_of)
-    best = next((one for one in candidates if one.forecast_only is None), None)
-    if best is not None and best not in candidates[:keep]:
-        candidates.insert(keep - 1, best)
+    runnable = [one for one in candidates if one.forecast_only is None]
+    others = [one for one in candidates if one.forecast_only is not None]
+    runnable = runnable[: max(keep - min(len(others), MOST_UNRUN), 1)]
+    front = [one for each in found for one in each.pareto]
     nearest = [each.nearest for each in found if each.nearest is not None]
     pruned: Counter[str] = Counter()
     for each in found:
         pruned.update(each.pruned)
     return Found(
-        tuple(candidates[:keep]),
-        pareto_front([one for each in found for one in each.pareto]),
+        (*runnable, *others)[:keep],
+        pareto_front([one for one in front if one.forecast_only is None] or front),
         None if candidates else min(nearest, key=lambda one: one.memory_bytes, default=None),
         sum(each.considered for each in found),
         dict(pruned),
@@ -140,12 +143,11 @@ def reasons(found: Found) -> tuple[str, ...]:
     best = found.best
     if best is None:
         return ()
-    told = [f"the fastest of {found.considered:,} plans, by forecast: {best.seconds:.3g} s a step"]
-    others = [one for one in found.candidates if one is not best]
-    runner_up = next((one for one in others if one.forecast_only is None), None)
-    if runner_up is not None:
+    faster = next((one for one in found.forecasts_only if one.seconds < best.seconds), None)
+    of = f"{found.considered:,} plans" + (" that wanma runs" if faster is not None else "")
+    told = [f"the fastest of {of}, by forecast: {best.seconds:.3g} s a step"]
+    for runner_up in found.runnable[1:2]:
         told.append(f"next: {runner_up.plan}, {runner_up.seconds / best.seconds - 1:+.1%} time")
-    faster = next((one for one in others if one.forecast_only and one.seconds < best.seconds), None)
     if faster is not None:
         told.append(f"{faster.plan} would take {faster.seconds:.3g} s; {faster.forecast_only}")
     return tuple(told)
@@ -232,6 +234,8 @@ def _marked(problem: Problem, found: Found) -> Found:
             here = min(len(node.devices), plan.world_size)
             threads = problem.job.cluster.threads_per_rank or max(node.cores // here, 1)
             plan = replace(plan, threads_per_rank=threads)
+        if plan.hierarchical and why_not_hierarchical(plan, problem.job.cluster.nodes) is not None:
+            plan = replace(plan, hierarchical=False)
         reason = not_runnable(problem.job, plan, problem.cluster)
         return replace(one, plan=plan, forecast_only=reason or host_overflow(problem, plan, one.forecast))
 

@@ -112,7 +112,9 @@ def automatic(
             needed = forecast(problem, plan)
     whole = with_pipeline_ranks(problem, plan, needed)
     told = (*reasons(found), *exchange_reasons(plan, problem.machine), *whole.reasons)
-    return Planned(plan, replace(whole, reasons=told), found)
+    taken = replace(best, plan=plan, forecast=needed)
+    candidates = tuple(taken if one is best else one for one in found.candidates)
+    return Planned(plan, replace(whole, reasons=told), replace(found, candidates=candidates))
 
 
 def layout(job: Job, cluster: Cluster) -> Plan:

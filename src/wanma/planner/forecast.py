@@ -201,7 +201,7 @@ def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | N
         told = (*crosses, *told_of_sites(problem, plan, None), unknown_rates(problem, plan) or "")
         return replace(needed, reasons=(*needed.reasons, *told))
     flops = problem.workload.flops_per_sample * problem.global_batch
-    peak = problem.machine.chip.peak_flops_per_second["fp8" if plan.fp8 else plan.precision]
+    peak = problem.peak_flops_per_second("fp8" if plan.fp8 else plan.precision)
     run = run_cost(problem, plan, step)
     return replace(
         needed,

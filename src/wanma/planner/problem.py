@@ -49,6 +49,8 @@ class Problem:
     """Of a decoder, where the model is one: then its operators are known one by one."""
     software: Software = field(default_factory=Software)
     """Habits of the program that trains: our own runtime's."""
+    real_cluster: Cluster | None = None
+    """The machines as they are, where `cluster` takes unlike ones to be equal."""
 
     @property
     def global_batch(self) -> int:
@@ -60,6 +62,11 @@ class Problem:
     def sequence(self) -> int:
         """Tokens of one sample."""
         return self.workload.tokens_per_sample
+
+    def peak_flops_per_second(self, precision: str) -> float:
+        """Dense peak of one device, the mean over unlike ones: the denominator of model FLOPs utilisation."""
+        mean = mean_peak(self.real_cluster, precision) if self.real_cluster is not None else None
+        return mean or self.machine.chip.peak_flops_per_second[precision]
 
 
 def problem_of(
@@ -107,7 +114,21 @@ def problem_of(
         logits_copies=1.0 if dimensions is not None else 2.0,
     )
     memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE
-    return Problem(job, machines, workload, machine, memory_bytes, dimensions, habits)
+    unlike = cluster if len(cluster.nodes) > 1 and node.devices else None
+    return Problem(job, machines, workload, machine, memory_bytes, dimensions, habits, unlike)
+
+
+def mean_peak(cluster: Cluster, precision: str) -> float | None:
+    """Dense peak FLOP/s of an accelerator, over all of a cluster's; None where one has no such rate."""
+    peaks = [
+        (node.count, device.peak_flops_per_second.get(precision))
+        for node in cluster.nodes
+        for device in node.devices
+    ]
+    known = [(count, peak) for count, peak in peaks if peak]
+    if not known or len(known) < len(peaks):
+        return None
+    return sum(count * peak for count, peak in known) / sum(count for count, _ in known)
 
 
 def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:

@@ -238,7 +238,7 @@ class _Search:
         counts = np.minimum(devices // options.devices[:, 0], self.batch)
         uppers = counts * options.samples * self._most((kind,), seconds)
         best: Share | None = None
-        for number in np.argsort(-uppers, kind="stable"):
+        for number in np.argsort(-uppers, kind="stable")[: self.space.single_looks]:
             if uppers[number] <= (best.samples if best else 0):
                 break
             wanted = best.samples + 1 if best else 1
@@ -255,7 +255,7 @@ class _Search:
         best: list[Share] | None = None
         most = 0
         numbers = np.flatnonzero(uppers >= max(needed, 1.0))
-        for number in numbers[np.argsort(-uppers[numbers], kind="stable")]:
+        for number in numbers[np.argsort(-uppers[numbers], kind="stable")][: self.space.spanning_looks]:
             if uppers[number] <= most:
                 break
             count = int(counts[number])

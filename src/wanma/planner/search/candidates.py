@@ -33,9 +33,10 @@ class Found:
     """The outcome of a search."""
 
     candidates: tuple[Candidate, ...]
-    """Those that fit, the fastest first, also such as are a forecast only."""
+    """Those that fit: first what wanma runs, then what is a forecast only; of each the fastest first."""
     pareto: tuple[Candidate, ...]
-    """No plan is both faster and smaller than one of these; the fastest first."""
+    """No plan is both faster and smaller than one of these; the fastest first. Where wanma runs any plan, of
+    those alone."""
     nearest: Candidate | None
     """Where nothing fits: the plan that needs the least memory."""
     considered: int
@@ -49,7 +50,17 @@ class Found:
     @property
     def best(self) -> Candidate | None:
         """The fastest that wanma runs."""
-        return next((one for one in self.candidates if one.forecast_only is None), None)
+        return next(iter(self.runnable), None)
+
+    @property
+    def runnable(self) -> tuple[Candidate, ...]:
+        """Plans that wanma runs."""
+        return tuple(one for one in self.candidates if one.forecast_only is None)
+
+    @property
+    def forecasts_only(self) -> tuple[Candidate, ...]:
+        """Plans that wanma does not run."""
+        return tuple(one for one in self.candidates if one.forecast_only is not None)
 
     @property
     def shown(self) -> Candidate | None:
