@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.api.callbacks import Callbacks, named_callbacks
 from wanma.api.elastic import elastic_plans, is_elastic
 from wanma.api.planning import Prepared, first_layout, notes, prepare_job
 from wanma.api.records import (
@@ -32,7 +33,8 @@ from wanma.elastic.node import Node
 from wanma.engines.local import run as run_local
 from wanma.hardware.interfaces import check_interface
 from wanma.hardware.position import position_of
-from wanma.job.errors import WanmaError
+from wanma.job.callbacks import Callback
+from wanma.job.errors import EXIT_FAILED, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
@@ -58,6 +60,7 @@ def train_job(
     run_directory: Path | None = None,
     command_line: list[str] | None = None,
     objects: dict[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
     on_failure: Callable[[str], None] | None = None,
 ) -> int:
     """Train `job` on this machine, or this machine's part of it; carry on where it was stopped.
@@ -66,6 +69,7 @@ def train_job(
         run_directory: default: `observe.runs` / `observe.name`.
         command_line: kept in environment.json.
         objects: `model`, `data`, `loss` that the user passed in Python.
+        callbacks: called as the run goes on, before those that the job names.
         on_failure: gets the one message of a failed run; default: it is shown on the console.
 
     Returns:
@@ -76,6 +80,7 @@ def train_job(
     """
     check_interface(job.cluster.interface)
     run = run_directory_of(job, run_directory)
+    called = Callbacks([*callbacks, *named_callbacks(job.observe.callbacks)], run)
     start = first_layout(job)
     node = Node.start(preload_of(job), worker_environment(job.cluster, start.plan))
     try:
@@ -91,13 +96,13 @@ def train_job(
             reads_text = "data" not in (objects or {}) and not (job.data.factory or job.data.images)
             if is_new:
                 write_down(run, job, prepared, command_line or [], reads_text=reads_text)
-            with open_console(run, job.observe, job.train.steps) as console:
+            with open_console(run, job.observe, job.train.steps) as console, called:
                 for note in told:
                     console.write({"kind": "message", "level": "info", "text": note})
 
                 planned: Event = {}
 
-                def on_event(event: Event) -> None:
+                def on_event(event: Event) -> str | None:
                     if event["kind"] == "planned":
                         planned.update(event)
                     if event["kind"] == "start" and not is_new and not event.get("again"):
@@ -110,15 +115,21 @@ def train_job(
                         record(run, event, console.write)
                     else:
                         console.write(event)
+                    return called.see(event)
 
                 outcome = run_local(launch, on_event, node)
                 failure = outcome.message if outcome.failure is not None else None
+                called.end(outcome.exit_code, failure)
+                exit_code = outcome.exit_code
+                if failure is None and called.failure:
+                    failure = f"{called.failure}\n  the run has stopped in order; the same call carries it on"
+                    exit_code = EXIT_FAILED
                 if failure is not None and on_failure is None:
                     console.write({"kind": "message", "level": "error", "text": failure})
                 record_end(run, failure, console.write, earlier)
             if failure is not None and on_failure is not None:
                 on_failure(failure)
-            return outcome.exit_code
+            return exit_code
     finally:
         node.close()
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.api.callbacks import check_callbacks
 from wanma.api.own_model import name_own_model
 from wanma.api.records import run_directory_of
 from wanma.api.run import train_job
 from wanma.elastic.torchrun import place_among
+from wanma.job.callbacks import Callback
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from
 from wanma.job.run_directory import RunDirectory
@@ -66,6 +68,7 @@ def train(
     data: Any = None,
     loss: Any = None,
     metrics: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
     overrides: Sequence[str] = (),
     run_directory: Path | str | None = None,
 ) -> Result:
@@ -78,6 +81,7 @@ def train(
         loss: function (output, targets) -> one loss per target (reduction="none"); default: cross entropy.
         metrics: of validation, by name: functions (output, targets) -> one value per sample or target, whose
             mean is taken; or (values, mask), (values, weights), (sum, count).
+        callbacks: called in this process as the run goes on.
         overrides: 'train.steps=500' and so on.
         run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
 
@@ -86,6 +90,7 @@ def train(
     """
     _refuse_ranks()
     _check_objects(model, data, loss, metrics)
+    callbacks = check_callbacks(callbacks)
     if model is not None:
         kind = type(model)
         overrides = name_own_model(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
@@ -98,6 +103,7 @@ def train(
         run_directory=run.path,
         command_line=sys.argv,
         objects={name: value for name, value in objects.items() if value is not None},
+        callbacks=callbacks,
         on_failure=failures.append,
     )
     if failures:

@@ -82,7 +82,7 @@ SIGNALS = {
 """That ask the run to stop. SIGTERM says that a SIGKILL follows, SIGUSR1 that a SIGTERM does, some day."""
 
 
-def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | None = None) -> Outcome:
+def run_node(launch: Launch, on_event: OnEvent, node: Node | None = None) -> Outcome:
     """Run this node's ranks to their end, whatever that is; no process of theirs survives the call.
 
     Args:
@@ -106,7 +106,7 @@ def run_node(launch: Launch, on_event: Callable[[Event], None], node: Node | Non
 class Supervisor:
     """The ranks of one node, seen from the loop."""
 
-    def __init__(self, launch: Launch, on_event: Callable[[Event], None], node: Node, loop: Loop) -> None:
+    def __init__(self, launch: Launch, on_event: OnEvent, node: Node, loop: Loop) -> None:
         self._launch, self._on_event, self._node, self._loop = launch, on_event, node, loop
         self._run = RunDirectory(launch.run_directory)
         self._host = host_name()
@@ -439,7 +439,8 @@ class Supervisor:
     def _worker_said(self, rank: LocalRank, message: Message) -> None:
         match message:
             case Happened(event):
-                self._on_event(event)
+                if what := self._on_event(event):
+                    self._link.send(StopRequest(INTERRUPTED, None, what))
             case Failed(failure):
                 rank.spoke = True
                 self._fail(failure)

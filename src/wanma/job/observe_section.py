@@ -21,6 +21,13 @@ class ObserveSection(Section):
     log_every_steps: int = Field(
         10, ge=1, le=1_000_000_000_000, description="plain console: a line every so many steps"
     )
+    gradient_norms_every_steps: int = Field(
+        0, ge=0, le=1_000_000_000_000, description="record the gradient norm of each layer so often; 0: never"
+    )
+    callbacks: list[str] = Field(
+        default_factory=list,
+        description="'package.module:Class' or an object of a wanma.Callback, called as the run goes on",
+    )
     tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
 
     @model_validator(mode="after")

@@ -203,6 +203,17 @@ class TrainSection(Section):
     validation_samples: int = Field(
         256, gt=0, le=1_000_000_000_000, description="samples per validation, fixed by the seed"
     )
+    stop_patience: int = Field(
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="end the run after so many validations without improvement; 0: never",
+    )
+    stop_metric: str = Field("loss", description="stop_patience: the metric of validation that counts")
+    stop_mode: Literal["min", "max"] = Field("min", description="stop_patience: lower or higher is better")
+    stop_min_delta: float = Field(
+        0.0, ge=0, le=1_000_000_000, description="stop_patience: the least change that is an improvement"
+    )
     metrics: dict[str, str] = Field(
         default_factory=dict,
         description="of validation: name = 'package.module:function' (output, targets) -> value per sample "
@@ -222,6 +233,10 @@ class TrainSection(Section):
         starts = [step for step, _ in self.batch_ramp]
         if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
             raise ValueError(f"the steps of batch_ramp must rise (given: {starts})")
+        if self.stop_patience > 0 and self.validate_every_steps == 0:
+            raise ValueError(
+                f"stop_patience = {self.stop_patience} needs validations: set validate_every_steps, too"
+            )
         return self
 
 

@@ -85,7 +85,7 @@ def is_cut(trainer: Trainer) -> bool:
     """Return whether steps are to come whose samples are not all computed beside each other."""
     plan, samples = trainer.plan, trainer.job.train.global_batch
     whole = plan.data_ranks == 1 and plan.accumulation(samples) == 1
-    return not whole and samples > 1 and trainer.state.step < trainer.job.train.steps
+    return not whole and samples > 1 and not trainer.state.is_over(trainer.job.train)
 
 
 def _rows(plan: Plan, samples: int) -> list[int]:

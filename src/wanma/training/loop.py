@@ -51,7 +51,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
         pin_memory=trainer.plan.device == "cuda",
     ) as loader:
         batches = iter(loader)
-        while state.step < job.train.steps:
+        while not state.is_over(job.train):
             progress(state.step, "waiting for data")
             with phases.phase("data"):
                 step = next(batches)
@@ -67,10 +67,10 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
             is_saved = end_step(trainer, agreement, measure)
             loader.follow(trainer.plan)
-            if agreement.stop and state.step < job.train.steps:
+            if agreement.stop and not state.is_over(job.train):
                 outcome = "interrupted"
                 break
-            if agreement.pause and state.step < job.train.steps:
+            if agreement.pause and not state.is_over(job.train):
                 trainer.pause(is_saved)
                 return "paused"
     trainer.finish(outcome)
@@ -93,6 +93,9 @@ def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float
     metric = None
     if _due(step, job.train.validate_every_steps) or (last and not agreement.stop):
         metric = measure()
+    if trainer.state.stopping.is_over(job.train) and not last:
+        trainer.worker.control.leaving(step)
+        last = True
     saves = _due(step, job.checkpoint.every_steps) or last
     if saves:
         trainer.save(metric)
@@ -147,7 +150,7 @@ def try_metrics(
         WanmaError: one fails, or depends on which samples are in a batch together.
     """
     count = min(trainer.job.train.validation_samples, data.validation_samples)
-    if count == 0 or trainer.state.step >= trainer.job.train.steps:
+    if count == 0 or trainer.state.is_over(trainer.job.train):
         return
     parts, metrics = trainer.state.parallel.parts, forward_backward.metrics
     batches = _validation_batches(trainer, data, count, gathering)

@@ -30,6 +30,7 @@ from wanma.parallel.unit_errors import explaining
 from wanma.training.carried_state import model_passes, refuse_carried_state
 from wanma.training.code_fingerprint import code_fingerprint
 from wanma.training.coupling import Checked, refuse_coupling
+from wanma.training.early_stopping import check_stop_metric
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
 from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of, noting_identity
@@ -98,6 +99,8 @@ def train(worker: Worker, request: Request) -> str:
                 trainer.tell_health(health)
             loss = choose_loss(request, spec, data, parallel, grid.device)
             metrics = choose_metrics(request, data, loss)
+            usual = ("loss", "perplexity") if data.kind == "tokens" else ("loss",)
+            check_stop_metric(job.train, (*usual, *metrics.names), data.validation_samples)
             forward_backward = ForwardBackward(parallel, job, plan, grid, loss, metrics)
             gathering = GlobalBatch(grid, job.train.global_batch)
             if checked := own_code(request, spec, forward_backward):

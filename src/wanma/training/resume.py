@@ -26,6 +26,7 @@ from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
 from wanma.observe.jsonl import last_record
 from wanma.training.between_sites import left_out
+from wanma.training.early_stopping import EarlyStopping
 from wanma.training.identity import Identity, check_identity
 from wanma.training.published import published_names, start_from_published
 from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
@@ -236,7 +237,7 @@ def _carry_on(
         values,
         source.name,
         worker.run_directory,
-        is_over=values["step"] >= train.steps,
+        is_over=values["step"] >= train.steps or EarlyStopping.of(values).is_over(train),
         is_retry=worker.restart is not None,
     )
     notes += told_of_identity

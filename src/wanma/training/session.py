@@ -47,6 +47,7 @@ from wanma.training.carried_state import FirstForward
 from wanma.training.counting import Counting, Losses
 from wanma.training.coupling import Checked, is_cut, refuse_coupling
 from wanma.training.dependence import Dependence
+from wanma.training.early_stopping import check_stop_metric
 from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
 from wanma.training.lone_samples import has_lone_samples, refuse_lone_samples
@@ -181,6 +182,7 @@ class Session:
         self.worker.control.progress(0, "opening data")
         data = open_data(self.job.data, self.job.train, dataset=dataset)
         data.padding_has_targets = True
+        check_stop_metric(self.job.train, None, data.validation_samples)
         self._trainer = trainer = self._begin(self._parallel, data)
         self._saved_at = trainer.state.step
         if validate is not None:
@@ -340,7 +342,7 @@ class Session:
         )
         with loader:
             steps = iter(loader)
-            while trainer.state.step < self.job.train.steps and not self._stopped:
+            while not trainer.state.is_over(self.job.train) and not self._stopped:
                 progress(trainer.state.step, "waiting for data")
                 with trainer.phases.phase("data"):
                     step = next(steps)
@@ -421,7 +423,7 @@ class Session:
 
     def _end(self, trainer: Trainer) -> None:
         self._ended = True
-        trainer.finish("interrupted" if trainer.state.step < self.job.train.steps else "finished")
+        trainer.finish("finished" if trainer.state.is_over(self.job.train) else "interrupted")
 
 
 class _Current:

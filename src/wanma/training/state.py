@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wanma.job.sections import TrainSection
 from wanma.models.initialize import stable_hash
 from wanma.parallel.parallelize import Parallel
 from wanma.training.anomaly import Anomalies
 from wanma.training.average import WeightAverage
 from wanma.training.between_sites import BetweenSites
+from wanma.training.early_stopping import EarlyStopping
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
 
@@ -38,6 +40,7 @@ class TrainingState:
     best_loss: float | None = None
     """Lowest validation loss so far."""
     anomalies: Anomalies = field(default_factory=Anomalies)
+    stopping: EarlyStopping = field(default_factory=EarlyStopping)
     sites: BetweenSites | None = None
     """Where groups of replicas do not agree at every step."""
     share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -114,6 +117,10 @@ class TrainingState:
         """How many times the mean loss's gradients those are that ranks exchange."""
         return self.parallel.divisor * self.scale.value
 
+    def is_over(self, train: TrainSection) -> bool:
+        """Whether the run has no step left: all are done, or it was stopped early."""
+        return self.step >= train.steps or self.stopping.is_over(train)
+
     def complete_ties(self) -> None:
         """After tensors were loaded: give copies that another stage saves what that stage has.
 
@@ -141,6 +148,7 @@ class TrainingState:
             "loss_scale_good_steps": self.scale.good_steps,
             "best_loss": self.best_loss,
             "anomalies": self.anomalies.values(),
+            "early_stopping": self.stopping.values(),
             **({"gradient_unit": self._gradient_unit()} if self.parallel.compression is not None else {}),
             **({"sites": self.sites.values()} if self.sites is not None else {}),
             "share_moves": [[step, list(shares)] for step, shares in self.share_moves],
@@ -153,6 +161,7 @@ class TrainingState:
         self.scale.value = values["loss_scale"]
         self.scale.good_steps = values["loss_scale_good_steps"]
         self.best_loss = values["best_loss"]
+        self.stopping = EarlyStopping.of(values)
         if "anomalies" in values:  # older checkpoints have none
             self.anomalies.restore(values["anomalies"])
         if self.parallel.compression is not None:

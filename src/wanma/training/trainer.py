@@ -32,6 +32,7 @@ from wanma.training.batch_statistics import commit_statistics
 from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
 from wanma.training.identity import UNKNOWN, Identity
+from wanma.training.layer_norms import LayerNorms
 from wanma.training.memory import held_bytes
 from wanma.training.metrics import validation_fields
 from wanma.training.optimizer import build_updater, check_patterns
@@ -147,6 +148,8 @@ class Trainer:
             compare=self._replicas.compare,
             every=resumed.snapshots_every,
         )
+        every = job.observe.gradient_norms_every_steps
+        self._layer_norms, self._norms = LayerNorms(parallel.parameter_names, plan, every), dict[str, float]()
         self._log = StepLog(job, worker)
         self._own_work = OwnWork(plan, grid, worker.control)
         self._recorder: Recorder | None = None
@@ -250,6 +253,7 @@ class Trainer:
                 self.message(text)
             decision = self._shares.agreed(agreement.shared[len(of_snapshots) :])
             wrong = self._what_is_left_out(agreement, loss_sum)
+            self._norms = self._layer_norms.measure(step + 1, state.updater, self.grid, agreement.correction)
             self._noted = commit_statistics(state.parallel, self.grid, agreement.is_finite and not wrong)
         with self.phases.phase("optimizer"):
             applied = apply_update(agreement, state.updater, train, rate, state.scale, left_out=bool(wrong))
@@ -291,7 +295,7 @@ class Trainer:
         with self.phases.phase("checkpoint"):
             self._snapshots.step_ended(
                 seconds - phases["checkpoint"],
-                is_last=agreement.stop or agreement.pause or self.state.step == self.job.train.steps,
+                is_last=agreement.stop or agreement.pause or self.state.is_over(self.job.train),
             )
 
     def _write_record(
@@ -307,6 +311,7 @@ class Trainer:
                 "tokens_per_second": agreement.targets / seconds,
                 "step_seconds": seconds,
                 "grad_norm": agreement.gradient_norm,
+                **({"layer_grad_norms": self._norms} if self._norms else {}),
                 "samples": self.state.samples,
                 "learning_rate": self._rate,
                 "phases": phases,
@@ -338,6 +343,8 @@ class Trainer:
 
     def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
         """Note a validation result; one that is not a number is the best of nothing."""
+        if reason := self.state.stopping.see(self.state.step, {"loss": loss, **metrics}, self.job.train):
+            self.message(reason)
         best = self.state.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             self.state.best_loss = loss
