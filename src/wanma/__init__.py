@@ -13,15 +13,31 @@ if TYPE_CHECKING:
     from wanma.api.session import session
     from wanma.api.train import Result, train
     from wanma.data.batch import Batch
+    from wanma.job.callbacks import (
+        Callback,
+        CheckpointEnd,
+        RunEnd,
+        RunStart,
+        StepEnd,
+        StopTraining,
+        ValidationEnd,
+    )
     from wanma.job.errors import JobError, WanmaError
     from wanma.parallel.global_batch import global_batch, global_rows
 
 __version__ = "0.1.0"
 __all__ = [
     "Batch",
+    "Callback",
+    "CheckpointEnd",
     "JobError",
     "Loaded",
     "Result",
+    "RunEnd",
+    "RunStart",
+    "StepEnd",
+    "StopTraining",
+    "ValidationEnd",
     "WanmaError",
     "global_batch",
     "global_rows",
@@ -41,6 +57,10 @@ _HOMES = {
     "Batch": "wanma.data.batch",
     "global_batch": "wanma.parallel.global_batch",
     "global_rows": "wanma.parallel.global_batch",
+    **dict.fromkeys(
+        ("Callback", "CheckpointEnd", "RunEnd", "RunStart", "StepEnd", "StopTraining", "ValidationEnd"),
+        "wanma.job.callbacks",
+    ),
     "WanmaError": "wanma.job.errors",
     "JobError": "wanma.job.errors",
 }

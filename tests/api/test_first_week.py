@@ -8,14 +8,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
-from support.ranks import run_here
+import wanma
+from wanma.api.callbacks import Callbacks
 from wanma.job.plan import Plan
+from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
+from wanma.job.worker import Event, Unsupervised, Worker
 from wanma.job.write import to_toml
+from wanma.training.main import train
+from wanma.training.request import Request
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class _Control(Unsupervised):
+    """Passes events to callbacks, and their wish to stop on to the loop."""
+
+    def __init__(self, called: Callbacks) -> None:
+        self.called, self.stops = called, False
+
+    def event(self, event: Event) -> None:
+        self.stops = bool(self.called.see(event)) or self.stops
+
+    def stop_requested(self) -> bool:
+        return self.stops
 
 
 @pytest.fixture
@@ -24,10 +43,20 @@ def example(
 ) -> Callable[[str], str]:
     """Runs an example; its jobs have one rank, in this process."""
 
-    def train_job(job: Job, *, run_directory: Path, objects: dict[str, Any], **_: Any) -> int:
-        outcome = run_here(run_directory, job.model_dump(), Plan(micro_batch=job.train.global_batch), objects)
-        (outcome.directory / "job.toml").write_text(to_toml(job))
-        return 0
+    def train_job(
+        job: Job, *, run_directory: Path, objects: dict[str, Any], callbacks: list[wanma.Callback], **_: Any
+    ) -> int:
+        run = RunDirectory(run_directory)
+        run.create()
+        given = cloudpickle.loads(cloudpickle.dumps(objects))
+        with Callbacks(callbacks, run) as called:
+            worker = Worker.alone(run.path, _Control(called))
+            outcome = train(worker, Request(job, Plan(micro_batch=job.train.global_batch), objects=given))
+            exit_code = 0 if outcome == "finished" else 130
+            called.end(exit_code, None)
+        assert not called.failure
+        run.job.write_text(to_toml(job))
+        return exit_code
 
     def run(name: str) -> str:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -42,3 +71,13 @@ def test_metrics_of_ones_own(example: Callable[[str], str]) -> None:
     found = re.search(r"accuracy (\S+), near (\S+)", example("own_metrics.py"))
     assert found is not None
     assert 0.9 < float(found[1]) <= float(found[2]) <= 1
+
+
+def test_callbacks_that_keep_curves_and_stop(example: Callable[[str], str]) -> None:
+    told = example("callbacks.py")
+    assert re.search(r"gradients of step 20: \{'0': [\d.e-]+, '2': [\d.e-]+, '4': [\d.e-]+\}", told)
+    found = re.search(r"(\d+) losses, best accuracy (\S+)", told)
+    assert found is not None
+    assert 20 <= int(found[1]) <= 400
+    assert float(found[2]) > 0.9
+    assert "wanma.load('runs/callbacks', step=" in told

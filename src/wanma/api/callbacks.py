@@ -1,4 +1,4 @@
-"""Callbacks of a run: its events as typed records, to the user's code, in a thread beside the supervisor's."""
+"""Callbacks of a run: its events as typed records, to the user's code, in a thread of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Callbacks:
         self._waiting: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True, name="wanma-callbacks")
         self._stop = ""
-        self._step = 0
+        self._step, self._has_begun = 0, False
         self.failure = ""
         """What went wrong in a callback, with its name and line; empty while nothing has."""
 
@@ -49,7 +49,7 @@ class Callbacks:
         if not self._callbacks:
             return None
         if (found := _record(event, self._run)) is not None:
-            self._step = found[1].step
+            self._step, self._has_begun = found[1].step, True
             self._waiting.put(found)
         stop, self._stop = self._stop, ""
         return stop or None
@@ -61,7 +61,7 @@ class Callbacks:
             failure: message of a failed run.
         """
         outcome: Outcome = "failed" if failure is not None else "interrupted" if exit_code else "finished"
-        if self._callbacks:
+        if self._callbacks and (self._has_begun or failure is not None):  # else rank 0 is on another machine
             self._waiting.put(("on_end", RunEnd(self._step, outcome, failure or "")))
         self.close()
 
@@ -108,11 +108,12 @@ def check_callbacks(callbacks: object) -> list[Callback]:
     Raises:
         JobError: no sequence of `Callback` objects.
     """
-    given = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    given: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):
             raise JobError(
-                f"callbacks: {one!r} is no wanma.Callback" + (" but a class" if isinstance(one, type) else ""),
+                f"callbacks: {one!r} is no wanma.Callback"
+                + (" but a class" if isinstance(one, type) else ""),
                 "give objects of classes that inherit from wanma.Callback",
             )
     return given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,10 @@ from typing import Protocol
 from wanma.elastic.failure import Failure
 from wanma.elastic.size import Decision, Situation
 from wanma.job.plan import Plan
+from wanma.job.worker import Event
+
+OnEvent = Callable[[Event], str | None]
+"""What is called with a run's events; what it returns asks for an orderly end, in words."""
 
 
 class Replanner(Protocol):

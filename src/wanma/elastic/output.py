@@ -59,7 +59,7 @@ class Output:
     """
 
     def __init__(
-        self, logs: Sequence[tuple[int, Path]], loop: Loop, on_event: Callable[[Event], None]
+        self, logs: Sequence[tuple[int, Path]], loop: Loop, on_event: Callable[[Event], object]
     ) -> None:
         self._tails = [_Tail(rank, path) for rank, path in logs]
         self._loop, self._on_event = loop, on_event

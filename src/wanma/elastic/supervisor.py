@@ -13,14 +13,13 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 
 from wanma.elastic.departure import Departure
 from wanma.elastic.failure import Failure, failure_of_exit, killed_hint
 from wanma.elastic.failure_time import FailureTime
 from wanma.elastic.images import ImageFiles
-from wanma.elastic.launch import Launch, Outcome, host_name
+from wanma.elastic.launch import Launch, OnEvent, Outcome, host_name
 from wanma.elastic.local_messages import Exited, Happened, Ready, Started, Whereabouts
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import (
@@ -63,7 +62,6 @@ from wanma.elastic.told import ended_text, joined_text, slow_text, started_again
 from wanma.hardware.interfaces import Way, way_from, way_text
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory, write_atomically
-from wanma.job.worker import Event
 
 KILL_SECONDS = 1.0
 """From SIGHUP to SIGKILL for ranks that have to go."""
@@ -87,7 +85,8 @@ def run_node(launch: Launch, on_event: OnEvent, node: Node | None = None) -> Out
 
     Args:
         on_event: gets the events of rank 0 (on its node) and the supervisor's own: of kind `message`; on
-            several nodes `joined` when all have come; where rank 0 is, `slow_rank`.
+            several nodes `joined` when all have come; where rank 0 is, `slow_rank`. Text that it returns
+            asks for an orderly end.
         node: a fork server started earlier by `Node.start`; it is used up.
 
     Raises:
@@ -117,8 +116,8 @@ class Supervisor:
         self._ending: Abort | Over | None = None
         self._signals: dict[int, float] = {}
         """Those that have come, and when they first did."""
-        self._stop = 0
-        """Exit code of a run that was asked to stop; 0: nobody has asked."""
+        self._stop, self._wish = 0, ""
+        """Exit code of a run that was asked to stop (0: it was not), and what here asked, if no signal."""
         self._told_obstacle = False
         self._team: Team | None = None
         """The newest one, also while none of it lives."""
@@ -207,7 +206,7 @@ class Supervisor:
             case Stop(exit_code, seconds, what):
                 if self._departure.begin(message) or not self._stop:
                     in_steps = self._team is None or not self._team.is_outside
-                    here = bool(self._signals)
+                    here = bool(self._signals) or what == self._wish
                     self._message(stopping_text(exit_code, here, what, seconds, in_steps=in_steps))
                 self._stop = exit_code
                 if self._team is not None:
@@ -440,6 +439,7 @@ class Supervisor:
         match message:
             case Happened(event):
                 if what := self._on_event(event):
+                    self._wish = what
                     self._link.send(StopRequest(INTERRUPTED, None, what))
             case Failed(failure):
                 rank.spoke = True

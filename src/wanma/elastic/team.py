@@ -55,7 +55,7 @@ class Team:
         images: ImageFiles | None,
         failed_at: float,
         on_message: Callable[[LocalRank, Message], None],
-        on_event: Callable[[Event], None],
+        on_event: Callable[[Event], object],
     ) -> None:
         self.start = start
         self._launch, self._loop = launch, loop
@@ -125,7 +125,7 @@ class Team:
         if store_listener is not None:
             store_listener.close()
 
-    def _shown(self, on_event: Callable[[Event], None]) -> Output:
+    def _shown(self, on_event: Callable[[Event], object]) -> Output:
         run, first = RunDirectory(self._launch.run_directory), self.start.first_rank
         ranks = range(first, first + self._launch.ranks_per_node)
         return Output([(rank, run.log(rank)) for rank in ranks], self._loop, on_event)

@@ -50,7 +50,7 @@ def stopping_text(
     what = what or STOPPED.get(exit_code, f"exit code {exit_code}")
     if not here:
         what += " on another node"
-    elif exit_code == 130:
+    elif what == STOPPED[130]:
         what += " (again: leave at once)"
     if seconds is not None:
         what += f", {duration_text(seconds)} are left (cluster.grace_seconds)"

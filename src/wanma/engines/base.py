@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from wanma.elastic.launch import Launch
-from wanma.job.worker import Event
 
 State = Literal["waiting", "running", "finished", "failed", "cancelled"]
-
-OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True)

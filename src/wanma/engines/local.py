@@ -15,11 +15,11 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from wanma.elastic.failure import Failure, killed_hint, signal_name
-from wanma.elastic.launch import Launch, Outcome
+from wanma.elastic.launch import Launch, OnEvent, Outcome
 from wanma.elastic.node import Node
 from wanma.elastic.processes import die_with_parent
 from wanma.elastic.supervisor import run_node
-from wanma.engines.base import OnEvent, Status
+from wanma.engines.base import Status
 from wanma.hardware.limits import memory_kills
 from wanma.job.errors import EXIT_FAILED, WanmaError
 

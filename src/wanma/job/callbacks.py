@@ -88,9 +88,9 @@ class RunEnd:
 class Callback:
     """Methods that are called as a run goes on; override those that you want.
 
-    They run on no rank, but in the process that called `wanma.train` (of several machines: on that of rank 0),
-    one after the other in a thread of their own. So they may take their time, keep what they like, and change
-    nothing of the training: they have the run's records, not its tensors.
+    They run on no rank, but in the process that called `wanma.train` (of several machines: on that of rank
+    0), one after the other in a thread of their own. So they may take their time, keep what they like, and
+    change nothing of the training: they have the run's records, not its tensors.
     """
 
     def on_start(self, event: RunStart) -> None:

@@ -1,0 +1,127 @@
+"""Callbacks: called in the process that started the run, with records; they may stop it, not change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wanma
+from support.own import Numbers, Plain, seeded
+from wanma.api.callbacks import Callbacks, check_callbacks, named_callbacks
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.run_directory import RunDirectory
+
+STEPS = 2_000
+
+
+class History(wanma.Callback):
+    """All that it is told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_start(self, event: wanma.RunStart) -> None:
+        self.told.append(event)
+
+    on_step = on_validation = on_checkpoint = on_end = on_start  # type: ignore[assignment]
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.told if isinstance(event, kind)]
+
+
+class StopsAfter(wanma.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, event: wanma.StepEnd) -> None:
+        if event.step == self.step:
+            raise wanma.StopTraining("that will do")
+
+
+class Broken(wanma.Callback):
+    def on_checkpoint(self, event: wanma.CheckpointEnd) -> None:
+        raise ZeroDivisionError(f"of step {event.step}")
+
+
+def train(folder: Path, *callbacks: wanma.Callback, **train: Any) -> wanma.Result:
+    job = {
+        "train": {
+            "steps": STEPS,
+            "global_batch": 4,
+            "validate_every_steps": 3,
+            "validation_samples": 4,
+            **train,
+        },
+        "observe": {"console": "quiet"},
+        "cluster": {"device": "cpu"},
+    }
+    return wanma.train(job, model=seeded(Plain), data=Numbers(), callbacks=callbacks, run_directory=folder)
+
+
+def test_a_callback_sees_the_run_stops_it_and_is_named_when_it_fails(tmp_path: Path) -> None:
+    history = History()
+    result = train(tmp_path, history, StopsAfter(4))
+    assert result.exit_code == 130
+    steps = history.of(wanma.StepEnd)
+    assert 4 < len(steps) < STEPS
+    assert [event.step for event in steps] == list(range(1, len(steps) + 1))
+    assert (history.told[0].step, history.told[0].ranks, history.told[0].run) == (0, 1, tmp_path)
+    validations = history.of(wanma.ValidationEnd)
+    assert [event.step for event in validations] == list(range(3, len(steps) + 1, 3))
+    assert set(validations[0].metrics) == {"accuracy"}
+    assert history.told[-1] == wanma.RunEnd(len(steps), "interrupted")
+    assert [event.path.is_dir() for event in history.of(wanma.CheckpointEnd)] == [True]
+    events = (tmp_path / "events.jsonl").read_text()
+    assert "StopsAfter" in events or "interrupted" in events
+
+    again = History()
+    with pytest.raises(
+        WanmaError, match=r"callback Broken.on_checkpoint failed: ZeroDivisionError: of step \d+\n"
+    ) as told:
+        train(tmp_path, again, Broken(), steps=len(steps) + 2)
+    assert "test_callbacks.py" in str(told.value)
+    assert again.told[0].step == len(steps)
+    assert again.told[-1].outcome == "finished"
+
+
+def event(kind: str, **fields: Any) -> dict[str, Any]:
+    numbers = {"loss": 1.0, "grad_norm": 2.0, "learning_rate": 0.1, "samples": 4, "step_seconds": 0.5}
+    return {"kind": kind, "step": 3, **numbers, **fields}
+
+
+def test_one_that_fails_is_not_called_again_and_the_others_are(tmp_path: Path) -> None:
+    history = History()
+
+    class Fails(History):
+        def on_step(self, event: wanma.StepEnd) -> None:
+            super().on_start(event)  # type: ignore[arg-type]
+            raise ValueError("no")
+
+    fails = Fails()
+    with Callbacks([fails, history], RunDirectory(tmp_path)) as called:
+        called.see(event("step"))
+        called.see(event("step", step=4))
+        called.see(event("message", text="no callback is told"))
+        called.end(0, None)
+    assert [one.step for one in history.told] == [3, 4, 4]
+    assert [one.step for one in fails.told] == [3]
+    assert called.failure.startswith("callback Fails.on_step failed: ValueError: no\n")
+
+
+def test_a_wish_to_stop_is_told_once(tmp_path: Path) -> None:
+    called = Callbacks([StopsAfter(3)], RunDirectory(tmp_path))
+    with called:
+        assert called.see(event("step")) is None
+        called.close()
+    assert called.see(event("message")) == "callback StopsAfter.on_step: that will do"
+    assert called.see(event("message")) is None
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(JobError, match=r"Broken'> is no wanma.Callback but a class"):
+        check_callbacks([Broken])
+    with pytest.raises(JobError, match=r"callbacks: <function .* is no wanma.Callback\n"):
+        check_callbacks(lambda: None)
+    assert isinstance(named_callbacks([f"{__name__}:Broken"])[0], Broken)
