@@ -63,6 +63,21 @@ while True:
         if "stubborn" not in sys.argv:
             raise
 """
+SPAWNS = """\
+import multiprocessing, pickle, threading, time
+class Thing: pass
+def double(x): return 2 * x
+def later():
+    time.sleep(0.3)
+    import __main__
+    print("a thread:", __main__.LAST, flush=True)
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [1, 2]))
+    print(type(pickle.loads(pickle.dumps(Thing()))).__name__)
+    threading.Thread(target=later).start()
+LAST = 1
+"""
 AGAIN = """\
 import os
 import torch, torch.distributed as dist
@@ -171,6 +186,13 @@ def test_a_module_runs_as_with_python_m(desk: Desk) -> None:
     assert lines(ran, 0)[0] == "package"
     assert lines(ran, 0)[2].startswith('words ["x"] ')
     assert (desk.folder / "runs" / "told" / "script.json").exists()
+
+
+def test_a_script_is_main_for_whatever_it_starts(desk: Desk) -> None:
+    name = write(desk, "spawns.py", SPAWNS)
+    ran = desk.run("launch", "--ranks", "1", name)
+    assert ran.code == 0, ran.text
+    assert lines(ran, 0) == ["[2, 4]", "Thing", "a thread: 1"]
 
 
 # ------------------------------------------------------------------ scripts of torch

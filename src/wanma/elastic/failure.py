@@ -127,7 +127,7 @@ def failure_of_exit(code: int, rank: int, node: int, host: str, log: str, killed
             hint = killed
         elif -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
             hint = "a crash in native code: the end of the log shows where Python stood"
-    # Gloo may abort a process whose peer has gone.
+    # Gloo may abort a process whose peer has gone; SIGTERM comes to all processes of a job at once.
     return Failure(
         cause,
         rank=rank,
@@ -136,7 +136,7 @@ def failure_of_exit(code: int, rank: int, node: int, host: str, log: str, killed
         log=log,
         hint=hint,
         left_with=max(code, 0),
-        consequence=-code == signal.SIGABRT,
+        consequence=-code in (signal.SIGABRT, signal.SIGTERM),
     )
 
 

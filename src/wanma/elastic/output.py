@@ -67,9 +67,10 @@ class Output:
         self._read()
 
     def flush(self) -> None:
-        """Hand on all whole lines that there are."""
+        """Hand on all whole lines that there are now; a rank may go on to write more."""
         for tail in self._tails:
-            while tail.read():
+            for _ in range(tail.chunks()):
+                tail.read()
                 self._tell(tail, tail.lines())
 
     def close(self) -> None:
@@ -111,13 +112,17 @@ class _Tail:
         self._ended = False
         """The traceback of the rank's end follows."""
 
-    def read(self) -> bool:
-        """Take in what is new, a chunk at most; False: nothing."""
+    def chunks(self) -> int:
+        """How many calls of `read` take in what there is."""
+        left = os.fstat(self._file).st_size - os.lseek(self._file, 0, os.SEEK_CUR)
+        return -(-left // CHUNK_BYTES)
+
+    def read(self) -> None:
+        """Take in what is new, a chunk at most."""
         data = os.read(self._file, CHUNK_BYTES)
         if data and not self._pending:
             self._since = time.monotonic()
         self._pending += data
-        return bool(data)
 
     def lines(self) -> list[str]:
         """The whole lines that were read, without our own marks."""
