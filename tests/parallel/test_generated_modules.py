@@ -27,7 +27,6 @@ WITH_OTHER_TARGETS = Case(loss="in_batch_negatives", entry="session")
 """A loop of one's own whose loss compares outputs with targets of other samples: no gradient tells."""
 
 REFUSED = {
-    "weight_norm": "cannot be sent to the ranks",
     "complex_parameter": "is complex",
     "lazy_linear": "has no shape before the first forward",
     "kept_weight": "by another reference",
@@ -38,6 +37,7 @@ REFUSED = {
 
 ALWAYS = (
     "linear",
+    "weight_norm",
     "layer_norm",
     "layer_norm_over_two",
     "group_norm",

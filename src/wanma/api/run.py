@@ -199,7 +199,7 @@ def to_bytes(request: Request) -> bytes:
     """
     if not request.objects:
         return pickle.dumps(request)
-    import cloudpickle
+    from wanma.models.parametrized import dumps_by_value
 
     model = request.objects.get("model")
     if model is not None and not isinstance(model, type):
@@ -210,13 +210,13 @@ def to_bytes(request: Request) -> bytes:
         request = replace(request, parameter_hooks=hooks_of(model))
     for name, value in request.objects.items():
         try:
-            cloudpickle.dumps(value)
+            dumps_by_value(value)
         except Exception as error:  # whatever the object's own pickling raises
             raise WanmaError(
                 f"{name} = {type(value).__name__} cannot be sent to the ranks: {error}",
                 f"open files and connections inside the ranks, or name it in the job file ({name}.factory)",
             ) from error
-    return bytes(cloudpickle.dumps(request))
+    return dumps_by_value(request)
 
 
 def _agreed(job: Job, plan: Plan) -> str:

@@ -35,7 +35,7 @@ Forward = Callable[[Tensor], Any]
 """From the numbers of some rows of a batch, (rows,), to what the model puts out for them."""
 
 _DRAWN = "what numpy.random or random draw in a forward"
-_ROWS = 8
+_ROWS = 4
 """Samples that are enough to see it."""
 _SAME = 1e-5, 1e-2
 """Relative difference that rounding may make between passes over the same rows, in fp32 and in 16 bits."""

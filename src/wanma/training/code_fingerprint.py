@@ -15,6 +15,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from wanma.data.fingerprint import digest, sampled
 
@@ -41,7 +42,7 @@ def same_code(one: str, other: str) -> bool:
 def module_texts(module: nn.Module, seen: set[int]) -> Iterator[str]:
     """Classes of a module and its children, the code of those that are the user's, and their settings."""
     for name, part in module.named_modules():
-        kind = type(part)
+        kind = parametrize.type_before_parametrizations(part)
         yield f"{name}: {kind.__qualname__}"
         if not _of_library(kind):
             yield from _class_texts(kind, seen)

@@ -32,7 +32,7 @@ Losses = Callable[[Batch], tuple[Tensor, Tensor]]
 """From a batch to (sum of the losses of its real rows, their number)."""
 Sums = tuple[float, float]
 
-_ROWS = 8
+_ROWS = 4
 """Samples that are enough to see it."""
 _SAME_SHAPE, _SAME_SHAPE_LOW = 1e-5, 1e-2
 """Relative difference that rounding may make between batches of one shape, in fp32 and in 16 bits."""

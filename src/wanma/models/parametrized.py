@@ -1,0 +1,48 @@
+"""Modules with parametrizations (`torch.nn.utils.parametrize`), sent to other processes.
+
+torch gives each of them a class of its own, made as it runs, and refuses to pickle it. Here the class before
+travels with the attributes, and the parametrizations are registered again.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            kind = parametrize.type_before_parametrizations(obj)
+            return _empty, (kind,), vars(obj), None, None, _fill
+        return super().reducer_override(obj)
+
+
+def dumps_by_value(thing: Any) -> bytes:
+    """As `cloudpickle.dumps`, of modules with parametrizations too; `pickle.loads` reads it."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(thing)
+        return file.getvalue()
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    made: nn.Module = kind.__new__(kind)
+    return made
+
+
+def _fill(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a module its attributes, and a class of its own with the parametrizations."""
+    modules = dict(attributes["_modules"])
+    lists = modules.pop("parametrizations")
+    module.__dict__.update(attributes, _modules=modules)
+    for name, parametrizations in lists.items():
+        # Torch makes the class and the property, for a tensor that has its parametrizations put in after it.
+        module.register_parameter(name, nn.Parameter(torch.zeros(1)))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+        made: Any = module.parametrizations
+        made[name] = parametrizations
