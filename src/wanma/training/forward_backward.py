@@ -117,9 +117,7 @@ class ForwardBackward:
             remaining = iter(batches)
             # A schedule keeps what all its micro-batches put out until its end: a few at a time.
             while some := list(islice(remaining, _EVALUATED_TOGETHER * self._plan.pp)):
-                real = iter(
-                    stack_rows(some, self._plan.micro_batch).real.to(self._grid.device).chunk(len(some))
-                )
+                real = iter(self._stacked(some).real.to(self._grid.device).chunk(len(some)))
 
                 def loss(output: Tensor, of_batch: Tensor, real: Iterator[Tensor] = real) -> Tensor:
                     metrics.add(output, of_batch, next(real))
@@ -192,9 +190,7 @@ class ForwardBackward:
         """Sums as of `__call__`; `loss` gives `factor` times those of a micro-batch."""
         pipeline = self._parallel.pipeline
         assert pipeline is not None
-        # A schedule wants equal micro-batches; padding rows have no targets and so no gradient. Checks before
-        # the first step may have more rows.
-        stacked = stack_rows(batches, max(self._plan.micro_batch, *(batch.rows for batch in batches)))
+        stacked = self._stacked(batches)
         positions = self._positions(stacked)
         whole = split_sequence(stacked.to(self._grid.device), self._grid)
         run = pipeline.run if backward else pipeline.evaluate
@@ -202,6 +198,13 @@ class ForwardBackward:
         if backward:
             self._parallel.ties.sum_gradients()
         return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())
+
+    def _stacked(self, batches: list[Batch]) -> Batch:
+        """Micro-batches of a schedule, which wants equal ones; padding rows have no targets and so no gradient.
+
+        Checks before the first step may have more rows than the plan's.
+        """
+        return stack_rows(batches, max(self._plan.micro_batch, *(batch.rows for batch in batches)))
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._grid.device)
