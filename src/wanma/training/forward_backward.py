@@ -200,7 +200,7 @@ class ForwardBackward:
         return self._counted(scaled.double() / factor, (whole.targets != IGNORED).sum())
 
     def _stacked(self, batches: list[Batch]) -> Batch:
-        """Micro-batches of a schedule, which wants equal ones; padding rows have no targets and so no gradient.
+        """Micro-batches of a schedule, which wants equal ones; padding has no targets, so no gradient.
 
         Checks before the first step may have more rows than the plan's.
         """
