@@ -81,3 +81,9 @@ def test_callbacks_that_keep_curves_and_stop(example: Callable[[str], str]) -> N
     assert 20 <= int(found[1]) <= 400
     assert float(found[2]) > 0.9
     assert "wanma.load('runs/callbacks', step=" in told
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own(example: Callable[[str], str]) -> None:
+    found = re.search(r"0.5 \* -0.6 is (\S+)", example("own_optimizer.py"))
+    assert found is not None
+    assert abs(float(found[1]) + 0.3) < 0.1

@@ -68,6 +68,8 @@ def train(
     data: Any = None,
     loss: Any = None,
     metrics: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
+    schedule: Any = None,
     callbacks: Sequence[Callback] = (),
     overrides: Sequence[str] = (),
     run_directory: Path | str | None = None,
@@ -81,6 +83,8 @@ def train(
         loss: function (output, targets) -> one loss per target (reduction="none"); default: cross entropy.
         metrics: of validation, by name: functions (output, targets) -> one value per sample or target, whose
             mean is taken; or (values, mask), (values, weights), (sum, count).
+        optimizer: function or class that makes a torch.optim.Optimizer of parameter groups.
+        schedule: function (step) or (step, steps) -> share of `train.learning_rate`; steps count from 0.
         callbacks: called in this process as the run goes on.
         overrides: 'train.steps=500' and so on.
         run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
@@ -96,7 +100,15 @@ def train(
         overrides = name_own_model(job, overrides, f"{kind.__module__}:{kind.__qualname__}")
     job = job_from(job, overrides)
     run = run_directory_of(job, run_directory)
-    objects = {"model": model, "data": data, "loss": loss, "metrics": metrics}
+    objects = {
+        "model": model,
+        "data": data,
+        "loss": loss,
+        "metrics": metrics,
+        "optimizer": optimizer,
+        "schedule": schedule,
+    }
+    _check_update(job, optimizer, schedule)
     failures: list[str] = []
     exit_code = train_job(
         job,
@@ -129,6 +141,22 @@ def _refuse_ranks() -> None:
             "run the script with plain `python`, the job's [parallel] says how many ranks; a loop around "
             "wanma.session takes ranks that are there",
         )
+
+
+def _check_update(job: Job, optimizer: Any, schedule: Any) -> None:
+    """Refuse an optimizer or a schedule that is none, or that the job names, too."""
+    for key, given, names in (
+        ("optimizer", optimizer, ("optimizer", "optimizer_factory")),
+        ("schedule", schedule, ("schedule", "schedule_factory")),
+    ):
+        if given is not None and (named := job.train.model_fields_set.intersection(names)):
+            raise JobError(
+                f"{key}= is given, and the job has train.{named.pop()}, too", "leave one of them out"
+            )
+    if optimizer is not None or schedule is not None:
+        from wanma.training.own_optimizer import own_update
+
+        own_update(job.train, {"optimizer": optimizer, "schedule": schedule})
 
 
 def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:

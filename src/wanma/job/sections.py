@@ -163,8 +163,19 @@ class TrainSection(Section):
         False, description="the blocks' matrix products in fp8 (torchao; GPUs from compute capability 8.9 on)"
     )
     optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field("adamw", description="update rule")
+    optimizer_factory: str | None = Field(
+        None,
+        description="instead: 'package.module:Class' or function of parameter groups: 'torch.optim:RAdam'",
+    )
+    optimizer_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of optimizer_factory"
+    )
     learning_rate: float = Field(1e-3, gt=0, le=1_000, description="peak learning rate")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="decay after warm-up")
+    schedule_factory: str | None = Field(
+        None,
+        description="instead: 'package.module:function' (step) or (step, steps) -> share of learning_rate",
+    )
     warmup_steps: int = Field(0, ge=0, le=1_000_000_000_000, description="linear warm-up")
     final_learning_rate_share: float = Field(
         0.1, ge=0, le=1, description="rate at the end, share of the peak"
@@ -237,6 +248,10 @@ class TrainSection(Section):
             raise ValueError(
                 f"stop_patience = {self.stop_patience} needs validations: set validate_every_steps, too"
             )
+        if self.optimizer_factory is not None and "optimizer" in self.model_fields_set:
+            raise ValueError("give only one of optimizer and optimizer_factory")
+        if self.schedule_factory is not None and "schedule" in self.model_fields_set:
+            raise ValueError("give only one of schedule and schedule_factory")
         return self
 
 

@@ -40,6 +40,7 @@ from wanma.training.loss import Classification, LossFunction, user_loss
 from wanma.training.metrics import ACCURACY, Metrics, class_accuracy, own_metrics
 from wanma.training.numerics import set_numerics
 from wanma.training.own_loss import ready_loss
+from wanma.training.own_optimizer_check import tried_update
 from wanma.training.request import Request
 from wanma.training.state import seed_generators
 from wanma.training.trainer import Trainer
@@ -92,6 +93,7 @@ def train(worker: Worker, request: Request) -> str:
             parallel,
             targets_per_sample=data.targets_per_sample,
             identity=replace(noted(), data=data.fingerprint, loss=loss_fingerprint(request)),
+            own=tried_update(job.train, request.objects, plan),
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:

@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from wanma.checkpoint.shards import local_part
-from wanma.job.errors import JobError, did_you_mean
+from wanma.job.errors import JobError, WanmaError, did_you_mean
 from wanma.job.plan import UPDATED_TOGETHER, Plan
 from wanma.job.sections import ParameterGroupSection, TrainSection
 from wanma.models.roles import Role, group_of, is_frozen
 from wanma.planner.capabilities import split_factors
 from wanma.training.muon import Muon
+from wanma.training.own_optimizer import OwnOptimizer, take_step
 from wanma.training.state_home import StateHome
 
 _COUNT = "step"
@@ -37,7 +38,8 @@ class GroupRule:
     """What one parameter gets."""
 
     learning_rate_scale: float
-    weight_decay: float
+    weight_decay: float | None
+    """None: what an optimizer of the user's own has by itself."""
     is_orthogonalised: bool = False
     """Muon updates it."""
 
@@ -50,6 +52,7 @@ class Updater:
         copies: name here -> name of the tensor of another stage that a parameter is a copy of. That stage
             counts and saves it.
         home: where state waits between updates; some parameters are then updated at a time.
+        own: makes the optimizer, instead of `train.optimizer`.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class Updater:
         train: TrainSection,
         copies: Mapping[str, str] = MappingProxyType({}),
         home: StateHome | None = None,
+        own: OwnOptimizer | None = None,
     ):
         self.parameters = {name: parameters[name] for name in rules}
+        self._own = own
         self.copies = copies
         self._home = home
         self._updates = 0
@@ -84,7 +89,7 @@ class Updater:
             groups = _groups(names, updated, rules)
             self._optimizers.append(Muon(groups, lr=train.learning_rate, momentum=train.momentum))
         for names in self._together(others):
-            self._optimizers.append(_optimizer(_groups(names, updated, rules), train))
+            self._optimizers.append(_optimizer(_groups(names, updated, rules), train, own))
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -114,7 +119,7 @@ class Updater:
         activations, which then find no holes of their size.
         """
         for optimizer in self._optimizers:
-            if isinstance(optimizer, AdamW):
+            if self._own is None and isinstance(optimizer, AdamW):
                 for parameter in self._of(optimizer):
                     owner = self.parameters[self._names[id(parameter)]]
                     if parameter not in optimizer.state and owner.requires_grad:
@@ -134,23 +139,34 @@ class Updater:
             if self.copies.get(name, name) in owners:
                 parameter.grad = torch.zeros_like(parameter)
         before = [[group["lr"] for group in o.param_groups] for o in self._optimizers]
-        decays = [[group["weight_decay"] for group in o.param_groups] for o in self._optimizers]
+        decays = [[group.get("weight_decay", 0.0) for group in o.param_groups] for o in self._optimizers]
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = 0.0, 0.0
+                group["lr"] = 0.0
+                if "weight_decay" in group:
+                    group["weight_decay"] = 0.0
         self._run()
         for optimizer, rates, decay in zip(self._optimizers, before, decays, strict=True):
             for group, rate, share in zip(optimizer.param_groups, rates, decay, strict=True):
-                group["lr"], group["weight_decay"] = rate, share
+                group["lr"] = rate
+                if "weight_decay" in group:
+                    group["weight_decay"] = share
         self.zero_gradients()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """'NAME.exp_avg' and so on: the state that has a shape, and the counts that differ from `updates`."""
-        return {
-            f"{name}.{key}": value
-            for name, key, value in self._entries()
-            if isinstance(value, Tensor) and (key != _COUNT or self._left_out[name])
-        }
+        found = {}
+        for name, key, value in self._entries():
+            if key == _COUNT and self._left_out[name] and not isinstance(value, Tensor):
+                assert self._own is not None  # torch's count in tensors
+                raise WanmaError(
+                    f"{name} had no gradient in {self._left_out[name]} steps, and the optimizer "
+                    f"{self._own.name} counts in plain numbers, which no checkpoint has",
+                    'let it keep state["step"] as a tensor, or freeze the parameter (train.parameter_groups)',
+                )
+            if isinstance(value, Tensor) and (key != _COUNT or self._left_out[name]):
+                found[f"{name}.{key}"] = value
+        return found
 
     def state_by_kind(self) -> dict[str, dict[str, Tensor]]:
         """The same by kind, 'exp_avg' and so on, and then by name of the parameter."""
@@ -176,8 +192,10 @@ class Updater:
                     continue
                 if self._left_out[name]:
                     self._left_out[name] = count - int(state[_COUNT])
-                else:
+                elif isinstance(state[_COUNT], Tensor):
                     state[_COUNT].fill_(count)
+                else:
+                    state[_COUNT] = count
 
     def _run(self) -> None:
         for name, local in self._local.items():
@@ -186,7 +204,7 @@ class Updater:
         self._hand_out()
         for optimizer in self._optimizers:
             with self._home.visit(optimizer) if self._home is not None else nullcontext():
-                optimizer.step()
+                optimizer.step() if self._own is None else take_step(self._own.name, optimizer)
         for local in self._local.values():
             local.grad = None
 
@@ -243,6 +261,7 @@ def build_updater(
     trainable: Iterable[str] | None = None,
     copies: Mapping[str, str] = MappingProxyType({}),
     home: StateHome | None = None,
+    own: OwnOptimizer | None = None,
 ) -> Updater:
     """The update rule of `train` over a model's parameters.
 
@@ -254,7 +273,7 @@ def build_updater(
         roles: of the whole model's parameters, by name.
         trainable: names of the whole model's parameters that are not frozen for good; None: `parameters` are
             all, but for those that `train` freezes.
-        home: as of `Updater`.
+        home, own: as of `Updater`.
         copies: as of `Updater`; a copy follows the rule of the tensor that it is a copy of.
 
     Raises:
@@ -265,16 +284,17 @@ def build_updater(
     trainable = set(trainable)
     if not trainable:
         raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
-    if error := split_factors(train.optimizer, plan):
+    if own is None and (error := split_factors(train.optimizer, plan)):
         raise error
-    by_saved_name = group_rules({name: role for name, role in roles.items() if name in trainable}, train)
+    roles = {name: role for name, role in roles.items() if name in trainable}
+    by_saved_name = group_rules(roles, train, own is not None)
     rules = {}
     for name, parameter in parameters.items():
         if (rule := by_saved_name.get(copies.get(name, name))) is not None:
             rules[name] = rule
         else:
             parameter.requires_grad_(False)
-    return Updater(parameters, rules, train, copies, home)
+    return Updater(parameters, rules, train, copies, home, own)
 
 
 def check_patterns(names: Iterable[str], train: TrainSection) -> None:
@@ -293,16 +313,20 @@ def check_patterns(names: Iterable[str], train: TrainSection) -> None:
             )
 
 
-def group_rules(roles: Mapping[str, Role], train: TrainSection) -> dict[str, GroupRule]:
+def group_rules(roles: Mapping[str, Role], train: TrainSection, is_own: bool = False) -> dict[str, GroupRule]:
     """Rule by parameter name: what the first matching group says, else what follows from the role.
+
+    Args:
+        is_own: the optimizer is the user's, with a decay of its own where the job says none.
 
     Raises:
         JobError: Muon is to update a matrix whose role is not known, or what is no matrix of a hidden layer.
     """
     rules = {}
+    says_decay = not is_own or "weight_decay" in train.model_fields_set
     for name, role in roles.items():
         group = group_of(name, train.parameter_groups)
-        decay = train.weight_decay if role.decays else 0.0
+        decay = (train.weight_decay if role.decays else 0.0) if says_decay else None
         scale = 1.0
         if group is not None:
             scale = group.learning_rate_scale
@@ -358,14 +382,16 @@ def _groups(
         {
             "params": members,
             "learning_rate_scale": rule.learning_rate_scale,
-            "weight_decay": rule.weight_decay,
+            **({"weight_decay": rule.weight_decay} if rule.weight_decay is not None else {}),
         }
         for rule, members in by_rule.items()
     ]
 
 
-def _optimizer(groups: list[dict[str, Any]], train: TrainSection) -> Optimizer:
+def _optimizer(groups: list[dict[str, Any]], train: TrainSection, own: OwnOptimizer | None) -> Optimizer:
     rate = train.learning_rate
+    if own is not None:
+        return own([{**group, "lr": rate} for group in groups], rate)
     if train.optimizer == "sgd":
         return SGD(groups, lr=rate, momentum=train.momentum)
     if train.optimizer == "adafactor":

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
 from wanma.job.worker import Restart, Worker
@@ -31,6 +32,16 @@ def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> Non
         recorder.message(text, "warning")
     elif worker.local_rank == 0:
         worker.control.event({"kind": "message", "level": "warning", "text": text})
+
+
+def tell_start(recorder: Recorder, step: int, steps: int, plan: Plan, *, again: bool) -> None:
+    """Record that the ranks begin after `step` of so many steps.
+
+    Args:
+        again: they were started again.
+    """
+    fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
+    recorder.event("start", **fields, **({"again": True} if again else {}))
 
 
 def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from wanma.job.sections import TrainSection
+
+
+def rates(train: TrainSection, share: Callable[[int], float] | None) -> Callable[[int], float]:
+    """Learning rate by optimizer step (from 0).
+
+    Args:
+        share: of the peak, as the user has it; None: the job's schedule.
+    """
+    if share is None:
+        return lambda step: learning_rate(step, train)
+    return lambda step: train.learning_rate * share(step)
 
 
 def learning_rate(step: int, train: TrainSection) -> float:

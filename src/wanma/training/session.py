@@ -54,6 +54,7 @@ from wanma.training.lone_samples import has_lone_samples, refuse_lone_samples
 from wanma.training.loop import end_step
 from wanma.training.loop import validate as validate_with
 from wanma.training.metrics import GivenMetrics, Value
+from wanma.training.own_optimizer_check import tried_update
 from wanma.training.trainer import Trainer
 
 Validated = Losses | tuple[Losses, Mapping[str, Value]]
@@ -324,6 +325,7 @@ class Session:
             parallel,
             targets_per_sample=data.targets_per_sample,
             identity=replace(self._identity, data=data.fingerprint),
+            own=tried_update(self.job.train, {}, self.plan),
             flops_per_sample=self._workload.flops_per_sample if self._workload else None,
             peak_flops_per_second=self._peak,
         )

@@ -37,12 +37,13 @@ from wanma.training.memory import held_bytes
 from wanma.training.metrics import validation_fields
 from wanma.training.optimizer import build_updater, check_patterns
 from wanma.training.outer import OuterStep
+from wanma.training.own_optimizer import NONE_OWN, OwnUpdate
 from wanma.training.precision import SMALLEST, LossScale
-from wanma.training.records import StepLog, open_recorder, tell_of_machine, tell_recovery
+from wanma.training.records import StepLog, open_recorder, tell_of_machine, tell_recovery, tell_start
 from wanma.training.remainders import check_compressed
 from wanma.training.replicas import ReplicaCheck
 from wanma.training.resume import resume
-from wanma.training.schedule import learning_rate
+from wanma.training.schedule import rates
 from wanma.training.share_moves import Moved, ShareMoves
 from wanma.training.snapshots import StepSnapshots
 from wanma.training.state import TrainingState, random_state
@@ -78,6 +79,7 @@ class Trainer:
         *,
         targets_per_sample: int,
         identity: Identity = UNKNOWN,
+        own: OwnUpdate = NONE_OWN,
         flops_per_sample: float | None = None,
         peak_flops_per_second: float | None = None,
     ) -> None:
@@ -91,6 +93,7 @@ class Trainer:
         self._failed_save: SaveResult | None = None
         """The newest that failed, of those that have been told."""
         train = job.train
+        self._rate_of = rates(train, own.schedule)
         check_patterns(parallel.parameter_names, train)
         check_compressed(parallel.parameter_names, plan)
         self.state = TrainingState(
@@ -103,6 +106,7 @@ class Trainer:
                 trainable=parallel.trainable_names,
                 copies=parallel.ties.names,
                 home=state_home(plan, parallel.scratch),
+                own=own.optimizer,
             ),
             LossScale.start(train),
             WeightAverage(dict(parallel.named_parameters()), train.weight_average)
@@ -155,14 +159,7 @@ class Trainer:
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
-            self._recorder.event(
-                "start",
-                step=self.state.step,
-                steps=train.steps,
-                world_size=plan.world_size,
-                plan=str(plan),
-                **({"again": True} if worker.restart is not None else {}),
-            )
+            tell_start(self._recorder, self.state.step, train.steps, plan, again=worker.restart is not None)
             for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
                 self._recorder.message(text)
         if parallel.compression is not None and parallel.compression.note:
@@ -220,7 +217,7 @@ class Trainer:
     def finish_step(self, loss_sum: Tensor, targets: Tensor, global_batch: int) -> Agreement:
         """Agree on the step's numbers and update the weights: once per step, after the last backward."""
         state, train, step = self.state, self.job.train, self.state.step
-        rate = learning_rate(step, train)
+        rate = self._rate_of(step)
         if self.grid.device.type == "cuda":
             # The next phase reads numbers, and would be charged with all the work queued before them.
             with self.phases.phase("forward_backward"):
