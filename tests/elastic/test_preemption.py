@@ -129,7 +129,8 @@ def test_ctrl_c_knows_no_deadline_and_a_wrong_job_is_still_wrong() -> None:
     table = seated(1, retries=3)
     table.hear(0, TERM)
     wrong = Failure("no such key", exit_code=2)
-    assert table.hear(0, Failed(wrong)) == [(0, Abort(2, wrong))]
+    assert table.hear(0, Failed(wrong)) == [(0, Halt())]
+    assert table.hear(0, Halted(4000, None, ())) == [(0, Abort(2, wrong))]
 
 
 def test_the_earliest_of_several_orders_counts() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.coordinator import CAUSE, ECHO, Table, join, seated
 from wanma.elastic.coordinator import GATHER_SECONDS, HALT_SECONDS
 from wanma.elastic.failure import Failure
+from wanma.elastic.last_copy import GIVE_UP_SECONDS
 from wanma.elastic.messages import (
     Abort,
     Failed,
@@ -27,13 +28,15 @@ from wanma.elastic.messages import (
     Over,
     Recovery,
     Refused,
+    Rescue,
+    Rescued,
     Standings,
     Start,
     Stop,
     StopRequest,
     Waiting,
 )
-from wanma.elastic.recovery import Retries, newest_common
+from wanma.elastic.recovery import Retries, newest_common, newest_whole
 
 
 def halted(reached: int | None = 7, port: int = 5000, images: tuple[HeldImage, ...] = ()) -> Halted:
@@ -68,10 +71,76 @@ def test_images_that_do_not_go_together_are_no_place_to_start_from() -> None:
 def test_without_retries_or_with_a_wrong_job_or_while_stopping_the_run_ends_as_ever() -> None:
     assert seated(1).hear(0, Failed(CAUSE)) == [(0, Abort(1, CAUSE))]
     wrong = Failure("no such key", exit_code=2)
-    assert seated(1, retries=3).hear(0, Failed(wrong)) == [(0, Abort(2, wrong))]
+    table = seated(1, retries=3)
+    assert table.hear(0, Failed(wrong)) == [(0, Halt())]
+    assert table.hear(0, halted()) == [(0, Abort(2, wrong))]
     table = seated(1, retries=3)
     table.hear(0, StopRequest(130))
-    assert table.hear(0, Failed(CAUSE)) == [(0, Abort(1, CAUSE))]
+    assert table.hear(0, Failed(CAUSE)) == [(0, Halt())]
+    assert table.hear(0, halted()) == [(0, Abort(1, CAUSE))]
+
+
+def test_a_run_that_fails_for_good_first_has_its_copies_in_memory_written() -> None:
+    table = seated(2, retries=3)
+    wrong = Failure("no such key", exit_code=2)
+    assert table.hear(1, Failed(wrong)) == [(0, Halt()), (1, Halt())]
+    older = held(0, 6) + held(1, 6) + held(2, 6) + held(3, 6)
+    table.hear(0, halted(images=(*older[:2], *held(0, 7), *held(1, 7))))
+    image = Image(1, 6)
+    assert table.hear(1, halted(images=older[2:]), now=5) == [
+        (0, Rescue(image, (0, 1), 4, GIVE_UP_SECONDS, is_last_word=True)),
+        (1, Rescue(image, (2, 3), 4, GIVE_UP_SECONDS, is_last_word=True)),
+    ]
+    assert table.hear(1, Rescued("")) == []
+    note = "the copy in memory was saved: checkpoint of step 6 in /x\n  the same command carries on from it"
+    over = Abort(2, wrong, note=note)
+    assert table.hear(0, Rescued("checkpoint of step 6 in /x")) == [(0, over), (1, over)]
+
+
+def test_what_the_copies_could_not_be_written_for_is_told_beside_the_failure() -> None:
+    table = seated(1, retries=3)
+    table.hear(0, Failed(Failure("no such key", exit_code=2)))
+    table.hear(0, halted(images=held(0, 6) + held(1, 6)))
+    [(_, over)] = table.hear(0, Rescued("", "the disk is full"))
+    assert isinstance(over, Abort)
+    assert over.note == "the copy in memory of step 6 could not be saved: the disk is full"
+
+
+def test_a_later_step_of_an_earlier_generation_is_what_is_written_at_the_end() -> None:
+    images = [*held(0, 90), *held(0, 40, generation=2)]
+    assert newest_whole(images, 1) == Image(2, 40)
+    assert newest_whole(images, 1, by_step=True) == Image(1, 90)
+
+
+def failing(retries: Retries, cause: str, stood_at: int, **more: Any) -> Failure | None:
+    return retries.objection(Failure(cause, **{"raised": True, **more}), stood_at)
+
+
+def test_an_error_that_comes_again_at_the_same_step_is_not_tried_a_third_time() -> None:
+    retries = Retries(3)
+    retries.reached(7)
+    assert failing(retries, "sample 5 is ragged (save 2-4)", 7) is None
+    ending = failing(retries, "sample 5 is ragged (save 3-1)", 7)
+    assert ending is not None
+    assert ending.hint == "the same error came again after step 7: the run is not started a third time"
+
+
+@pytest.mark.parametrize(
+    ("again", "stood_at", "more"),
+    [
+        ("another error", 7, {}),
+        ("sample 5 is ragged", 6, {}),
+        ("sample 5 is ragged", 0, {}),
+        ("sample 5 is ragged", 7, {"raised": False}),
+        ("sample 5 is ragged", 7, {"odd": ("rank 1",)}),
+        ("sample 5 is ragged", 7, {"retry_step": 8}),
+    ],
+)
+def test_another_error_or_an_accident_is_tried_again(again: str, stood_at: int, more: dict[str, Any]) -> None:
+    retries = Retries(3)
+    retries.reached(7)
+    assert failing(retries, "sample 5 is ragged", 7) is None
+    assert failing(retries, again, stood_at, **more) is None
 
 
 def test_a_run_that_never_finished_a_step_is_not_tried_again() -> None:

@@ -218,7 +218,9 @@ def test_without_a_plan_for_what_is_left_it_waits_and_with_all_it_ends() -> None
     assert isinstance(word, Waiting)
     assert "no plan for the machines that are here (1): tp 2 needs two" in word.text
     table.hear(5, join(), now=9)
-    [(_, end), _] = table.answer(0, "nothing fits")
+    [(_, order)] = table.answer(0, "nothing fits")
+    assert isinstance(order, Rescue)
+    [(_, end), _] = table.hear(0, Rescued(""))
     assert isinstance(end, Abort)
     assert end.failure is not None
     assert "nothing fits" in end.failure.cause

@@ -27,6 +27,7 @@ from wanma.api.records import (
     write_down_accepted,
     write_down_plan,
 )
+from wanma.checkpoint.folder import clean
 from wanma.elastic.environment import worker_environment
 from wanma.elastic.launch import Launch
 from wanma.elastic.node import Node
@@ -118,6 +119,9 @@ def train_job(
                     return called.see(event)
 
                 outcome = run_local(launch, on_event, node)
+                if job.cluster.nodes == 1:  # no rank lives that could still save
+                    with contextlib.suppress(OSError):
+                        clean(run.checkpoints)
                 failure = outcome.message if outcome.failure is not None else None
                 called.end(outcome.exit_code, failure)
                 exit_code = outcome.exit_code

@@ -63,7 +63,8 @@ class Meeting:
                 return
             except OSError:  # on a full disk, room for a note comes when the others drop their parts
                 if attempt == _NOTE_ATTEMPTS - 1:
-                    raise
+                    self._path("failed", self._rank).touch()  # its name alone takes no room
+                    return
                 time.sleep(_NOTE_PAUSE_SECONDS)
 
     def collect(self) -> list[dict[str, Any]]:
@@ -120,11 +121,11 @@ class Meeting:
             try:
                 names = {path.name for path in self._partial.iterdir()}
                 notes = sorted(name for name in names if name.startswith("failed-"))
-                note = json.loads((self._partial / notes[0]).read_text("utf-8")) if notes else None
+                note = (self._partial / notes[0]).read_text("utf-8") if notes else None
             except FileNotFoundError:
                 return
             if note is not None:
-                raise WanmaError(note["message"])
+                raise WanmaError(json.loads(note)["message"] if note else _wordless(notes[0]))
             yield names
             if time.monotonic() > stop:
                 return
@@ -133,6 +134,11 @@ class Meeting:
 
     def _path(self, kind: str, rank: int) -> Path:
         return self._partial / f"{kind}-{rank:05d}.json"
+
+
+def _wordless(note: str) -> str:
+    """The message of a note for whose text there was no room."""
+    return f"rank {int(note.removeprefix('failed-').removesuffix('.json'))}: No space left on device"
 
 
 def _some(ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ nodes what several of them hold. The processes meet in the folder being written,
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,9 +19,10 @@ from typing import Any
 from wanma.checkpoint.commit import commit
 from wanma.checkpoint.disk import write_file
 from wanma.checkpoint.exchange import Meeting
-from wanma.checkpoint.folder import committed, read_manifest
+from wanma.checkpoint.folder import clean, committed, read_manifest
 from wanma.checkpoint.format import ITEM_BYTES, build_header, data_file, parse_header, step_name, to_json
 from wanma.checkpoint.image import FoundImage
+from wanma.checkpoint.refuge import open_refuge, refuges
 from wanma.job.errors import WanmaError
 
 THREADS = 4
@@ -57,9 +59,30 @@ def rescue(
         return _write(partial, step, found, world_size, deadline)
     except OSError as error:
         raise WanmaError(
-            f"the checkpoint of step {step} was not saved: {error.strerror or error}",
+            f"the checkpoint of step {step} was not saved: {error.strerror or error} ({folder})",
             f"free space on {folder}, or check its permissions",
         ) from error
+
+
+def rescue_anywhere(
+    folder: Path, images: Mapping[int, str], world_size: int, name: str, deadline: float
+) -> Path | None:
+    """`rescue`; where `folder` has no room and this node has all images, to the first refuge that has.
+
+    Raises:
+        WanmaError: as of `rescue`; of `folder` where no other place will do.
+    """
+    try:
+        return rescue(folder, images, world_size, name, deadline)
+    except WanmaError as error:
+        if len(images) < world_size or not isinstance(error.__cause__, OSError):
+            raise
+        for place in refuges(folder):
+            with contextlib.suppress(OSError, WanmaError):
+                open_refuge(place)
+                clean(place)
+                return rescue(place, images, world_size, name, deadline)
+        raise
 
 
 def _write(
@@ -70,10 +93,10 @@ def _write(
     seconds = max(deadline - time.monotonic(), 0.1)
     held = [Meeting(partial / "held", rank, world_size, seconds) for rank in found]
     written = [Meeting(partial, rank, world_size, seconds) for rank in found]
-    for meeting, rank in zip(held, found, strict=True):
-        meeting.open()
-        meeting.post(tables[rank])
     try:
+        for meeting, rank in zip(held, found, strict=True):
+            meeting.open()
+            meeting.post(tables[rank])
         shares = share_out(held[0].collect())
         with ThreadPoolExecutor(THREADS, thread_name_prefix="rescue") as threads:
             parts = {
@@ -83,17 +106,22 @@ def _write(
             for meeting, part in zip(written, parts.values(), strict=True):
                 meeting.open()
                 meeting.post(part.result())
+        if first != 0:
+            return None
+        written[0].collect()
+        shutil.rmtree(partial / "held")
+        state = to_json(tables[0]["state"], "the training state")
+        path, _ = commit(partial, written[0], step, None, state)
+        return path
     except (OSError, WanmaError) as error:
+        if len(found) == world_size:  # nobody else writes
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        for rank in found:  # the room that they take may be what others lack
+            (partial / data_file(rank)).unlink(missing_ok=True)
         for meeting in (held[0], written[0]):
             meeting.fail(f"the node of rank {first}: {error}")
         raise
-    if first != 0:
-        return None
-    written[0].collect()
-    shutil.rmtree(partial / "held")
-    state = to_json(tables[0]["state"], "the training state")
-    path, _ = commit(partial, written[0], step, None, state)
-    return path
 
 
 def share_out(tables: Iterable[Table]) -> dict[int, set[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from wanma.checkpoint.folder import committed, read_manifest
 from wanma.checkpoint.format import FileEntry
+from wanma.checkpoint.refuge import rescued
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
 
@@ -113,9 +114,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of each, newest first."""
+    """Step and path of each, newest first; also of those that were rescued from a folder without room."""
     try:
-        return committed(folder)
+        return sorted([*committed(folder), *rescued(folder)], reverse=True)
     except OSError as error:
         raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
 

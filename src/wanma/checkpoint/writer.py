@@ -16,7 +16,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -61,6 +61,19 @@ class SaveResult:
     whole_bytes: int | None = None
     """Of all ranks' parts; None on other ranks than 0, and when the save failed."""
     error: WanmaError | None = None
+
+
+def failure_of_last_save(results: Iterable[SaveResult | None], step: int, outcome: str) -> WanmaError | None:
+    """The error of a run that ends at `step` without a checkpoint of it; None where no result says so.
+
+    Args:
+        outcome: of the run, in a word.
+    """
+    for result in results:
+        if result is not None and result.error is not None and (result.step, result.path) == (step, None):
+            hint = f"{result.error.hint}; then the same command carries on".lstrip("; ")
+            return WanmaError(f"{outcome} at step {step}, but {result.error.message}", hint)
+    return None
 
 
 class Checkpointer:
@@ -219,6 +232,11 @@ class Checkpointer:
             raise WanmaError(f"cannot remove a failed save from {self._folder}: {error}") from error
         if forgotten := self._take_failures():
             raise forgotten[0]
+
+    def sweep(self) -> None:
+        """Remove what failed saves have left, as far as that can be done; rank 0 does."""
+        with contextlib.suppress(OSError):
+            self._sweep()
 
     def __enter__(self) -> Checkpointer:
         return self

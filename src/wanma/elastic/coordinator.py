@@ -12,12 +12,13 @@ lives, so two never compute at once. Here all machines of the run are needed; `r
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
 from wanma.elastic.failure import FAILURE_LIMIT, Failure, clip
 from wanma.elastic.hang import Inquiry
-from wanma.elastic.last_copy import LastCopy
+from wanma.elastic.last_copy import GIVE_UP_SECONDS, LastCopy
 from wanma.elastic.messages import (
     Abort,
     Failed,
@@ -50,7 +51,7 @@ from wanma.elastic.stragglers import Stragglers
 from wanma.elastic.succession import LOST_HINT
 from wanma.elastic.terms import Terms
 from wanma.elastic.told import missing_text, nobody_came
-from wanma.job.errors import EXIT_USAGE
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE
 
 GATHER_SECONDS = 1.0
 """How long a failure that looks like an echo waits for the one that explains it."""
@@ -86,7 +87,9 @@ class Coordinator:
         self._stop_until: float | None = None
         """When everything will be killed that was asked to stop; None: nobody has said so."""
         self._last_copy: LastCopy | None = None
-        """What is being written before everything is killed."""
+        """What is being written before the end."""
+        self._is_failed = False
+        """No ranks are started any more."""
         self._started = 0
         """The newest generation that had ranks."""
         self._awaited: set[int] = set()
@@ -169,7 +172,7 @@ class Coordinator:
             return
         self._deadline = None
         if self._state == "meeting":
-            self._meeting_is_late()
+            self._meeting_is_late(now)
         elif self._awaited:
             self._awaited.clear()
             self._when_halted(now)
@@ -299,11 +302,11 @@ class Coordinator:
         missing = max(self._needed - len(self._peers), 1)
         self._broadcast(Waiting(missing_text(why, missing, self._terms.start_seconds)))
 
-    def _meeting_is_late(self) -> None:
+    def _meeting_is_late(self, now: float) -> None:
         """Nobody came."""
         if (why := self._lost or self._cause) is not None:
             hint = f"no machine took its place within {self._terms.start_seconds:.0f} s; {why.hint}"
-            self._end(Abort(1, replace(why, hint=hint)))
+            self._give_up(replace(why, hint=hint, exit_code=EXIT_FAILED), now)
             return
         hosts = [peer.join.host for peer in self._peers.values()]
         self._end(Abort(1, nobody_came(hosts, self._nodes, self._terms.place, self._terms.start_seconds)))
@@ -326,7 +329,7 @@ class Coordinator:
     def _stop_waiting(self, now: float) -> None:
         """No rank lives, and none is to be started any more."""
         if self._stop_until is not None and self._started:
-            self._rescue(now)
+            self._rescue(Abort(self._exit_code), self._stop_until, now)
         else:
             self._end(Abort(self._exit_code))
 
@@ -376,7 +379,8 @@ class Coordinator:
         preempted = self._stop_until is not None and any(peer.node >= 0 for peer in self._peers.values())
         replaceable = failure.unfit and self._nodes > 1 and not self._exit_code
         helps = replaceable or (self._retries.may_help(failure) and not failure.unfit)
-        if (self._exit_code and not preempted) or not helps:
+        self._is_failed = (self._exit_code and not preempted) or not helps
+        if self._is_failed and not self._terms.retries:  # nobody keeps copies
             self._end(Abort(failure.exit_code, failure, report))
             return
         self._halt(failure, now, report)
@@ -394,20 +398,27 @@ class Coordinator:
         here = self._running()
         if self._state != "halting" or self._awaited or any(peer.halted is None for peer in here):
             return
-        if self._stop_until is not None:
-            self._rescue(now)
-            return
-        here = self._set_aside(here)
+        if self._is_failed and self._cause is not None:
+            self._give_up(self._cause, now)
+        elif self._stop_until is not None:
+            self._rescue(Abort(self._exit_code), self._stop_until, now)
+        else:
+            self._start_again(self._set_aside(here), now)
+
+    def _start_again(self, here: list[Peer], now: float) -> None:
+        """Decide whether another attempt is due, and from what."""
+        stood_at = 0
         for peer in here:
             assert peer.halted is not None
             self._retries.reached(peer.halted.reached_step)
+            stood_at = max(stood_at, peer.halted.stood_at)
         if self._cause is not None:
             if self._cause.unfit and self._retries.reached_step is None:
                 self._meet_again(here, now)  # nothing has been done yet: as at first
                 return
             self._cause = self._retries.noted(self._cause)
-            if (ending := self._retries.objection(self._cause)) is not None:
-                self._end(Abort(ending.exit_code, ending))
+            if (ending := self._retries.objection(self._cause, stood_at)) is not None:
+                self._give_up(ending, now)
                 return
         self._choose()
         self._meet_again(here, now)
@@ -431,13 +442,7 @@ class Coordinator:
         held = [image for peer in here if peer.halted is not None for image in peer.halted.images]
         own = (rank for peer in here for rank in peer.ranks)
         restore = newest_whole(held, sum(self._ranks_by_node)) or newest_common(own, held)
-        self._recovery = Recovery(
-            clip(self._cause.headline, FAILURE_LIMIT) if self._cause is not None else "",
-            self._retries.reached_step or 0,
-            self._retries.attempt,
-            restore if self._cause is None or self._retries.trusts_memory else None,
-            self._retries.retried_steps,
-        )
+        self._recovery = self._retries.recovery(self._cause, restore)
 
     def _set_aside(self, here: list[Peer]) -> list[Peer]:
         """Send nodes away that have failed a health check; returns the others."""
@@ -449,24 +454,31 @@ class Coordinator:
         self._unfit.clear()
         return [peer for peer in here if peer in self._peers.values()]
 
-    def _rescue(self, now: float) -> None:
-        """No rank lives, and everything will be killed soon: have the copies in memory written."""
-        assert self._stop_until is not None
+    def _give_up(self, failure: Failure, now: float) -> None:
+        """No rank lives, and none is started any more: the run ends when its copies in memory are written."""
+        ending = Abort(failure.exit_code, failure)
+        if any(peer.halted is not None and peer.halted.images for peer in self._running()):
+            self._rescue(ending, min(now + GIVE_UP_SECONDS, self._stop_until or math.inf), now)
+        else:
+            self._end(ending)
+
+    def _rescue(self, ending: Abort, until: float, now: float) -> None:
+        """No rank lives: have the copies in memory written, and then end."""
         nodes = {
             name: (peer.ranks, peer.halted.images)
             for name, peer in self._peers.items()
             if peer.node >= 0 and peer.halted is not None
         }
-        self._last_copy = LastCopy(sum(self._ranks_by_node), nodes)
-        self._state, self._deadline = "rescuing", self._stop_until
-        for name, order in self._last_copy.orders(self._stop_until - now).items():
+        why = clip(self._why, FAILURE_LIMIT)
+        self._last_copy = LastCopy(sum(self._ranks_by_node), nodes, ending=ending, why=why, until=until)
+        self._state, self._deadline = "rescuing", until
+        for name, order in self._last_copy.orders(now).items():
             self._send(name, order)
         self._conclude_rescue()
 
     def _conclude_rescue(self) -> None:
-        assert self._last_copy is not None
-        if self._last_copy.ended:
-            self._end(Abort(self._exit_code, note=self._last_copy.note(clip(self._why, FAILURE_LIMIT))))
+        if self._last_copy is not None and self._last_copy.ended:
+            self._end(self._last_copy.ending)
 
     @property
     def _why(self) -> str:

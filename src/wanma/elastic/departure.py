@@ -76,11 +76,12 @@ class Departure:
         """Have the images written that this node is asked for; the answer goes to the coordinator."""
         assert self._images is not None
         found = self._images.found(order.image)
-        folder = self._launch.run_directory / "checkpoints"
-        self._tell(
-            f"the ranks have {duration_text(order.seconds)} left: the copy in memory of step "
-            f"{order.image.step:,} is written to {folder}"
-        )
+        if not order.is_last_word:
+            folder = self._launch.run_directory / "checkpoints"
+            self._tell(
+                f"the ranks have {duration_text(order.seconds)} left: the copy in memory of step "
+                f"{order.image.step:,} is written to {folder}"
+            )
         self._rescuer = Rescuer(
             Order(
                 run_directory=str(self._launch.run_directory),
@@ -89,6 +90,7 @@ class Departure:
                 name=f"{generation}-rescue",
                 deadline=leave_at(time.monotonic() + order.seconds) - ANSWER_SECONDS,
                 upload=self._launch.upload,
+                is_last_word=order.is_last_word,
             ),
             self._loop,
             self._send,

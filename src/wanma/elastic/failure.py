@@ -57,6 +57,8 @@ class Failure:
     """Exit code with which a user's script ended the rank; 0: it ended in another way."""
     unfit: bool = False
     """The node has failed a health check, and is to be set aside."""
+    raised: bool = False
+    """An exception of the rank's own, which says what is wrong: no death, no hang, no echo of another's."""
 
     @property
     def headline(self) -> str:
@@ -85,8 +87,13 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
     """
     if isinstance(error, AgreedError):
         return Failure(
-            cause=clip(error.message), hint=clip(error.hint), retry_step=error.retry_step, odd=error.odd
+            cause=clip(error.message),
+            hint=clip(error.hint),
+            retry_step=error.retry_step,
+            odd=error.odd,
+            raised=True,
         )
+    consequence = is_consequence(error)
     if isinstance(error, WanmaError):
         return Failure(
             cause=clip(error.message),
@@ -96,9 +103,10 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
             log=log,
             hint=clip(error.hint),
             exit_code=error.exit_code or EXIT_FAILED,
-            consequence=is_consequence(error),
+            consequence=consequence,
             left_with=error.left_with if isinstance(error, ScriptExitError) else 0,
             unfit=isinstance(error, UnfitError),
+            raised=not consequence,
         )
     return Failure(
         cause=brief(traceback.format_exception_only(error)[-1].strip()),
@@ -107,7 +115,8 @@ def failure_of_exception(error: BaseException, rank: int, node: int, host: str, 
         host=host,
         traceback=clip(_traceback(error)),
         log=log,
-        consequence=is_consequence(error),
+        consequence=consequence,
+        raised=not consequence,
     )
 
 

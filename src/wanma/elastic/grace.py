@@ -84,13 +84,17 @@ class StepPace:
 
 
 def share_images(
-    world_size: int, nodes: Mapping[int, tuple[Sequence[int], Sequence[HeldImage]]]
+    world_size: int,
+    nodes: Mapping[int, tuple[Sequence[int], Sequence[HeldImage]]],
+    *,
+    by_step: bool = False,
 ) -> tuple[Image, int, dict[int, tuple[int, ...]]] | None:
     """What to write when all nodes' ranks are gone: the newest moment that they hold together, and who what.
 
     Args:
         world_size: of the newest generation.
         nodes: those that are still here, by a name: their own ranks, and all images that they hold.
+        by_step: as of `newest_whole`.
 
     Returns:
         the moment; how many ranks then were; and by node the ranks whose images it writes: its own where it
@@ -98,7 +102,7 @@ def share_images(
         all ranks.
     """
     everything = [image for _, held in nodes.values() for image in held]
-    moment = newest_whole(everything, world_size)
+    moment = newest_whole(everything, world_size, by_step=by_step)
     if moment is None:
         return None
     ranks = range(next(one.world_size or world_size for one in everything if one.image == moment))

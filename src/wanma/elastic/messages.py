@@ -153,6 +153,8 @@ class Recovery:
     """As `Restart` has it."""
     change: Change | None = None
     """Likewise."""
+    kept_step: int | None = None
+    """Likewise."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,8 @@ class Halted(Message):
     images: tuple[HeldImage, ...]
     failed_at: float = 0.0
     """As `Start` says it."""
+    stood_at: int = 0
+    """Steps that were finished where its ranks stood, whoever finished them; 0: also before the first."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,7 @@ class Late(Message):
 
 @dataclass(frozen=True)
 class Rescue(Message):
-    """Your ranks are gone: make a checkpoint of what memory holds of them, together with the other nodes.
+    """Order to make a checkpoint of what memory holds of the dead ranks, together with the other nodes.
 
     Answered by `Rescued`.
     """
@@ -305,7 +309,9 @@ class Rescue(Message):
     world_size: int
     """Of the ranks that left the images."""
     seconds: float
-    """Until everything will be killed."""
+    """Until everything will be killed, or the order is given up."""
+    is_last_word: bool = False
+    """The run has failed and is not started again; nobody kills anything."""
 
 
 @dataclass(frozen=True)
@@ -436,7 +442,7 @@ class Abort(Message):
     failure: Failure | None = None
     report: str = ""
     note: str = ""
-    """What was saved, or why nothing was, when a stop ran out of time."""
+    """Report on the copies in memory: what was saved of them, or why nothing was."""
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from wanma.elastic.failure import killed_hint, signal_name
 from wanma.elastic.local_messages import Fork, Prepare
@@ -135,3 +139,17 @@ class Node:
             self._process.kill()
             self._process.wait()
         os.close(self._output)
+        remove_empty_cache(os.environ)
+
+
+def remove_empty_cache(environment: Mapping[str, str]) -> None:
+    """Remove the folder of the compiler's cache if it is empty: torch makes it as soon as it is imported.
+
+    Args:
+        environment: names another place, or the user whose name torch's default has.
+    """
+    with contextlib.suppress(KeyError, OSError):  # nameless, not there, or in use
+        name = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        default = Path(tempfile.gettempdir()) / f"torchinductor_{name}"
+        if environment.get("TORCHINDUCTOR_CACHE_DIR", str(default)) == str(default):  # torch notes it there
+            default.rmdir()

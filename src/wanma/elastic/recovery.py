@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from wanma.elastic.failure import Failure
+from wanma.elastic.failure import FAILURE_LIMIT, Failure, clip
 from wanma.elastic.messages import HeldImage, Image, Recovery
 from wanma.job.errors import EXIT_USAGE
 
@@ -31,6 +32,8 @@ class Retries:
         """Steps that failures have asked to be made again, in that order."""
         self._limit, self._silent_limit = limit, silent_limit
         self._odd: Counter[str] = Counter()
+        self._error: tuple[str, int] | None = None
+        """The newest failure that was an error: its cause, without numbers, and the step it came at."""
 
     def take_up(self, recovery: Recovery | None) -> None:
         """Count on from what another coordinator said last; None: it had not counted any."""
@@ -62,24 +65,67 @@ class Retries:
         again = [f"{who} for the {_ordinal(count)} time" for who, count in times.items()]
         return replace(failure, cause=f"{failure.cause}; {', '.join(again)}: suspect the hardware there")
 
-    def objection(self, failure: Failure) -> Failure | None:
-        """`failure` as it ends the run; None when another attempt is due, which then counts."""
+    def objection(self, failure: Failure, stood_at: int = 0) -> Failure | None:
+        """`failure` as it ends the run; None when another attempt is due, which then counts.
+
+        An error that comes again with the same cause at the same step is no accident: it ends the run.
+
+        Args:
+            stood_at: steps that were finished where the ranks stood; 0: they had not come to one.
+        """
         if not self.may_help(failure):
             return failure
+        before, self._error = self._error, _signature(failure, stood_at)
+        if before is not None and before == self._error:
+            return _with_hint(
+                failure,
+                f"the same error came again after step {stood_at:,}: the run is not started a third time",
+            )
         limit = self._silent_limit if self.reached_step is None else self._limit
         if self.attempt >= limit:
             if self.attempt == 0:
                 return failure
             came = "" if self.reached_step is None else f" and came no further than step {self.reached_step}"
             tried = f"the run was started again {_times(self.attempt)}{came} (cluster.retries = {limit})"
-            return replace(failure, hint=f"{failure.hint}\n  {tried}" if failure.hint else tried)
+            return _with_hint(failure, tried)
         self.attempt += 1
         return None
+
+    def recovery(self, cause: Failure | None, restore: Image | None) -> Recovery:
+        """The word to the next generation.
+
+        Args:
+            cause: why the one before ended; None: to grow.
+            restore: the newest moment of which the nodes hold all images.
+        """
+        trusts = cause is None or self.trusts_memory
+        return Recovery(
+            clip(cause.headline, FAILURE_LIMIT) if cause is not None else "",
+            self.reached_step or 0,
+            self.attempt,
+            restore if trusts else None,
+            self.retried_steps,
+            kept_step=None if trusts or restore is None else restore.step,
+        )
 
     @property
     def trusts_memory(self) -> bool:
         """The last of several attempts starts from disk: perhaps the copies in memory are what is wrong."""
         return self.attempt == 1 or self.attempt < self._limit
+
+
+def _signature(failure: Failure, stood_at: int) -> tuple[str, int] | None:
+    """Equal for errors that are the same; None for accidents, and for steps that are to be made again.
+
+    Numbers do not count: causes name files of one attempt, or whichever rank was the first to say so.
+    """
+    if not failure.raised or not stood_at or failure.odd or failure.retry_step is not None:
+        return None
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", failure.cause), stood_at
+
+
+def _with_hint(failure: Failure, text: str) -> Failure:
+    return replace(failure, hint=f"{failure.hint}\n  {text}" if failure.hint else text)
 
 
 def newest_common(ranks: Iterable[int], held: Iterable[HeldImage]) -> Image | None:
@@ -92,16 +138,19 @@ def newest_common(ranks: Iterable[int], held: Iterable[HeldImage]) -> Image | No
     return max(common, key=lambda image: (image.generation, image.step), default=None)
 
 
-def newest_whole(held: Iterable[HeldImage], world_size: int) -> Image | None:
+def newest_whole(held: Iterable[HeldImage], world_size: int, *, by_step: bool = False) -> Image | None:
     """The newest moment of which there is an image of every rank that then was.
 
     Args:
         world_size: of the newest generation.
+        by_step: whether the latest step counts as the newest; else that of the newest generation.
     """
     owners: dict[tuple[Image, int], set[int]] = {}
     for one in held:
         owners.setdefault((one.image, one.world_size or world_size), set()).add(one.rank)
     whole = [image for (image, ranks), found in owners.items() if found >= set(range(ranks))]
+    if by_step:
+        return max(whole, key=lambda image: (image.step, image.generation), default=None)
     return max(whole, key=lambda image: (image.generation, image.step), default=None)
 
 

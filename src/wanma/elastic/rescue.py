@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -17,16 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from wanma.checkpoint.folder import read_manifest
+from wanma.checkpoint.folder import committed, read_manifest
 from wanma.checkpoint.remote import Remote
-from wanma.checkpoint.rescue import rescue
+from wanma.checkpoint.rescue import rescue_anywhere
 from wanma.checkpoint.storage import Storage
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import Rescued
 from wanma.elastic.processes import die_with_parent
 from wanma.job.errors import WanmaError
 from wanma.job.run_directory import RunDirectory
-from wanma.observe.jsonl import append_event
+from wanma.observe.jsonl import append_event, restore_steps
 from wanma.observe.units import bytes_text, duration_text
 
 
@@ -44,6 +45,8 @@ class Order:
     """On the monotonic clock, for all of it."""
     upload: str | None = None
     """URL where a copy of each checkpoint goes."""
+    is_last_word: bool = False
+    """The run has failed, and its end is recorded by others; it is not killed."""
 
 
 class Rescuer:
@@ -102,24 +105,23 @@ def carry_out(order: Order) -> Rescued:
     run = RunDirectory(Path(order.run_directory))
     images = {int(rank): path for rank, path in order.images.items()}
     began = time.monotonic()
+    before = [path for _, path in committed(run.checkpoints)]
     try:
-        path = rescue(run.checkpoints, images, order.world_size, order.name, order.deadline)
-        if path is None:
+        path = rescue_anywhere(run.checkpoints, images, order.world_size, order.name, order.deadline)
+        if path is None or (order.is_last_word and path in before):
             return Rescued("")
         manifest = read_manifest(path)
-        seconds = time.monotonic() - began
-        append_event(run, "checkpoint", step=manifest.step, bytes=manifest.bytes, write_seconds=seconds)
-        append_event(
-            run,
-            "finish",
-            step=manifest.step,
-            outcome="interrupted",
-            best_loss=manifest.state.get("best_loss"),
-        )
     except WanmaError as error:
         return Rescued("", f"{error}")
     except OSError as error:
         return Rescued("", f"{run.path}: {error.strerror or error}")
+    seconds = time.monotonic() - began
+    with contextlib.suppress(OSError):  # the checkpoint is there, whatever becomes of the record
+        restore_steps(run, manifest.step)
+        append_event(run, "checkpoint", step=manifest.step, bytes=manifest.bytes, write_seconds=seconds)
+        if not order.is_last_word:
+            best = manifest.state.get("best_loss")
+            append_event(run, "finish", step=manifest.step, outcome="interrupted", best_loss=best)
     text = f"checkpoint of step {manifest.step:,} in {path}"
     text += f" ({bytes_text(manifest.bytes)} in {duration_text(seconds)})"
     if order.upload is not None:

@@ -169,12 +169,12 @@ class ResizingCoordinator(Coordinator):
                 self._deadline = self._patience
             self._gather(now)
 
-    def _meeting_is_late(self) -> None:
+    def _meeting_is_late(self, now: float) -> None:
         if len(self._peers) >= self._min_nodes and self._is_last_call:
             self._is_deciding = True
             self._ask_planner()
         else:
-            super()._meeting_is_late()
+            super()._meeting_is_late(now)
 
     # Which machines, under which plan ------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class ResizingCoordinator(Coordinator):
         here = len(self._peers)
         self._lost = Failure(f"no plan for the machines that are here ({here}): {decision.reason}")
         if here == self._nodes and self._stop_until is None:
-            self._end(Abort(1, self._lost))
+            self._give_up(self._lost, now)
         else:
             self._is_deciding = self._is_last_call = False
             self._wait_for_machines(now)

@@ -306,7 +306,8 @@ class Supervisor:
             self._halting = False
             reached = self._team.reached_step if self._team is not None else None
             images = self._images.held() if self._images is not None else ()
-            self._link.send(Halted(self._listen(), reached, images, self._failed.unix))
+            stood_at = self._team.stood_at if self._team is not None else 0
+            self._link.send(Halted(self._listen(), reached, images, self._failed.unix, stood_at))
 
     # The user's signals --------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class Team:
                 recovery.attempt,
                 recovery.retried_steps,
                 recovery.change,
+                recovery.kept_step,
             )
         for local_rank in range(launch.ranks_per_node):
             number = start.first_rank + local_rank
@@ -149,6 +150,11 @@ class Team:
     def reached_step(self) -> int | None:
         """The newest step that one of the ranks has finished; None: none has."""
         return max((at.done for at in self.positions() if at.done is not None), default=None)
+
+    @property
+    def stood_at(self) -> int:
+        """Steps that were finished where the ranks stand; 0: also before the first report."""
+        return max((at.step for at in self.positions() if at.calls), default=0)
 
     def positions(self) -> list[Position]:
         """Where the ranks stand."""

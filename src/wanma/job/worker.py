@@ -141,6 +141,8 @@ class Restart:
         attempt: counts from 1 the recoveries since the last new step.
         retried_steps: optimizer steps, counted from 1, that went wrong before and are to be made again.
         change: of machines or plan; None: all is as it was.
+        kept_step: step of copies in memory that are not taken up, but stay as they are until that step has
+            been made again; None: there are none.
     """
 
     failure: str
@@ -149,6 +151,7 @@ class Restart:
     attempt: int
     retried_steps: tuple[int, ...] = ()
     change: Change | None = None
+    kept_step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The sink that keeps the record: metrics.jsonl (one line per step) and events.jsonl (all else).
 
-A run that carries on first drops torn lines and the
-steps it is about to repeat, so that metrics.jsonl has every step once; events.jsonl is history and
+A run that carries on first drops torn lines. The steps that it repeats are dropped when the first of them
+is made again, so that metrics.jsonl has every step once, and a start that comes to no step loses none.
+Dropped ones wait beside it until they have been made again (`restore_steps`). events.jsonl is history and
 keeps everything, the lost steps' validations included (readers see the `start` that overruled them).
 
 JSON knows no NaN or infinity: such a number is written as null, and its name and value go into
@@ -10,6 +11,7 @@ JSON knows no NaN or infinity: such a number is written as null, and its name an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -37,9 +39,10 @@ class JsonLinesSink:
         self._files: dict[Path, AppendFile] = {}
 
     def open(self, run: RunDirectory, first_step: int) -> None:
-        self._metrics, self._events = run.metrics, run.events
+        self._run, self._metrics, self._events = run, run.metrics, run.events
+        self._first_step: int | None = first_step
         try:
-            trim_lines(run.metrics, lambda record: record.get("step", 0) < first_step)
+            trim_lines(run.metrics, lambda _: True)
             trim_lines(run.events, lambda _: True)
             self._files = {path: AppendFile(path) for path in (run.metrics, run.events)}
         except OSError as error:
@@ -51,6 +54,9 @@ class JsonLinesSink:
     def write(self, event: Event) -> None:
         if event["kind"] == "step":
             record = {key: value for key, value in event.items() if key != "kind"}
+            if self._first_step is not None:
+                drop_steps(self._run, self._first_step)
+                self._first_step = None
             self._files[self._metrics].write(to_line(record))
         else:
             self._files[self._events].write(to_line(event))
@@ -104,6 +110,49 @@ def _finite(value: Any, name: str, named: dict[str, str]) -> Any:
         named[name] = str(value)
         return None
     return value
+
+
+def drop_steps(run: RunDirectory, first: int) -> None:
+    """Move the records of steps from `first` on out of the metrics, beside them."""
+    metrics = run.metrics
+    if not metrics.exists():
+        return
+    size = metrics.stat().st_size
+    with metrics.open("rb") as file:
+        end = next((end for record, end in _backwards(file) if record.get("step", 0) < first), 0)
+        if end == size:
+            return
+        file.seek(end)
+        dropped = file.read()
+    with contextlib.suppress(OSError):  # no room for what is repeated anyhow
+        _dropped(run).write_bytes(dropped)
+    os.truncate(metrics, end)
+
+
+def restore_steps(run: RunDirectory, last: int) -> None:
+    """Put dropped records back that were not made again, up to step `last`: a copy of that step was saved.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    dropped = _dropped(run)
+    if not dropped.exists():
+        return
+    newest = last_record(run.metrics)
+    known = newest["step"] if newest is not None else 0
+    lines = [line for line in dropped.read_bytes().splitlines() if isinstance(_parsed(line), dict)]
+    file = AppendFile(run.metrics)
+    try:
+        for line in lines:
+            if known < _parsed(line)["step"] <= last:
+                file.write(line + b"\n")
+    finally:
+        file.close()
+    dropped.unlink()
+
+
+def _dropped(run: RunDirectory) -> Path:
+    return run.path / ".metrics-dropped.jsonl"
 
 
 def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

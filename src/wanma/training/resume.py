@@ -15,6 +15,7 @@ from wanma.checkpoint.fetch import fetch
 from wanma.checkpoint.folder import committed, read_manifest, set_aside
 from wanma.checkpoint.published import INDEX, SINGLE, is_published
 from wanma.checkpoint.reader import Source, load, on_disk, verify
+from wanma.checkpoint.refuge import bring_home, rescued, set_aside_rescued
 from wanma.checkpoint.reshard import gather, laid_out_otherwise
 from wanma.checkpoint.snapshot import look
 from wanma.data.ramp import samples_before
@@ -76,6 +77,8 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity:
     carries_on = choice.resume or worker.restart is not None
     snapshot, helped = _snapshot(state, plan, worker, messages) if carries_on else (None, False)
     after = snapshot.manifest.step if snapshot is not None else -1
+    if worker.rank == 0 and carries_on and worker.restart is None:
+        messages += bring_home(folder)
     path, skipped = _newest(folder, worker, after) if carries_on else (None, [])
     messages += skipped
     if path is not None and skipped:
@@ -154,7 +157,10 @@ def _newest(folder: Path, worker: Worker, after: int = -1) -> tuple[Path | None,
     Returns:
         the newest that is whole, and why each of those after it is not taken.
     """
-    seen = [[path for step, path in committed(folder) if step > after] if worker.rank == 0 else []]
+    seen: list[list[Path]] = [[]]
+    if worker.rank == 0:
+        all_of_them = sorted([*committed(folder), *rescued(folder)], reverse=True)
+        seen = [[path for step, path in all_of_them if step > after]]
     if worker.world_size > 1:
         dist.broadcast_object_list(seen, src=0)
 
@@ -337,5 +343,7 @@ def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:
     """A run that starts anew keeps no older run's checkpoints beside its own, to be taken for them."""
     if worker.world_size > 1:
         dist.barrier()  # others may still read the weights to start from
+    if worker.rank == 0:
+        set_aside_rescued(folder)
     if worker.rank == 0 and (aside := set_aside(folder)):
         messages.append(f"starting anew; the earlier run's checkpoints are kept in {aside}")

@@ -90,6 +90,9 @@ class StepSnapshots:
         self._fixed = job.checkpoint.snapshots if isinstance(job.checkpoint.snapshots, int) else None
         self._interval = Interval(every)
         self._last_step = state.step
+        if worker.restart is not None and worker.restart.kept_step is not None:
+            # The images hold a later step, which a run that fails for good leaves behind.
+            self._last_step = max(state.step, worker.restart.kept_step - 1)
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
@@ -254,6 +257,11 @@ class StepSnapshots:
             self._fail(error)
         reason = self._failure.message if self._failure is not None else None
         return all(one is None for one in self._everyones(reason))
+
+    def keep_if_unsaved(self, failed: bool) -> None:
+        """Have a snapshot of the last step if its checkpoint failed on any rank; all ranks call it."""
+        if self._snapshots is not None and any(self._everyones("not saved" if failed else None)):
+            self.keep_now()
 
     def close(self, seconds: float | None = None) -> None:
         """Leave the images as they are; one under way is finished first, or `seconds` waited for."""

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from wanma.checkpoint.writer import Checkpointer, SaveResult
+from wanma.checkpoint.writer import Checkpointer, SaveResult, failure_of_last_save
 from wanma.collectives.stopwatch import Spent
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
@@ -199,6 +199,7 @@ class Trainer:
             if failed:
                 seconds = min(LAST_SAVE_SECONDS, self.job.cluster.hang_seconds / 2)
                 self._report_saves(self._checkpointer.wait(seconds), "")
+                self._checkpointer.sweep()
             else:
                 self._checkpointer.close()
         finally:
@@ -405,15 +406,13 @@ class Trainer:
         Raises:
             WanmaError: the last state could not be saved.
         """
+        if self._resumed_step == self.state.step and self._resumed.source in ("memory", "partner"):
+            self.save()  # the ranks before had no room for it on disk
         results = self._wait_for_saves()
-        for result in [self._failed_save, *results]:
-            if result is None or result.error is None or result.path is not None:
-                continue
-            if result.step == self.state.step:
-                raise WanmaError(
-                    f"{outcome} at step {result.step}, but {result.error.message}",
-                    f"{result.error.hint}; then the same command carries on from the newest one".lstrip("; "),
-                )
+        failure = failure_of_last_save([self._failed_save, *results], self.state.step, outcome)
+        self._snapshots.keep_if_unsaved(failure is not None)
+        if failure is not None:
+            raise failure
         self._report_saves(results)
         self._uploads.finish(self.state.step, outcome, self.message)
         if self._recorder is not None:

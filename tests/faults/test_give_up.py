@@ -1,0 +1,116 @@
+"""A run that fails for good: what memory holds is written, so that the same command loses nothing."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.command import Desk, Ran, Training, small_disk
+from support.fault_table import Row
+from support.injection import Fault
+from support.recovered import COMMON, STEPS, Met, check_whole, meet
+
+IN_STEP_8: dict[str, Any] = {"step": 8, "phase": "forward and backward"}
+NO_CHECKPOINT = "checkpoint.every_steps=1000"
+SAVED = "the copy in memory was saved: checkpoint of step 7 in "
+
+
+def in_step_8(what: str, *generations: int) -> list[Fault]:
+    """Once in each of these generations, after the copy of step 7 has had time to be whole."""
+    return [
+        Fault(one, 1, **IN_STEP_8, generation=number, argument="0.3")
+        for number in generations
+        for one in ("sleep", what)
+    ]
+
+
+def again(desk: Desk, name: str, *overrides: str) -> Ran:
+    return desk.run("train", *COMMON, *overrides, "--run-dir", name)
+
+
+def check_step_7_is_kept(desk: Desk, met: Met, whole: Training) -> None:
+    """Failed with one message, the copy of step 7 saved and its steps on record; the same command goes on."""
+    training = met.training
+    assert met.ran.code == 1
+    assert met.ran.text.count("error: ") == 1, met.ran.text
+    assert f"{SAVED}{training.path}/checkpoints/step-00000007" in met.ran.text
+    assert training.checkpoints() == ["step-00000007"]
+    assert [step["step"] for step in training.metrics] == list(range(1, 8))
+    assert training.events[-1]["outcome"] == "failed"
+    ran = again(desk, training.path.name, NO_CHECKPOINT)
+    assert f"carrying on at step 8 of {STEPS}" in ran.out
+    check_whole(ran, training, whole)
+
+
+def test_an_error_on_every_try_before_the_first_checkpoint_costs_no_step(
+    desk: Desk, whole: Training, note: Callable[[Row], None]
+) -> None:
+    faults = in_step_8("raise", 1, 2)
+    met = meet(desk, "mistake", *faults, overrides=(NO_CHECKPOINT,))
+    assert "the same error came again after step 7: the run is not started a third time" in met.ran.text
+    check_step_7_is_kept(desk, met, whole)
+    note(Row("an exception at every try, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
+
+
+def test_kills_on_every_try_cost_no_step_though_the_last_try_began_anew(
+    desk: Desk, whole: Training, note: Callable[[Row], None]
+) -> None:
+    faults = [*in_step_8("kill", 1, 2), Fault("kill", 1, 3, "forward and backward", generation=3)]
+    met = meet(desk, "kills", *faults, overrides=(NO_CHECKPOINT, "cluster.retries=2"))
+    assert "started again 2 times and came no further than step 7 (cluster.retries = 2)" in met.ran.text
+    assert met.recoveries[-1]["source"] == "beginning"
+    check_step_7_is_kept(desk, met, whole)
+    note(Row("SIGKILL at every try, before the first checkpoint", "2 replicas", "checkpoint", 0, None))
+
+
+@pytest.mark.root
+def test_a_disk_that_is_full_at_the_end_costs_no_step(
+    desk: Desk, whole: Training, note: Callable[[Row], None], tmp_path: Path
+) -> None:
+    """The last state goes where there is room, is taken up from there, and moves home when it can."""
+    training = desk.training("full")
+    training.path.mkdir()
+    with small_disk(training.path / "checkpoints", "100k") as disk:
+        rescued = desk.folder / "state" / "wanma" / "rescued"
+        desk._environment["TMPDIR"] = str(tmp_path)
+        ran = again(desk, "full", NO_CHECKPOINT)
+        assert ran.code == 1
+        assert ran.text.count("error: rank ") == ran.text.count("error: ") == 1, ran.text
+        assert "failed: finished at step 12, but the checkpoint of step 12 was not saved: rank " in ran.text
+        assert "the same error came again after step 12" in ran.text
+        assert f"the copy in memory was saved: checkpoint of step {STEPS} in {rescued}" in ran.text
+        assert list(disk.iterdir()) == [], "nothing half is left behind"
+        assert [path.name for path in tmp_path.iterdir()] == ["desk"], "nor an empty cache of the compiler's"
+        assert [path.parent.parent for path in rescued.glob("*/step-*")] == [rescued]
+
+        shown = desk.run("sample", "full", "--runs", ".", "--prompt", "def ", "--tokens", "1")
+        assert shown.code == 0, shown.text
+        still_full = again(desk, "full", NO_CHECKPOINT)
+        assert still_full.code == 0, "there is nothing left to do"
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        home = again(desk, "full", NO_CHECKPOINT)
+        assert "checkpoint step-00000012 was rescued to " in home.out
+        check_whole(home, training, whole)
+        assert list(rescued.glob("*")) == []
+        assert training.checkpoints() == ["step-00000012"]
+    note(Row("disk full at the last save, at every try", "2 replicas", "checkpoint", 0, None))
+
+
+@pytest.mark.root
+def test_a_full_disk_and_kills_cost_no_step(desk: Desk, whole: Training, tmp_path: Path) -> None:
+    folder = desk.training("both").path
+    folder.mkdir()
+    with small_disk(folder / "checkpoints", "100k") as disk:
+        faults = in_step_8("kill", 1, 2)
+        met = meet(desk, "both", *faults, overrides=("cluster.retries=1",))
+        assert "the checkpoint of step 5 was not saved" in met.ran.text
+        assert SAVED in met.ran.text
+        assert list(disk.iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        ran = again(desk, "both")
+        assert f"carrying on at step 8 of {STEPS}" in ran.out
+        check_whole(ran, met.training, whole)
