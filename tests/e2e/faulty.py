@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Numbers:
-    """64 samples; `broken` raises, or gives no number."""
+    """64 samples; `broken` raises, or says what is wrong with sample 13: 'nan', 'ragged' or 'raises'."""
 
     def __init__(self, broken: str = "") -> None:
         self.broken = broken
@@ -21,9 +21,13 @@ class Numbers:
         return 64
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if self.broken:
+        if self.broken == "yes" or (self.broken == "raises" and index == 13):
             raise OSError(f"row {index} is unreadable")
         x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        if self.broken == "nan" and index == 13:
+            x[2] = float("nan")
+        if self.broken == "ragged" and index == 13:
+            x = x[:3]
         return x, (x.sum() > 0).long()
 
 

@@ -122,6 +122,30 @@ def test_an_error_that_explains_itself_comes_out_of_a_rank_without_traceback(des
     assert "of Numbers failed: OSError: row " in ran.text
 
 
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("nan", "; sample 13 of Numbers: NaN or infinity in the data"),
+        ("ragged", " (sample 13 has shape (3,), most others (4,))"),
+        ("raises", "data: sample 13 of Numbers failed: OSError: row 13 is unreadable"),
+    ],
+)
+def test_a_sample_that_is_always_wrong_is_named_and_tried_twice(desk: Desk, broken: str, told: str) -> None:
+    """The steps before it are kept, though no checkpoint was due."""
+    keys = (f"data.arguments={{broken='{broken}'}}", "train.steps=14", "checkpoint.every_steps=0")
+    ran = desk.run("train", "own.toml", "--run-dir", broken, *keys, "checkpoint.snapshots=1")
+    assert ran.code == 1
+    assert told in ran.told_once()
+    training = desk.training(broken)
+    steps = len(training.metrics)
+    assert steps > 0
+    assert f"the same error came again after step {steps}: the run is not started a third time" in ran.text
+    [saved] = training.checkpoints()
+    assert int(saved.removeprefix("step-")) >= steps - 1
+    logs = (training.path / "logs" / "rank-0.log").read_text()
+    assert logs.count("--- ") == 2 * logs.count(", generation 1, ") == 2 * logs.count(", generation 2, ")
+
+
 @pytest.mark.root
 def test_a_full_disk_costs_checkpoints_but_not_the_training(desk: Desk) -> None:
     with small_disk(desk.folder / "small", "400k") as disk:

@@ -53,6 +53,15 @@ class Batch:
         )
 
 
+def not_finite(batch: Batch) -> list[int]:
+    """Numbers of the real samples that have a NaN or infinity among their inputs or targets."""
+    wrong = torch.zeros(batch.rows, dtype=torch.bool, device=batch.samples.device)
+    for tensor in (*batch.inputs, batch.targets, *batch.keywords.values()):
+        if tensor.is_floating_point() and len(tensor) == batch.rows:
+            wrong |= ~tensor.reshape(batch.rows, -1).isfinite().all(1).to(wrong.device)
+    return [int(number) for number in batch.samples[wrong & batch.real]]
+
+
 def stack_rows(batches: list[Batch], rows: int) -> Batch:
     """Join `batches`, each filled up with padding rows to `rows`: for schedules that want equal sizes.
 

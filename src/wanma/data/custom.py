@@ -87,6 +87,10 @@ class CustomData(Data):
         parts = [part for part in (self._train, self._validation) if part is not None]
         return digest(*(dataset_fingerprint(part, self._item) for part in parts))
 
+    def sample_name(self, number: int) -> str:
+        (row,) = self._own(shuffled(np.asarray([number]), self.train_samples, self.seed))
+        return f"sample {row} of {type(self._train).__name__}"
+
     def describe(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
@@ -134,7 +138,8 @@ class CustomData(Data):
             inputs, target, keywords = default_collate(joined)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             raise WanmaError(
-                f"data: samples {_few(rows)} of {name} cannot be joined into a batch: {error}",
+                f"data: samples {_few(rows)} of {name} cannot be joined into a batch"
+                f"{_odd_one(samples, rows)}: {error}",
                 "every sample needs the same shapes and keys: pad or crop them in __getitem__",
             ) from error
         given = {"the target": target, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
@@ -266,6 +271,25 @@ def _target_key(item: Any) -> str | None:
 def _as_tensor(value: Any) -> Any:
     """Lists of numbers as tensors: the default collate would take a list's items apart."""
     return torch.tensor(value) if isinstance(value, list) else value
+
+
+def _odd_one(samples: list[Sample], rows: Numbers) -> str:
+    """Which sample has other shapes than the most, in words; empty where that is not the reason."""
+    shapes = [
+        [tuple(np.shape(value)) for value in (*sample.inputs, sample.target, *sample.keywords.values())]
+        for sample in samples
+    ]
+    usual = max(shapes, key=shapes.count)
+    odd = next((index for index, shape in enumerate(shapes) if shape != usual), None)
+    if odd is None:
+        return ""
+    mine, others = (
+        [shape for shape, other in zip(one, two, strict=False) if shape != other]
+        for one, two in ((shapes[odd], usual), (usual, shapes[odd]))
+    )
+    if not mine:
+        return ""
+    return f" (sample {rows[odd]} has shape {mine[0]}, most others {others[0]})"
 
 
 def _few(rows: Numbers) -> str:

@@ -61,6 +61,10 @@ class Data(ABC):
         rows = permute(where, self.validation_samples, self.seed, "validation")
         return self._validation_batch(where, rows)
 
+    def sample_name(self, number: int) -> str:
+        """Words for the training sample with this number, by which its owner finds it."""
+        return f"sample {number} of the run's order"
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Sizes for the report, as JSON-able values; `epochs` is how often the run reads each source."""

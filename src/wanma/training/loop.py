@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wanma.data.batch import Batch
+from wanma.data.batch import Batch, not_finite
 from wanma.data.data import Data
 from wanma.data.loader import Loader
 from wanma.parallel.global_batch import GlobalBatch
@@ -64,6 +64,7 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
             ):
                 loss_sum, targets = forward_backward(step.micro_batches, trainer.factor(step.global_batch))
             progress(state.step, "update")
+            trainer.broken = partial(broken_samples, data, step.micro_batches)
             agreement = trainer.finish_step(loss_sum, targets, step.global_batch)
             is_saved = end_step(trainer, agreement, measure)
             loader.follow(trainer.plan)
@@ -75,6 +76,11 @@ def run_loop(trainer: Trainer, data: Data, forward_backward: ForwardBackward, ga
                 return "paused"
     trainer.finish(outcome)
     return outcome
+
+
+def broken_samples(data: Data, batches: Iterable[Batch]) -> list[str]:
+    """Names of the samples that have a NaN or infinity among their inputs or targets."""
+    return [data.sample_name(number) for batch in batches for number in not_finite(batch)]
 
 
 def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float | None]) -> bool:

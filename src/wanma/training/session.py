@@ -51,7 +51,7 @@ from wanma.training.early_stopping import check_stop_metric
 from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
 from wanma.training.lone_samples import has_lone_samples, refuse_lone_samples
-from wanma.training.loop import end_step
+from wanma.training.loop import broken_samples, end_step
 from wanma.training.loop import validate as validate_with
 from wanma.training.metrics import GivenMetrics, Value
 from wanma.training.own_optimizer_check import tried_update
@@ -349,6 +349,7 @@ class Session:
                 with trainer.phases.phase("data"):
                     step = next(steps)
                 progress(trainer.state.step, "forward and backward")
+                trainer.broken = partial(broken_samples, data, step.micro_batches)
                 with self._gathering.announced(trainer.plan, step.global_batch):
                     yield from self._micro_batches(trainer, step)
         self._end(trainer)

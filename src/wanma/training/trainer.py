@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -176,6 +177,8 @@ class Trainer:
         self._work_seconds, self._worked_under = 0.0, self.plan
         self._moved: Moved | None = None
         self._noted: dict[str, Tensor] = {}
+        self.broken: Callable[[], list[str]] = list
+        """Names the samples of the step under way, of this rank, that are not finite themselves."""
         self._outer: OuterStep | None = None
         """What came from other sites after the last step."""
         self._step_started = time.perf_counter()
@@ -452,7 +455,7 @@ class Trainer:
             return ""
         else:
             key = "train.non_finite"
-            wrong = what_is_not_finite(agreement, loss_sum, state.updater, self.grid)
+            wrong = what_is_not_finite(agreement, loss_sum, state.updater, self.grid, self.broken())
         if wrong:
             check_policy(step, wrong, policy, key, self._retried_steps)
             state.anomalies.skip(step)

@@ -23,6 +23,9 @@ from wanma.training.late import Summed
 from wanma.training.optimizer import Updater
 from wanma.training.precision import LossScale
 
+_NAMED = 5
+"""Samples in one message, at most."""
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -209,7 +212,9 @@ def apply_update(
     return True
 
 
-def what_is_not_finite(agreement: Agreement, loss_sum: Tensor, updater: Updater, grid: Grid) -> str:
+def what_is_not_finite(
+    agreement: Agreement, loss_sum: Tensor, updater: Updater, grid: Grid, broken: list[str]
+) -> str:
     """Says it, and names the ranks at fault: those whose own loss broke, else those whose own gradient did.
 
     The reduction has already spread a broken gradient to every rank that shares the parameter, so
@@ -217,16 +222,20 @@ def what_is_not_finite(agreement: Agreement, loss_sum: Tensor, updater: Updater,
 
     Args:
         loss_sum: of this rank, as `agree` had it.
+        broken: names of this rank's samples that are not finite themselves.
     """
     share = squared_norm_share(updater.counted_gradients(), grid.plan)
-    mine = (not bool(torch.isfinite(loss_sum)), not bool(torch.isfinite(share)))
+    mine = (not bool(torch.isfinite(loss_sum)), not bool(torch.isfinite(share)), broken)
     verdicts = [mine] * grid.plan.world_size
     if grid.plan.world_size > 1:
         dist.all_gather_object(verdicts, mine)
-    by_loss = [rank for rank, (loss_broke, _) in enumerate(verdicts) if loss_broke]
-    by_gradient = [rank for rank, (_, gradient_broke) in enumerate(verdicts) if gradient_broke]
+    by_loss = [rank for rank, (loss_broke, _, _) in enumerate(verdicts) if loss_broke]
+    by_gradient = [rank for rank, (_, gradient_broke, _) in enumerate(verdicts) if gradient_broke]
     ranks = by_loss or by_gradient
+    samples = list(dict.fromkeys(name for _, _, names in verdicts for name in names))
+    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
+    because = f"; {', '.join(samples[:_NAMED])}{more}: NaN or infinity in the data" if samples else ""
     return (
         f"the loss is {agreement.loss} and the gradient norm {agreement.gradient_norm}; "
-        f"seen on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        f"seen on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{because}"
     )
