@@ -111,14 +111,13 @@ def test_new_steps_give_all_attempts_back(run_with: RunWith) -> None:
 
 
 def test_a_failure_that_comes_back_is_given_up_with_the_number_of_attempts(run_with: RunWith) -> None:
-    faults = [Fault("raise", rank=1, step=4, phase="forward", generation=number) for number in (1, 2, 3)]
+    faults = [Fault("kill", rank=1, step=4, phase="forward", generation=number) for number in (1, 2, 3)]
     ran = run_with(*faults, retries=2)
     assert ran.outcome.exit_code == 1
-    assert ran.outcome.failure.cause == "ValueError: injected"
+    assert "its process was killed by SIGKILL" in ran.outcome.failure.cause
     assert ran.outcome.message.splitlines()[-1] == (
         "  the run was started again 2 times and came no further than step 3 (cluster.retries = 2)"
     )
-    assert ran.outcome.message.count("Traceback") == 1
 
 
 def test_a_run_that_fails_in_its_first_step_is_not_tried_again(run_with: RunWith) -> None:
