@@ -304,9 +304,8 @@ class Supervisor:
     def _when_gone(self) -> None:
         if self._halting and (self._team is None or self._team.gone):
             self._halting = False
-            reached = self._team.reached_step if self._team is not None else None
+            reached, stood_at = self._team.came_to if self._team is not None else (None, 0)
             images = self._images.held() if self._images is not None else ()
-            stood_at = self._team.stood_at if self._team is not None else 0
             self._link.send(Halted(self._listen(), reached, images, self._failed.unix, stood_at))
 
     # The user's signals --------------------------------------------------------------------------

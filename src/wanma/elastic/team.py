@@ -152,9 +152,9 @@ class Team:
         return max((at.done for at in self.positions() if at.done is not None), default=None)
 
     @property
-    def stood_at(self) -> int:
-        """Steps that were finished where the ranks stand; 0: also before the first report."""
-        return max((at.step for at in self.positions() if at.calls), default=0)
+    def came_to(self) -> tuple[int | None, int]:
+        """`reached_step`, and the steps that were finished where the ranks stand (0 also before a report)."""
+        return self.reached_step, max((at.step for at in self.positions() if at.calls), default=0)
 
     def positions(self) -> list[Position]:
         """Where the ranks stand."""
