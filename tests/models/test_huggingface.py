@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.huggingface import FAMILIES, write_config
+from support.tiny_config import tiny_config
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.sections import ModelSection
 from wanma.models.build import ModelSpec, build_model, model_spec
@@ -32,6 +33,11 @@ def adapted(folder: Path, **arguments: Any) -> HuggingFaceModel:
     model = build_model(spec(folder, **arguments), seed=1)
     assert isinstance(model, HuggingFaceModel)
     return model.eval()
+
+
+def config_file(folder: Path, config: Mapping[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def theirs(folder: Path) -> Any:
@@ -226,3 +232,25 @@ def test_the_planner_sees_its_parameters_and_flops(family: str, decoder: bool, t
             matrices -= model.get_parameter("transformer.wpe.weight").numel()
         scores = 2 * 2 * 2 * 16 * 16 * 32 / 2  # layers · (scores, values) · multiply-add, causal
         assert workload.flops_per_sample == pytest.approx(3 * (2 * 16 * matrices + scores), rel=0.02)
+
+
+def test_a_table_of_tokens_for_each_block_is_looked_up(tmp_path: Path) -> None:
+    """Gemma 3n: given embeddings in the place of tokens, transformers leaves its second table out."""
+    config = {**tiny_config("gemma3n_text"), "attention_dropout": 0.0, "sliding_window": 64}
+    model = adapted(config_file(tmp_path, config))
+    tokens = torch.randint(3, 300, (2, 8))
+    assert model.findings.reads_tokens
+    table = model.get_submodule("model.embed_tokens_per_layer").get_parameter("weight")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("correct_output_scale"):
+                parameter.fill_(1.0)  # begins as 0, and the table would change nothing
+        before = model(tokens)
+        table.add_(torch.randn_like(table))
+        assert not torch.allclose(model(tokens), before)
+
+
+def test_a_model_type_that_is_another_name_of_a_family_is_that_family(tmp_path: Path) -> None:
+    model = adapted(config_file(tmp_path, {**tiny_config("gpt-sw3"), "attn_pdrop": 0.0}))
+    assert model.config.model_type == "gpt2"
+    assert model.layout.tensor["transformer.h.*.attn.c_proj"] == "row"

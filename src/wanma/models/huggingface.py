@@ -53,7 +53,9 @@ def huggingface_config(
             "is it of a newer family? pip install --upgrade transformers",
         )
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+        # A type may be an alias: without it, the config has the name of its family.
+        settings = {key: value for key, value in given.items() if key != "model_type"}
+        config: PreTrainedConfig = CONFIG_MAPPING[given["model_type"]].from_dict(settings)
     except Exception as error:  # whatever a config's own validation raises
         raise JobError(
             f"model.huggingface: transformers cannot use the config: {error}",
@@ -106,17 +108,19 @@ class HuggingFaceModel(HuggingFacePublished):
         """Logits of the next token at every position; arguments as of `Decoder`."""
         self._check_tie()
         passage = self.passage
-        if passage is None or passage.is_first:
-            hidden = cast(PreTrainedModel, self).get_input_embeddings()(tokens)
+        if self.findings.reads_tokens:
+            given = {"input_ids": tokens}
+        elif passage is None or passage.is_first:
+            given = {"inputs_embeds": cast(PreTrainedModel, self).get_input_embeddings()(tokens)}
         else:
             # What comes before the blocks runs too, on numbers that nobody looks at.
-            passage.given, hidden = tokens, torch.empty_like(tokens)
+            passage.given, given = tokens, {"inputs_embeds": torch.empty_like(tokens)}
         if positions is not None and positions.ndim == 1:
             positions = positions.unsqueeze(0)
         if positions is not None and self.findings.first_position:
             positions = positions + self.findings.first_position
         output = super().forward(
-            inputs_embeds=hidden, position_ids=positions, use_cache=False, **{MASK: self.mask(documents)}
+            **given, position_ids=positions, use_cache=False, **{MASK: self.mask(documents)}
         )
         if passage is not None and not passage.is_last:
             return passage.take()
@@ -225,7 +229,7 @@ def _initialize(
     alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(generator.initial_seed())
-        model._init_weights(alike)
+        _part_around(model, name.rpartition(".")[0])._init_weights(alike)
     if bool(tensor.isnan().any()):
         raise WanmaError(
             f"transformers does not say how parameter {name} of {type(model).__name__} begins",
@@ -243,7 +247,7 @@ def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[st
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        model._init_weights(alike)
+        _part_around(model, path)._init_weights(alike)
         made.append(cast(dict[str, Tensor], alike._buffers))
     for name, value in made[0].items():
         if not torch.equal(value, made[1][name]):
@@ -252,6 +256,13 @@ def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[st
                 "build the model yourself (model.factory): it is then made whole, on the CPU",
             )
     return made[0]
+
+
+def _part_around(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost model around the module at `path`, whose rule transformers apply to it."""
+    parts = path.split(".") if path else []
+    around = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return next((part for part in around if isinstance(part, PreTrainedModel)), model)
 
 
 def _copy(module: nn.Module) -> nn.Module:

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from wanma.job.errors import JobError, WanmaError
 from wanma.models.huggingface_parts import ATTENTION, MASK, attend
 from wanma.models.huggingface_positions import Lookups, first_position, longest_sequence
+from wanma.models.huggingface_tokens import reads_tokens
 from wanma.models.moe import MixtureOfExperts
 
 
@@ -52,6 +53,8 @@ class Findings:
     """Length of the tuple that a block returns, hidden states first; None: it returns these alone."""
     indivisible: str | None = None
     """The reason why the model cannot be cut between blocks; None: it can."""
+    reads_tokens: bool = False
+    """The forward looks tokens up in more than the input embedding: it is given tokens, not embeddings."""
 
 
 def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dropout: bool) -> Findings:
@@ -74,17 +77,21 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
         masks = _Masks(sequence_length)
         default, given = Lookups(4 * sequence_length), Lookups(4 * sequence_length)
         model.eval()
+        with _attention(model, attend):
+            by_tokens = reads_tokens(model, sequence_length, **{MASK: None})
         with _attention(model, masks.attend, masks.mask), default:
-            _run_masked(model, sequence_length)
+            _run_masked(model, sequence_length, by_tokens=by_tokens)
         model.train()
         for module in model.modules() if keyed_dropout else ():
             if isinstance(module, nn.Dropout):
                 module.eval()
         draws, order = _Draws(), _Order(model, blocks)
+        if by_tokens:
+            order.indivisible = "it looks tokens up in more than its embedding"
         with _attention(model, draws.attend), order.watching(), draws, given:
             positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
             try:
-                order.end(*_run(model, sequence_length, position_ids=positions))
+                order.end(*_run(model, sequence_length, by_tokens=by_tokens, position_ids=positions))
             except Exception:  # a block is left out if a random number says so
                 if draws.found is None:
                     raise
@@ -115,6 +122,7 @@ def probe(model: PreTrainedModel, blocks: str, sequence_length: int, *, keyed_dr
         last=_outermost(order.last),
         outputs=order.outputs,
         indivisible=order.indivisible,
+        reads_tokens=by_tokens,
     )
 
 
@@ -127,22 +135,38 @@ def _outermost(paths: list[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
 
 
-def _run_masked(model: PreTrainedModel, sequence_length: int) -> None:
+def _run_masked(model: PreTrainedModel, sequence_length: int, *, by_tokens: bool) -> None:
     """Some families look for documents in positions unless there is a mask, others for padding in a mask:
     at values, which nobody has here."""
+    whole = torch.ones(1, sequence_length, dtype=torch.bool, device="meta")
     try:
-        whole = torch.ones(1, sequence_length, dtype=torch.bool, device="meta")
-        _run(model, sequence_length, attention_mask=whole)
-    except (RuntimeError, NotImplementedError):
-        _run(model, sequence_length)
+        _run(model, sequence_length, by_tokens=by_tokens, attention_mask=whole)
+    except (RuntimeError, NotImplementedError) as first:
+        try:
+            _run(model, sequence_length, by_tokens=by_tokens)
+        except (RuntimeError, NotImplementedError):
+            raise first from None
 
 
-def _run(model: PreTrainedModel, sequence_length: int, **keywords: Tensor) -> tuple[Tensor, Tensor]:
+def _run(
+    model: PreTrainedModel, sequence_length: int, *, by_tokens: bool, **keywords: Tensor
+) -> tuple[Tensor, Tensor]:
     """The embeddings that went in, and the logits."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
-    embedded: Tensor = model.get_input_embeddings()(tokens).detach().requires_grad_()
-    output = model(inputs_embeds=embedded.clone(), use_cache=False, **keywords, **{MASK: None})
-    return embedded, output.logits
+    table = model.get_input_embeddings()
+    made: list[Tensor] = []
+
+    def cut(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:  # noqa: ARG001  # a hook's
+        made.append(output.detach().requires_grad_())
+        return made[0].clone()
+
+    hook = table.register_forward_hook(cut)
+    try:
+        given = {"input_ids": tokens} if by_tokens else {"inputs_embeds": table(tokens)}
+        output = model(**given, use_cache=False, **keywords, **{MASK: None})
+    finally:
+        hook.remove()
+    return made[0], output.logits
 
 
 @contextmanager

@@ -29,6 +29,8 @@ def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_len
         JobError: names the config's key, and what to write into model.arguments.
     """
     needed = ("vocab_size", "num_attention_heads", "num_hidden_layers", "hidden_size")
+    for key in (*needed, "num_key_value_heads"):
+        _refuse_differing(config, key)
     if lacks := [key for key in needed if not isinstance(getattr(config, key, None), int)]:
         raise JobError(
             f"model.huggingface: a config of {config.model_type} has no {lacks[0]}",
@@ -131,6 +133,17 @@ def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> 
                 "its angles follow the longest position of a batch, which differs between ranks",
                 'rope_parameters = {rope_type = "linear", ...}, or another fixed kind',
             )
+
+
+def _refuse_differing(config: PreTrainedConfig, key: str) -> None:
+    """Refuse a config whose layers differ in `key`, which transformers then do not tell as one number."""
+    try:
+        getattr(config, key, None)
+    except RuntimeError as error:
+        raise JobError(
+            f"model.huggingface: layers of {config.model_type} differ in {key} (per_layer_config)",
+            "give the model as model.factory, which works with data-parallel axes",
+        ) from error
 
 
 def _refuse(key: str, value: Any, why: str, instead: str) -> None:

@@ -1,0 +1,61 @@
+"""Tokens that a transformers model reads beside its input embedding: followed on the meta device.
+
+Some families have a second table of tokens, for each block (Gemma 3n). Given embeddings in the place of
+tokens they leave it out, and compute another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+
+def reads_tokens(model: PreTrainedModel, sequence_length: int, **keywords: Any) -> bool:
+    """Return whether a forward of `model`, on the meta device, looks tokens up in another table.
+
+    Args:
+        keywords: more of the forward's arguments.
+    """
+    tokens = torch.zeros(1, sequence_length, dtype=torch.int64, device="meta")
+    positions = torch.arange(sequence_length, device="meta").unsqueeze(0)
+    reads = _Reads(tokens, model.get_input_embeddings().weight)
+    # What looks at values ends here: tables of tokens come first of all.
+    with suppress(Exception), torch.no_grad(), reads:
+        model(input_ids=tokens, position_ids=positions, use_cache=False, **keywords)
+    return reads.found
+
+
+class _Reads(TorchDispatchMode):
+    """Follows tokens through what acts on them one by one, to the tables they are looked up in."""
+
+    def __init__(self, tokens: Tensor, embedding: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.found = False
+        self._embedding = embedding
+        self._followed = {id(tokens): tokens}
+        """By identity, and so kept alive."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        given = (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        if not any(id(tensor) in self._followed for tensor in given):
+            return result
+        is_by_token = torch.Tag.pointwise in func.tags or func.is_view or func in _COPIES
+        if func is torch.ops.aten.embedding.default:
+            self.found = self.found or args[0] is not self._embedding
+        elif is_by_token and isinstance(result, Tensor) and not result.dtype.is_floating_point:
+            self._followed[id(result)] = result
+        return result
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
