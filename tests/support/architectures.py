@@ -19,6 +19,7 @@ import tomllib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.ranks import Outcome, run_ranks
+from support.tiny_config import LENGTH, tiny_config
 from wanma.api.export import export
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
@@ -39,7 +41,7 @@ from wanma.job.write import to_toml
 from wanma.models.build import model_spec
 
 KINDS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-LENGTH, STEPS, SAMPLES, RATE, EPSILON = 16, 3, 4, 1e-2, 1e-3
+STEPS, SAMPLES, RATE, EPSILON = 3, 4, 1e-2, 1e-3
 TOLERANCE = 1e-6
 
 LAYOUTS: dict[str, Plan] = {
@@ -57,78 +59,6 @@ EDGES: dict[str, Plan] = {
 }
 """Of the pipeline: stages without blocks, and several stages of a rank."""
 
-_SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size",), 320),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dim_ff", "mlp_hidden_size"), 48),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dff"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
-    **dict.fromkeys(("max_sequence_length", "max_target_positions"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "head_dim", "state_size", "mamba_d_state"), 8),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "encoder_layers"), 1),
-    "num_key_value_heads": 2,
-    "rotary_dim": 4,
-    "qk_rope_head_dim": 4,
-    "pad_token_id": 1,
-    "bos_token_id": 2,
-    "eos_token_id": 0,
-}
-_SCALES: dict[str, Any] = {
-    "embedding_multiplier": 1.7,
-    "logits_scaling": 1.3,
-    "residual_multiplier": 0.61,
-    "attention_multiplier": 0.23,
-    "logit_scale": 0.37,
-    "final_logit_softcapping": 3.0,
-    "attn_logit_softcapping": 2.0,
-    "query_pre_attn_scalar": 24,
-    "scale_embedding": True,
-    "embedding_scale": 1.7,
-    "lm_head_multiplier": 0.7,
-    "scale_emb": 1.7,
-    "use_qk_norm": True,
-    "logits_soft_cap": 3.0,
-    "routed_scaling_factor": 1.3,
-    "attention_bias": True,
-}
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
-_KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-"""Of layers, which no cut of a pipeline shows in the same order."""
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global"], 4]]},
-    "minicpm3": {"num_key_value_heads": 4},
-    "youtu": {"num_key_value_heads": 4},
-    "diffllama": {"attention_dropout": 0.0},
-    "xmod": {"default_language": "en_XX"},
-}
-
-
-def tiny_config(kind: str) -> dict[str, Any]:
-    """A config of four small layers, in which what can be other than neutral is."""
-    config = CONFIG_MAPPING[kind]()
-    known = config.to_dict()
-    tiny: dict[str, Any] = {"model_type": kind}
-    for key, value in known.items():
-        if key in _SIZES:
-            tiny[key] = _SIZES[key]
-        elif key in _SCALES:
-            tiny[key] = _SCALES[key]
-        elif "drop" in key and type(value) in (int, float):
-            tiny[key] = 0.1
-        elif key in _WINDOWS:
-            tiny[key] = LENGTH // 2
-    types = set(known.get("layer_types") or ())
-    if types and types <= set(_KINDS):
-        tiny["layer_types"] = _KINDS if "sliding_attention" in types else ["full_attention"] * 4
-    return {**tiny, **_SPECIAL.get(kind, {})}
-
 
 @dataclass
 class Verdict:
@@ -145,44 +75,47 @@ class Verdict:
 
 def judge(kind: str, layouts: Mapping[str, Plan], folder: Path) -> Verdict:
     """Build, mend, and train one architecture."""
-    verdict = Verdict(kind)
+    return judge_together({kind: layouts}, folder)[0]
+
+
+def judge_together(wanted: Mapping[str, Mapping[str, Plan]], folder: Path) -> list[Verdict]:
+    """Build, mend, and train some architectures in one launch of ranks.
+
+    Args:
+        wanted: architecture -> its layouts.
+    """
+    runs: list[_Run] = []
+    verdicts: list[Verdict] = []
+    for kind, layouts in wanted.items():
+        verdict = Verdict(kind)
+        verdicts.append(verdict)
+        try:
+            config: dict[str, Any] = tiny_config(kind)
+        except Exception as error:
+            verdict.refusal = f"transformers: {_line(error)}"
+            continue
+        found = mend(config, verdict)
+        if found is None:
+            continue
+        config, length = found
+        # Dropout that wanma keys by sample is trained, but draws other numbers than transformers.
+        config = {key: 0.0 if "drop" in key else value for key, value in config.items()}
+        try:
+            expected = _reference(config, folder / kind / "published", length)
+        except Exception as error:
+            verdict.layouts = {name: f"failed: transformers' own: {_line(error)}" for name in layouts}
+            continue
+        runs.append(_Run(verdict, expected, folder / kind, length, dict(layouts)))
+    hung = "failed: not tried"
     try:
-        config: dict[str, Any] = tiny_config(kind)
-    except Exception as error:
-        verdict.refusal = f"transformers: {_line(error)}"
-        return verdict
-    found = mend(config, verdict)
-    if found is None:
-        return verdict
-    config, length = found
-    # Dropout that wanma keys by sample is trained, but draws other numbers than transformers.
-    config = {key: 0.0 if "drop" in key else value for key, value in config.items()}
-    source = folder / "published"
-    try:
-        expected = _reference(config, source, length)
-    except Exception as error:
-        verdict.layouts = {name: f"failed: transformers' own: {_line(error)}" for name in layouts}
-        return verdict
-    try:
-        run_ranks(_train, 2, (source, folder, length, dict(layouts)), seconds=90)
+        if runs:
+            given = [(run.folder, run.length, run.layouts) for run in runs]
+            run_ranks(_train, 2, (given,), seconds=300)
     except Exception as error:
         hung = f"failed: {_line(error)}"
-    else:
-        hung = "failed: not tried"
-    for name in layouts:
-        told = [json.loads(file.read_text()) for file in folder.glob(f"{name}/told-*.json")]
-        # What was refused on one rank may be a lost peer on the other.
-        reasons = sorted((reason for reason in told if reason is not None), key=lambda r: "refused" not in r)
-        if len(told) < layouts[name].world_size:
-            verdict.layouts[name] = next(iter(reasons), hung)
-        elif reasons:
-            verdict.layouts[name] = reasons[0]
-        else:
-            try:
-                verdict.layouts[name] = expected.compare(Outcome(folder / name))
-            except Exception as error:
-                verdict.layouts[name] = f"failed: {_line(error)}"
-    return verdict
+    for run in runs:
+        run.compare(hung)
+    return verdicts
 
 
 def mend(config: dict[str, Any], verdict: Verdict) -> tuple[dict[str, Any], int] | None:
@@ -238,11 +171,10 @@ class Tokens:
 class _Reference:
     """Transformers' own training."""
 
+    folder: Path
+    length: int
     losses: list[float]
     weights: dict[str, Tensor]
-    spread: float
-    """Largest difference of a weight between transformers' own attentions, eager and torch's: some families
-    compute in fp32 whatever the precision, and divide by what is small."""
 
     def compare(self, outcome: Outcome) -> str:
         apart = max(abs(a - b) for a, b in zip(self.losses, outcome.losses, strict=True))
@@ -264,6 +196,50 @@ class _Reference:
             return f"equal within {worst:.0e}"
         return f"wrong: {name} is off by {worst:.1e} (transformers' own attentions by {self.spread:.1e})"
 
+    @cached_property
+    def spread(self) -> float:
+        """Largest difference of a weight between transformers' own attentions, eager and torch's: some
+        families compute in fp32 whatever the precision, and divide by what is small."""
+        try:
+            _, others = _train_plainly(self.folder, "sdpa", self.length)
+        except ValueError:  # it has no such attention
+            return 0.0
+        return max(
+            float((others[n] - tensor).abs().max()) for n, tensor in self.weights.items() if tensor.numel()
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One architecture that ranks train."""
+
+    verdict: Verdict
+    expected: _Reference
+    folder: Path
+    length: int
+    layouts: dict[str, Plan]
+
+    def compare(self, hung: str) -> None:
+        """Write verdicts of all layouts.
+
+        Args:
+            hung: verdict of a layout that was not trained to its end.
+        """
+        for name, plan in self.layouts.items():
+            told = [json.loads(file.read_text()) for file in self.folder.glob(f"{name}/told-*.json")]
+            # What was refused on one rank may be a lost peer on the other.
+            reasons = sorted((r for r in told if r is not None), key=lambda reason: "refused" not in reason)
+            if len(told) < plan.world_size:
+                verdict = next(iter(reasons), hung)
+            elif reasons:
+                verdict = reasons[0]
+            else:
+                try:
+                    verdict = self.expected.compare(Outcome(self.folder / name))
+                except Exception as error:
+                    verdict = f"failed: {_line(error)}"
+            self.verdict.layouts[name] = verdict
+
 
 def _reference(config: dict[str, Any], folder: Path, length: int) -> _Reference:
     """Write weights that are not neutral to `folder`, and train them as transformers does."""
@@ -276,13 +252,7 @@ def _reference(config: dict[str, Any], folder: Path, length: int) -> _Reference:
             parameter.copy_(parameter + noise if parameter.ndim == 1 else parameter * 3 + noise / 5)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [type(model).__name__]}))
-    losses, weights = _train_plainly(folder, "eager", length)
-    try:
-        _, others = _train_plainly(folder, "sdpa", length)
-    except ValueError:  # it has no such attention
-        others = weights
-    apart = (float((others[n] - tensor).abs().max()) for n, tensor in weights.items() if tensor.numel())
-    return _Reference(losses, weights, max(apart))
+    return _Reference(folder, length, *_train_plainly(folder, "eager", length))
 
 
 def _train_plainly(folder: Path, attention: str, length: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -306,35 +276,23 @@ def _train_plainly(folder: Path, attention: str, length: int) -> tuple[list[floa
     return losses, model.state_dict()
 
 
-def _train(worker: Worker, source: Path, folder: Path, length: int, layouts: dict[str, Plan]) -> None:
-    """Train every layout in this process, one after the other, and note beside it what went wrong."""
-    from wanma.training.main import Request, train
+def _train(worker: Worker, runs: list[tuple[Path, int, dict[str, Plan]]]) -> None:
+    """Train every layout in this process, one after the other, and note beside it what went wrong.
 
+    Args:
+        runs: folder, sequence length and layouts of each architecture.
+    """
     torch.set_num_threads(1)
     base: Any = dist.TCPStore("127.0.0.1", worker.store_port, is_master=False)
-    for number, (name, plan) in enumerate(layouts.items()):
+    every = [(folder, length, name) for folder, length, layouts in runs for name in layouts]
+    plans = {folder: layouts for folder, _, layouts in runs}
+    for number, (folder, length, name) in enumerate(every):
+        plan = plans[folder][name]
         if worker.rank >= plan.world_size:
             continue
         directory = folder / name
         directory.mkdir(exist_ok=True)
-        job = {
-            "model": {"huggingface": str(source)},
-            "data": {"sequence_length": length},
-            "checkpoint": {"start_from": str(source), "every_steps": 0},
-            "train": {
-                "steps": STEPS,
-                "global_batch": SAMPLES,
-                "precision": "fp64",
-                "learning_rate": RATE,
-                "schedule": "constant",
-                "epsilon": EPSILON,
-                "weight_decay": 0.0,
-                "gradient_clip": 0.0,
-                "validation_samples": 2,
-                "deterministic": True,
-            },
-            "parallel": {"collectives": "gloo"},
-        }
+        job = _job(folder / "published", length)
         if worker.rank == 0:
             (directory / "job.json").write_text(json.dumps(job))
         mine = replace(
@@ -344,20 +302,51 @@ def _train(worker: Worker, source: Path, folder: Path, length: int, layouts: dic
             local_world_size=plan.world_size,
             store=dist.PrefixStore(str(number), base),
         )
-        try:
-            data = (Tokens(length), Tokens(length))
-            train(
-                mine,
-                Request(Job.model_validate(job), replace(plan, precision="fp64"), objects={"data": data}),
-            )
-            told = None
-        except WanmaError as error:
-            told = f"refused: {error.message}: {error.hint}"
-        except Exception as error:
-            at = traceback.extract_tb(error.__traceback__)
-            here = next((f for f in reversed(at) if "wanma" in f.filename), at[-1])
-            told = f"failed: {_line(error)} ({Path(here.filename).name}:{here.lineno})"
+        told = _train_layout(mine, job, plan, length)
         (directory / f"told-{worker.rank}.json").write_text(json.dumps(told))
+
+
+def _job(source: Path, length: int) -> dict[str, Any]:
+    return {
+        "model": {"huggingface": str(source)},
+        "data": {"sequence_length": length},
+        "checkpoint": {"start_from": str(source), "every_steps": 0},
+        "train": {
+            "steps": STEPS,
+            "global_batch": SAMPLES,
+            "precision": "fp64",
+            "learning_rate": RATE,
+            "schedule": "constant",
+            "epsilon": EPSILON,
+            "weight_decay": 0.0,
+            "gradient_clip": 0.0,
+            "validation_samples": 2,
+            "deterministic": True,
+        },
+        "parallel": {"collectives": "gloo"},
+    }
+
+
+def _train_layout(worker: Worker, job: dict[str, Any], plan: Plan, length: int) -> str | None:
+    """Train one layout.
+
+    Returns:
+        what went wrong.
+    """
+    from wanma.training.main import Request, train
+
+    data = (Tokens(length), Tokens(length))
+    try:
+        train(
+            worker, Request(Job.model_validate(job), replace(plan, precision="fp64"), objects={"data": data})
+        )
+    except WanmaError as error:
+        return f"refused: {error.message}: {error.hint}"
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)
+        here = next((f for f in reversed(at) if "wanma" in f.filename), at[-1])
+        return f"failed: {_line(error)} ({Path(here.filename).name}:{here.lineno})"
+    return None
 
 
 def _line(error: Exception) -> str:
@@ -389,7 +378,7 @@ def table(verdicts: Iterable[Verdict]) -> str:
 
 def short(told: str) -> str:
     """A verdict in some words."""
-    told = told.removeprefix("model.huggingface: ").partition("\n")[0]
+    told = told.removeprefix("model.huggingface: ")
     for pattern, words in _WORDS.items():
         if re.search(pattern, told) is not None:
             return words
@@ -411,8 +400,10 @@ _WORDS = {
     "wants what would be ignored": "its attention wants more (a cap, sinks, a mask of its own)",
     "was not handed the mask": "its blocks pass no keywords on",
     "cannot be run without data": "its forward looks at values",
+    "layer_scalar: only in the files": "its files hold buffers",
     "holds another model than": "its weights are published in another form",
     "cannot be cut into stages|would hold nothing": "not cut",
+    "layers of .* differ in": "its layers differ in heads",
     "does not declare its attention": "attention not found",
     "does not say how buffer": "its buffers begin in a way of their own",
 }
