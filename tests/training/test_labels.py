@@ -148,7 +148,11 @@ def _job(**sections: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("plan", [Plan(micro_batch=24), Plan(dp_replicate=2, micro_batch=5)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(Plan(micro_batch=24), marks=pytest.mark.full), Plan(dp_replicate=2, micro_batch=5)],
+    ids=str,
+)
 def test_a_causal_model_trains_on_labels_by_the_loss_of_transformers(plan: Plan, tmp_path: Path) -> None:
     config = AutoConfig.for_model(**FAMILIES["gpt2"], resid_pdrop=0.0, embd_pdrop=0.0)
     model = seeded(lambda: AutoModelForCausalLM.from_config(config)).double()
@@ -165,8 +169,16 @@ def test_a_causal_model_trains_on_labels_by_the_loss_of_transformers(plan: Plan,
     assert run.losses[0] == pytest.approx(_plain_loss(model.eval(), LabelledTokens()), rel=1e-6)
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("plan", [Plan(dp_replicate=2, micro_batch=5), Plan(pp=2, micro_batch=5)], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "left"),
+    [
+        (Plan(dp_replicate=2, micro_batch=5), False),
+        (Plan(pp=2, micro_batch=5), True),
+        pytest.param(Plan(dp_replicate=2, micro_batch=5), True, marks=pytest.mark.full),
+        pytest.param(Plan(pp=2, micro_batch=5), False, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_a_config_of_transformers_trains_on_the_same_dicts(plan: Plan, left: bool, tmp_path: Path) -> None:
     folder = write_config(tmp_path / "config", "llama")
     job = _job(
