@@ -41,7 +41,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["job", "trian"], "error: the job file has no 'trian'. Did you mean 'train'?"),
         (["sample", "--prompt", "x", "--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
         (["sample", "--prompt", "x", "--tokens", "0"], "--tokens 0: must be at least 1"),
-        (["sample", "--prompt", "x", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        (["sample", "--prompt", "x", "--temperature", "-1"], "temperature = -1.0: must be 0 or more"),
         (["launch", "--ranks", "2"], "the following arguments are required: SCRIPT\n"),
         (["launch", "--ranks", "2", "none.py"], "error: there is no script none.py"),
         (["launch", __file__, "--ranks", "2"], f"give --ranks N, at least 1, before {__file__}"),

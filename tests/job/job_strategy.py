@@ -86,7 +86,7 @@ def values(hint: Any, field: FieldInfo) -> st.SearchStrategy[Any]:
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is dict:
-        return st.dictionaries(text, plain, max_size=3)
+        return st.dictionaries(text, text if get_args(hint)[1] is str else plain, max_size=3)
     if get_origin(hint) is list:
         inner = get_args(hint)[0]
         few = max((m.min_length for m in field.metadata if isinstance(m, annotated_types.MinLen)), default=0)

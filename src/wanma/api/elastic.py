@@ -22,7 +22,7 @@ from wanma.job.sections import Job
 from wanma.planner.capabilities import check_runnable
 from wanma.planner.measure.calibration import load_calibration
 from wanma.planner.problem import equal_machines, problem_of
-from wanma.planner.replan import RESTART_SECONDS, Replanned, replan
+from wanma.planner.replan import Replanned, replan
 
 
 def is_elastic(job: Job) -> bool:
@@ -115,7 +115,7 @@ class ElasticPlans:
             there,
             max(self.job.train.steps - situation.step, 1),
             calibration=calibration,
-            restart_seconds=situation.start_seconds or RESTART_SECONDS,
+            restart_seconds=situation.start_seconds,
             step_seconds=situation.step_seconds,
         )
         check_runnable(self._job_on(machines), found.plan, there)

@@ -28,6 +28,7 @@ from wanma.planner.choose import Planned, automatic, complete, layout
 from wanma.planner.crossing import CROSSES, crossing
 from wanma.planner.measure.calibration import load_calibration
 from wanma.planner.problem import mean_peak
+from wanma.planner.without_effect import without_effect
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def notes(job: Job, planned: Planned) -> list[str]:
         told += crosses
     elif (text := crossing(planned.plan, job.cluster.nodes)) is not None:
         told.append(text)
-    return told
+    return told + without_effect(job, planned.plan)
 
 
 def prepare_job(

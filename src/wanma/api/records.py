@@ -22,7 +22,7 @@ from wanma.job.load import load_job
 from wanma.job.run_directory import RunDirectory, write_atomically, write_json
 from wanma.job.sections import Job
 from wanma.job.worker import Event
-from wanma.job.write import differences, mathematics_hash, to_toml
+from wanma.job.write import differences, to_toml
 from wanma.observe.jsonl import START_FAILED, add_event, append_event
 from wanma.report.html import write_report
 from wanma.report.read import read_report
@@ -115,19 +115,17 @@ def write_down_plan(
 
 
 def changes(run: RunDirectory, job: Job) -> list[str]:
-    """What is new in the job's mathematics since the run directory's last run, one line for each key."""
+    """Keys of the model, data, training and layout that differ from the run's last start, a line for each."""
     if not run.job.exists():
         return []
     try:
         before = load_job(run.job)
     except JobError as error:
         return [f"the run directory's old job.toml cannot be read and is replaced: {error.message}"]
-    if mathematics_hash(before) == mathematics_hash(job):
-        return []
     return [
         f"changed since this run's last start: {key} = {old!r} → {new!r}"
         for key, old, new in differences(before, job)
-        if key.split(".")[0] in ("model", "data", "train")
+        if key.split(".")[0] in ("model", "data", "train", "parallel")
     ]
 
 

@@ -143,14 +143,24 @@ def preload_of(job: Job) -> tuple[str, ...]:
     return PRELOAD if job.model.huggingface is None else (*PRELOAD, "wanma.models.huggingface")
 
 
-def dry_run(job: Job) -> RenderableType:
-    """What `train_job` would run: the job as validated, the plan, memory and sizes. Starts nothing."""
-    from wanma.api.show import describe
+def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
+    """Description of what `train_job` would run: the validated job, the plan, memory and sizes.
 
+    Starts nothing; refuses what the ranks would refuse, as far as one process can tell.
+
+    Raises:
+        WanmaError: as of `train_job`, `preflight`.
+    """
+    from wanma.api.show import describe
+    from wanma.training.preflight import preflight
+
+    check_interface(job.cluster.interface)
+    run_directory_of(job, run_directory).check()
     start = first_layout(job)
     with show_preparing(quiet=False) as progress:
         prepared = prepare_job(job, start, progress=progress, read_own=True)
-    return describe(job, prepared)
+    unchecked = preflight(job, prepared.plan)
+    return describe(job, prepared, unchecked)
 
 
 def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, Any]) -> Launch:

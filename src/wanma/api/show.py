@@ -17,13 +17,18 @@ from wanma.job.write import to_toml
 from wanma.observe.units import bytes_text
 
 
-def describe(job: Job, prepared: Prepared) -> RenderableType:
-    """The validated job, the plan, the memory of the fullest rank and the model's sizes."""
-    return Group(
+def describe(job: Job, prepared: Prepared, unchecked: str | None = None) -> RenderableType:
+    """The validated job, the plan, the memory of the fullest rank and the model's sizes.
+
+    Args:
+        unchecked: note on what was not looked at.
+    """
+    parts = [
         _head("Job"),
         Syntax(to_toml(job).rstrip(), "toml", background_color="default"),
         describe_plan(job, prepared),
-    )
+    ]
+    return Group(*parts, *([Text(f"· {unchecked}", style="dim")] if unchecked is not None else []))
 
 
 def describe_plan(job: Job, prepared: Prepared) -> RenderableType:

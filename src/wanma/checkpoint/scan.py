@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ class Files(Protocol):
         """Content of a small file; None where there is none."""
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Bytes of a file; None where there is none, or something else than a file."""
 
     def open(self, path: str) -> Any:
         """A file to read from, as a context."""
@@ -59,9 +60,10 @@ class FolderFiles:
 
     def size(self, path: str) -> int | None:
         try:
-            return (self._path / path).stat().st_size
+            status = (self._path / path).stat()
         except FileNotFoundError:
             return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def open(self, path: str) -> IO[bytes]:
         return (self._path / path).open("rb")
@@ -195,7 +197,7 @@ def _problems(
 
 def _wrong_size(size: int | None, entry: FileEntry) -> str | None:
     if size is None:
-        return "is missing"
+        return "is missing, or no file"
     return None if size == entry.bytes else f"has {size:,} bytes instead of {entry.bytes:,}"
 
 

@@ -91,7 +91,9 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> list[str]:
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror or error}")
             continue
-        if size != entry.bytes:
+        if not (path / name).is_file():
+            problems.append(f"{name} is no file")
+        elif size != entry.bytes:
             problems.append(f"{name} has {size:,} bytes instead of {entry.bytes:,}")
     if problems:
         return problems

@@ -131,6 +131,8 @@ def _verify(folder: Path, header: dict[str, Any]) -> None:
     """Compare sizes and hashes; hash only what has changed since it was last found whole."""
     stamp = {name: _stat(folder / name) for name in _FILES}
     for name in _FILES:
+        if not (folder / name).is_file():
+            raise DamagedError(f"{name} is no file")
         if stamp[name][0] != header["files"][name]["size"]:
             raise DamagedError(f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}")
     verified = folder / "verified.json"

@@ -94,11 +94,26 @@ class RunDirectory:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise WanmaError(
-                f"cannot write to the run directory {self.path}: {error.strerror or error}",
-                "choose another with --run-dir DIR, or free the place",
-                EXIT_USAGE,
-            ) from error
+            raise self._unwritable(error.strerror or str(error)) from error
+
+    def check(self) -> None:
+        """Refuse a place that `create` could not write to; changes nothing.
+
+        Raises:
+            WanmaError: the place cannot be written to.
+        """
+        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise self._unwritable(f"{there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise self._unwritable(f"no permission to write to {there}")
+
+    def _unwritable(self, cause: str) -> WanmaError:
+        return WanmaError(
+            f"cannot write to the run directory {self.path}: {cause}",
+            "choose another with --run-dir DIR, or free the place",
+            EXIT_USAGE,
+        )
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,16 +10,16 @@ _OURS = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def users_line(error: BaseException) -> str:
+def users_line(error: BaseException, *, or_library: bool = True) -> str:
     """'FILE:LINE in FUNCTION: SOURCE' of the innermost frame that is neither wanma's nor a library's.
 
     Where every frame is a library's (a factory may be an installed package's), it is the outermost of
-    those: what was called. Empty when there is no Python frame but wanma's.
+    those: what was called; not so without `or_library`. Empty when there is no such Python frame.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
-    if not frames:
-        return ""
     theirs = [frame for frame in frames if not _is_library(frame.filename)]
+    if not frames or not (theirs or or_library):
+        return ""
     frame = theirs[-1] if theirs else frames[0]
     source = f": {frame.line}" if frame.line else ""
     return f"{frame.filename}:{frame.lineno} in {frame.name}{source}"

@@ -13,12 +13,6 @@ from wanma.job.errors import JobError
 from wanma.job.schema import tables
 from wanma.job.sections import Job
 
-NOT_MATHEMATICS = {
-    "data": ("cache", "prefetch", "workers"),
-    "train": ("validate_every_steps", "validation_samples", "deterministic"),
-}
-"""Keys of the `model`, `data` and `train` sections that change no weight of the trained model."""
-
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -78,20 +72,6 @@ def toml_value(value: Any, key: str = "") -> str:
 def job_hash(job: Job) -> str:
     """Equal for equal jobs, whatever machine or process computes it: 16 hexadecimal digits."""
     return _digest(job.model_dump(mode="json"))
-
-
-def mathematics_hash(job: Job) -> str:
-    """Equal for jobs that train the same weights: layout, machines, checkpoints and display left out.
-
-    What the run starts from counts; so does everything in `model`, `data` and `train` but
-    `NOT_MATHEMATICS`.
-    """
-    dump = job.model_dump(mode="json")
-    kept = {
-        section: {key: v for key, v in dump[section].items() if key not in NOT_MATHEMATICS.get(section, ())}
-        for section in ("model", "data", "train")
-    }
-    return _digest({**kept, "start_from": dump["checkpoint"]["start_from"]})
 
 
 def differences(old: Job, new: Job) -> list[tuple[str, Any, Any]]:

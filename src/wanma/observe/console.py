@@ -121,7 +121,8 @@ class PlainConsole(Console):
             self.line(finish_text(event))
 
     def close(self) -> None:
-        self.line(f"run directory: {self.run.path}")
+        if self.run.report.exists():
+            self.line(f"report: {self.run.report}")
 
     def _due(self, step: int) -> bool:
         return step % self._every == 0 or step in (self.progress.first_step, self.progress.steps)

@@ -37,7 +37,7 @@ class LiveConsole(Console):
         )
 
     def __enter__(self) -> Self:
-        self._print_directory()
+        self._dim(f"run directory: {self.run.path}")
         self._live.start()
         return self
 
@@ -58,10 +58,11 @@ class LiveConsole(Console):
 
     def close(self) -> None:
         self._live.stop()
-        self._print_directory()
+        if self.run.report.exists():
+            self._dim(f"report: {self.run.report}")
 
-    def _print_directory(self) -> None:
-        self._terminal.print(Text(f"run directory: {self.run.path}", "dim"), soft_wrap=True)
+    def _dim(self, line: str) -> None:
+        self._terminal.print(Text(line, "dim"), soft_wrap=True)
 
     def _draw(self) -> RenderableType:
         with self._lock:

@@ -56,6 +56,8 @@ class Progress:
     first_step: int = 1
     elsewhere: bool = False
     """Another node has rank 0, and shows the steps."""
+    rate_unit: str = "tokens/s"
+    """Unit of the steps' `tokens_per_second`, which counts targets: "samples/s" where a sample has one."""
     last: Event | None = None
     """The newest step record."""
     validation: Event | None = None
@@ -76,6 +78,7 @@ class Progress:
         elif kind == "start":
             self.first_step = event.get("step", 0) + 1
             self.steps = event.get("steps", self.steps)
+            self.rate_unit = event.get("rate_unit", self.rate_unit)
             self._window.clear()  # a run that starts again begins a new measurement
         elif kind == "validation":
             self.validation = event
@@ -122,7 +125,7 @@ class Progress:
         loss = math.nan if last["loss"] is None else last["loss"]
         words = [f"loss {number_text(loss) if math.isfinite(loss) else loss}"]
         if (rate := self.tokens_per_second()) is not None:
-            words.append(f"{number_text(rate)} tokens/s")
+            words.append(f"{number_text(rate)} {self.rate_unit}")
         if last.get("mfu") is not None:
             words.append(f"MFU {share_text(last['mfu'])}")
         if (waiting := self.waiting_share()) is not None:

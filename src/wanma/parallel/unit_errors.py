@@ -9,7 +9,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 
 
-def explained(error: RuntimeError, plan: Plan) -> JobError | None:
+def explained(error: Exception, plan: Plan) -> JobError | None:
     """The error for users; None: it is another one."""
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text and plan.reshards:

@@ -342,7 +342,7 @@ def _automatic(job: Job, cluster: Cluster, device: str) -> ParallelSection:
 
 def _layout_reason(job: Job, plan: Plan) -> str:
     if not job.parallel.auto:
-        return f"{plan.world_size} ranks as the job says"
+        return f"{plan.world_size} {'rank' if plan.world_size == 1 else 'ranks'} as the job says"
     if plan.device == "cuda":
         return f"{plan.world_size} GPUs found; {plan.shard} sharded over {plan.dp_shard} of them"
     return "one process per machine with all its cores: on CPUs threads beat ranks (docs/performance.md)"

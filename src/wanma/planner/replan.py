@@ -28,10 +28,10 @@ from wanma.planner.measure.calibration import Calibration
 from wanma.planner.memory.state import state_elements
 from wanma.planner.problem import Problem, device_of, problem_of
 
-RESTART_SECONDS = 10.0
-"""From the last step under one plan to the first under another, but for the state's way. On CPUs the whole
-command takes 1.8 s for 2 ranks and 2.4 s for 8 (benchmarks/results/startup.md); drivers and the connections
-of NCCL add to it. A supervisor that has measured its own says so."""
+RESTART_SECONDS = {"cpu": 0.5, "cuda": 10.0}
+"""From the last step under one plan to the first under another, by device, but for the state's way. CPUs: a
+failure costs 0.42 s to the end of the next new step (benchmarks/results/recovery.md). GPUs: an assumption, of
+drivers and the connections of NCCL. A supervisor that has measured its own says so."""
 
 STATE_BYTES_PER_SECOND = 0.9e9
 """At which a machine gets its part of the state back from disk, hashes checked: that of writing it, 0.40 GB
@@ -81,7 +81,7 @@ def replan(
     *,
     calibration: Calibration | None = None,
     lost_seconds: float = 0.0,
-    restart_seconds: float = RESTART_SECONDS,
+    restart_seconds: float | None = None,
     state_bytes_per_second: float = STATE_BYTES_PER_SECOND,
     step_seconds: float | None = None,
 ) -> Replanned:
@@ -95,7 +95,7 @@ def replan(
         cluster_now: all machines that are there, more or fewer than before.
         steps_left: of the job.
         lost_seconds: of work since the last snapshot, which a change does again.
-        restart_seconds: of a change, where the supervisor has measured it.
+        restart_seconds: of a change; None: the device's of `RESTART_SECONDS`.
         state_bytes_per_second: at which one machine gets its part of the state: the disk's, or the network's
             where the machines that are left hold it in memory.
         step_seconds: of a step under `running`, where it was measured: forecasts are set right by it.
@@ -166,7 +166,7 @@ def change_cost(
     plan: Plan,
     machines: int,
     *,
-    restart_seconds: float = RESTART_SECONDS,
+    restart_seconds: float | None = None,
     lost_seconds: float = 0.0,
     state_bytes_per_second: float = STATE_BYTES_PER_SECOND,
 ) -> ChangeCost:
@@ -174,9 +174,8 @@ def change_cost(
     master = 8 if plan.precision == "fp64" else 4
     elements = problem.workload.parameters + state_elements(problem.workload, problem.job.train)
     state_bytes = master * elements * plan.replicas * plan.sites
-    return ChangeCost(
-        state_bytes, state_bytes / machines / state_bytes_per_second, restart_seconds, lost_seconds
-    )
+    restart = RESTART_SECONDS[plan.device] if restart_seconds is None else restart_seconds
+    return ChangeCost(state_bytes, state_bytes / machines / state_bytes_per_second, restart, lost_seconds)
 
 
 def _opened(job: Job, running: Plan, machines: int) -> Job:

@@ -85,8 +85,9 @@ class Report:
 
     @property
     def rate_unit(self) -> str:
-        """What `tokens_per_second` counts: the targets of an image run are its samples."""
-        return "samples/s" if self.job.get("data", {}).get("images") else "tokens/s"
+        """Unit of `tokens_per_second`, which counts targets: "samples/s" where a sample has one."""
+        older = "samples/s" if self.job.get("data", {}).get("images") else "tokens/s"
+        return str(self.starts[-1].get("rate_unit", older)) if self.starts else older
 
     def last(self, key: str) -> float | None:
         """The newest finite number of a column."""

@@ -22,6 +22,7 @@ from wanma.data.batch import Batch
 from wanma.data.data import Data
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
+from wanma.models.forward_error import ForwardError
 from wanma.models.statistics import GroupedBatchNorm, noting_modules
 from wanma.parallel.global_batch import GlobalBatch, announce
 from wanma.parallel.parallelize import Parallel
@@ -155,6 +156,8 @@ class _Passes:
             with _uncoupling(self.parallel.parts, evaluates=not self.checked.model_is_own):
                 total, count = self.checked.losses(given)
             return float(total), float(count)
+        except ForwardError:
+            return None
         except WanmaError:
             raise
         except Exception:

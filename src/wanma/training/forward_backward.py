@@ -14,13 +14,15 @@ from wanma.data.batch import IGNORED, Batch, stack_rows
 from wanma.job.errors import WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.models.forward_error import forward_error
 from wanma.models.random_draws import Forward
 from wanma.models.routing import Routing, set_loss_factor
 from wanma.parallel.mesh import Grid
 from wanma.parallel.parallelize import Parallel
 from wanma.parallel.pipeline import Loss
 from wanma.parallel.sequence import residual_positions, split_sequence
-from wanma.training.doubles import explaining_doubles
+from wanma.parallel.unit_errors import explained
+from wanma.training.doubles import doubles, explaining_doubles
 from wanma.training.labels import SampleLabels
 from wanma.training.loss import Classification, LossFunction, class_range
 from wanma.training.metrics import Metrics
@@ -177,7 +179,16 @@ class ForwardBackward:
 
     def _forward(self, part: Batch) -> Any:
         """Output of the model for this rank's part of a micro-batch."""
-        return self._parallel.module(*part.inputs, **part.keywords)
+        module = self._parallel.module
+        try:
+            return module(*part.inputs, **part.keywords)
+        except Exception as error:
+            if doubles(part) or explained(error, self._plan) is not None:
+                raise  # explained further up
+            told = forward_error(error, module, part.inputs, part.keywords, part.samples.tolist())
+            if told is None:
+                raise
+            raise told from error
 
     def _positions(self, batch: Batch) -> Tensor | None:
         """Where in the sequence the activations lie that this rank holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -40,7 +40,7 @@ def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> in
     """
     with PublishedWeights(folder) as weights:
         found = [_compare(part, weights) for part in parallel.parts]
-        _require_agreement(found, folder, weights, parallel, worker)
+        _require_agreement(found, weights, parallel, worker)
         with torch.no_grad():
             for part, comparison in zip(parallel.parts, found, strict=True):
                 for name, parameter in part.named_parameters():
@@ -69,6 +69,11 @@ class _Comparison:
     pieces: dict[str, Alternative] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     ignored: set[str] = field(default_factory=set)
+
+    @property
+    def known(self) -> set[str]:
+        """Tensors of the files that the stage fills, or leaves alone knowingly."""
+        return self.ignored | {piece.tensor for pieces in self.pieces.values() for piece in pieces}
 
 
 def _compare(part: nn.Module, weights: PublishedWeights) -> _Comparison:
@@ -127,30 +132,57 @@ def _untied(found: _Comparison, model: Published, weights: PublishedWeights) -> 
 
 
 def _require_agreement(
-    found: list[_Comparison], folder: Path, weights: PublishedWeights, parallel: Parallel, worker: Worker
+    found: list[_Comparison], weights: PublishedWeights, parallel: Parallel, worker: Worker
 ) -> None:
     differences = [difference for comparison in found for difference in comparison.differences]
-    known = {p.tensor for c in found for pieces in c.pieces.values() for p in pieces}
-    for comparison in found:
-        known |= comparison.ignored
+    known = {tensor for comparison in found for tensor in comparison.known}
     mine = (differences, known)
     everyones = [mine] * worker.world_size
     if worker.world_size > 1:
         dist.all_gather_object(everyones, mine)
     differences = list(dict.fromkeys(text for texts, _ in everyones for text in texts))
-    extra = weights.files.keys() - {tensor for _, tensors in everyones for tensor in tensors}
-    differences += [f"{tensor}: only in the files" for tensor in sorted(extra)]
+    known = {tensor for _, tensors in everyones for tensor in tensors}
+    _refuse(differences, known, weights, type(parallel.parts[0]).__name__, parallel.parameter_names)
+
+
+def check_published(model: nn.Module, folder: Path) -> None:
+    """Compare a whole model, which may be on the meta device, with the published checkpoint in `folder`.
+
+    Raises:
+        WanmaError: as of `start_from_published`.
+    """
+    with PublishedWeights(folder) as weights:
+        found = _compare(model, weights)
+        names = [name for name, _ in model.named_parameters()]
+        _refuse(found.differences, found.known, weights, type(model).__name__, names)
+
+
+def _refuse(
+    differences: Sequence[str],
+    known: Collection[str],
+    weights: PublishedWeights,
+    model: str,
+    parameter_names: Collection[str],
+) -> None:
+    """Refuse files that differ from the model, or hold tensors that it has no place for.
+
+    Args:
+        known: tensors of the files that the model has a place for.
+    """
+    folder = weights.folder
+    extra = sorted(weights.files.keys() - set(known))
+    differences = [*differences, *(f"{tensor}: only in the files" for tensor in extra)]
     if differences:
         more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
         way_out = f"describe the model that was published: model.huggingface = '{folder}'"
-        if weights.files.keys() >= set(parallel.parameter_names):
+        if weights.files.keys() >= set(parameter_names):
             way_out = (
                 "it has wanma's own names, as `wanma checkpoint convert --format safetensors` writes them: "
                 "start from the checkpoint itself, or from what `convert --weights` makes of it"
             )
         raise WanmaError(
-            f"checkpoint.start_from = '{folder}' holds another model than {type(parallel.parts[0]).__name__} "
-            "as the job describes it:\n    " + "\n    ".join(differences[:_SHOWN] + more),
+            f"checkpoint.start_from = '{folder}' holds another model than {model} as the job describes "
+            "it:\n    " + "\n    ".join(differences[:_SHOWN] + more),
             way_out,
             EXIT_USAGE,
         )

@@ -34,14 +34,15 @@ def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> Non
         worker.control.event({"kind": "message", "level": "warning", "text": text})
 
 
-def tell_start(recorder: Recorder, step: int, steps: int, plan: Plan, *, again: bool) -> None:
+def tell_start(recorder: Recorder, step: int, steps: int, plan: Plan, *, rate_unit: str, again: bool) -> None:
     """Record that the ranks begin after `step` of so many steps.
 
     Args:
+        rate_unit: of the steps' `tokens_per_second`, which counts targets: "samples/s" where a sample has one.
         again: they were started again.
     """
     fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
-    recorder.event("start", **fields, **({"again": True} if again else {}))
+    recorder.event("start", **fields, rate_unit=rate_unit, **({"again": True} if again else {}))
 
 
 def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:

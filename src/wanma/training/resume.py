@@ -296,6 +296,25 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
         what to tell beside that.
     """
     notes = []
+    check_start_folder(path)
+    if is_published(path):
+        worker.control.progress(0, "reading published weights")
+        start_from_published(state.parallel, path, worker)
+    elif problems := _problems(path, worker):
+        raise not_whole(path, problems[0])
+    else:
+        notes = _load_weights(state, path, plan)
+    state.complete_ties()
+    state.restart_copies()
+    return notes
+
+
+def check_start_folder(path: Path) -> None:
+    """Refuse a folder to start from that is none, or has no whole model in it.
+
+    Raises:
+        WanmaError: with the way out.
+    """
     if not path.is_dir():
         raise WanmaError(
             f"checkpoint.start_from = '{path}': there is no such folder",
@@ -309,19 +328,14 @@ def _start_from(state: TrainingState, path: Path, plan: Plan, worker: Worker) ->
             ".merge_and_unload().save_pretrained(new_folder)",
             EXIT_USAGE,
         )
-    if is_published(path):
-        worker.control.progress(0, "reading published weights")
-        start_from_published(state.parallel, path, worker)
-    elif problems := _problems(path, worker):
-        raise WanmaError(
-            f"checkpoint.start_from = '{path}' is not whole: {problems[0]}",
-            f"name another checkpoint folder, or one with {SINGLE} or {INDEX}",
-        )
-    else:
-        notes = _load_weights(state, path, plan)
-    state.complete_ties()
-    state.restart_copies()
-    return notes
+
+
+def not_whole(path: Path, problem: str) -> WanmaError:
+    return WanmaError(
+        f"checkpoint.start_from = '{path}' is not whole: {problem}",
+        f"name another checkpoint folder, or one with {SINGLE} or {INDEX}",
+        EXIT_USAGE,
+    )
 
 
 def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:

@@ -46,11 +46,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise JobError(f"wanma sample: --tokens {arguments.tokens}: must be at least 1")
-    run_directory = chosen_run(arguments)
     from wanma.api.load import load
+    from wanma.api.sample import Sampling
     from wanma.cli.show import warn
 
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
+    Sampling(**options)
+    run_directory = chosen_run(arguments)
     loaded = load(run_directory, step=arguments.step, on_message=warn)
     for number, prompt in enumerate(arguments.prompt):
         pieces = loaded.stream(prompt, arguments.tokens, seed=arguments.seed + number, **options)

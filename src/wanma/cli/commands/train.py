@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from wanma.cli.show import show
 
-        show(dry_run(job))
+        show(dry_run(job, arguments.run_dir))
         return 0
     return train_job(job, run_directory=arguments.run_dir, command_line=arguments.command_line)
 

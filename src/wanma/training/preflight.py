@@ -1,0 +1,166 @@
+"""Checks of a job in one process, before any rank is started: for `wanma train --dry-run`.
+
+They are the checks that ranks make, on a model without storage. Only where a user's code fails on such a
+model, or looks at values, it is made and run for real, on two samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wanma.checkpoint.folder import read_manifest
+from wanma.checkpoint.published import is_published
+from wanma.checkpoint.scan import FolderFiles, quick_problem
+from wanma.data.data import Data
+from wanma.data.open import open_data
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.job.plan import Plan
+from wanma.job.sections import Job, TrainSection
+from wanma.models.build import ModelSpec, with_frozen
+from wanma.models.forward_error import forward_error
+from wanma.models.roles import is_frozen, parameter_roles
+from wanma.training.doubles import explaining_doubles
+from wanma.training.labels import default_losses
+from wanma.training.loss import user_loss
+from wanma.training.main import choose_spec, own_loss
+from wanma.training.optimizer import check_patterns, group_rules
+from wanma.training.own_loss import check_loss
+from wanma.training.published import check_published
+from wanma.training.remainders import check_compressed
+from wanma.training.request import Request
+from wanma.training.resume import check_start_folder, not_whole
+
+LARGEST_RUN = 1 << 30
+"""Parameters of a user's model, at most, that is run here for real."""
+_SAMPLES = 2
+
+
+def preflight(job: Job, plan: Plan) -> str | None:
+    """Refuse a job that no rank could train.
+
+    Returns:
+        a note on what was left unchecked; None: nothing.
+
+    Raises:
+        WanmaError: what the ranks would find before their first step, or in it; the exit code is a usage
+            error's.
+    """
+    try:
+        return _check(job, plan)
+    except WanmaError as error:
+        error.exit_code = EXIT_USAGE
+        raise
+
+
+def _check(job: Job, plan: Plan) -> str | None:
+    request = Request(job, plan)
+    data = open_data(job.data, job.train)
+    if (loss := own_loss(request)) is not None:
+        check_loss(loss)
+    spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
+    if spec.kind != "custom":
+        with torch.device("meta"):
+            model = spec.make()
+        _check_model(model, job, plan)
+        return None
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = spec.make()
+            _check_model(model, job, plan)
+            _run(model, data, loss, job)
+    except Exception as error:  # of the user's code: perhaps it does not bear tensors without storage
+        return _for_real(spec, data, loss, job, plan, error)
+    return None
+
+
+def _for_real(spec: ModelSpec, data: Data, loss: Any, job: Job, plan: Plan, error: Exception) -> str | None:
+    """The same checks on a model that has storage; `error` came on one without."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        size = _parameters(spec)
+    if size is not None and size > LARGEST_RUN:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"the model was not run: it has {size:,} parameters, and without storage it fails with {cause}"
+    with torch.random.fork_rng(devices=[]):
+        model = spec.make()
+        _check_model(model, job, plan)
+        _run(model, data, loss, job)
+    return None
+
+
+def _parameters(spec: ModelSpec) -> int | None:
+    """Number of a model's parameters; None where it cannot be made without storage."""
+    try:
+        return sum(parameter.numel() for parameter in spec.make().parameters())
+    except Exception:
+        return None
+
+
+def _check_model(model: nn.Module, job: Job, plan: Plan) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    if not names:
+        raise JobError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    check_patterns(names, job.train)
+    check_compressed(names, plan)
+    _check_trained(model, names, job.train)
+    if job.checkpoint.start_from is not None:
+        _check_start(model, Path(job.checkpoint.start_from).expanduser())
+
+
+def _check_trained(model: nn.Module, names: Iterable[str], train: TrainSection) -> None:
+    trained = {name for name in names if not is_frozen(name, train.parameter_groups)}
+    if not trained:
+        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
+    group_rules({name: role for name, role in parameter_roles(model).items() if name in trained}, train)
+
+
+def _check_start(model: nn.Module, folder: Path) -> None:
+    check_start_folder(folder)
+    if is_published(folder):
+        check_published(model, folder)
+        return
+    try:
+        manifest = read_manifest(folder)
+    except WanmaError as error:
+        raise not_whole(folder, error.message) from error
+    if (problem := quick_problem(FolderFiles(folder).size, manifest)) is not None:
+        raise not_whole(folder, problem)
+    for name, parameter in model.named_parameters():
+        saved = manifest.tensors.get(f"model.{name}")
+        if saved is not None and tuple(saved.shape) != tuple(parameter.shape):
+            raise JobError(
+                f"checkpoint.start_from = '{folder}' holds another model: {name} has shape "
+                f"{tuple(parameter.shape)} here, {tuple(saved.shape)} in the checkpoint",
+                "describe the model that was saved, or start from another checkpoint",
+            )
+
+
+def _run(model: nn.Module, data: Data, loss: Any, job: Job) -> None:
+    """Forward and loss of the first samples of training."""
+    batch = data.batch(range(min(_SAMPLES, data.train_samples)))
+    model.eval()
+    with torch.no_grad(), explaining_doubles(batch, job.train.precision), _cast(job):
+        try:
+            output = model(*batch.inputs, **batch.keywords)
+        except Exception as error:
+            told = forward_error(error, model, batch.inputs, batch.keywords, batch.samples.tolist())
+            if told is None:
+                raise
+            raise told from error
+        if loss is not None:
+            user_loss(loss)(output, batch)
+        else:
+            default_losses(model, output, batch)
+
+
+def _cast(job: Job) -> AbstractContextManager[Any]:
+    """The precision of a forward, as ranks compute it."""
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision = job.train.precision
+    return torch.autocast("cpu", dtype=kinds[precision]) if precision in kinds else nullcontext()
