@@ -16,7 +16,7 @@ from wanma.job.errors import JobError
 from wanma.job.plan import AXES, Plan
 from wanma.job.sections import Job
 from wanma.models.described import model_kind
-from wanma.observe.units import bytes_text
+from wanma.observe.units import bytes_text, count_text
 from wanma.planner.explain.layout import group_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def plan_job(
     plan = study.planned.plan
     if rank is not None and not 0 <= rank < plan.world_size:
         raise JobError(
-            f"--rank {rank}: the plan has {plan.world_size} ranks", f"name one of 0 to {plan.world_size - 1}"
+            f"--rank {rank}: the plan has {count_text(plan.world_size, 'rank')}",
+            f"name one of 0 to {plan.world_size - 1}",
         )
     parts: list[RenderableType] = [answers_text(answers)]
     if explained:

@@ -35,7 +35,7 @@ from wanma.engines.local import run as run_local
 from wanma.hardware.interfaces import check_interface
 from wanma.hardware.position import position_of
 from wanma.job.callbacks import Callback
-from wanma.job.errors import EXIT_FAILED, WanmaError
+from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job
@@ -149,17 +149,21 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
     Starts nothing; refuses what the ranks would refuse, as far as one process can tell.
 
     Raises:
-        WanmaError: as of `train_job`, `preflight`.
+        WanmaError: as of `train_job`, `preflight`; the exit code is a usage error's.
     """
     from wanma.api.show import describe
     from wanma.training.preflight import preflight
 
-    check_interface(job.cluster.interface)
-    run_directory_of(job, run_directory).check()
-    start = first_layout(job)
-    with show_preparing(quiet=False) as progress:
-        prepared = prepare_job(job, start, progress=progress, read_own=True)
-    unchecked = preflight(job, prepared.plan)
+    try:
+        check_interface(job.cluster.interface)
+        run_directory_of(job, run_directory).check()
+        start = first_layout(job)
+        with show_preparing(quiet=False) as progress:
+            prepared = prepare_job(job, start, progress=progress, read_own=True)
+        unchecked = preflight(job, prepared.plan)
+    except WanmaError as error:
+        error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
+        raise
     return describe(job, prepared, unchecked)
 
 

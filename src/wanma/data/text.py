@@ -121,6 +121,8 @@ def list_documents(entries: Sequence[str], key: str = "data.text") -> list[Docum
 def _expand(entry: str, key: str) -> list[Document]:
     if entry == STDLIB:
         return _standard_library(key)
+    if not entry.strip():
+        raise JobError(f"{key} is empty text", "name a file, a folder ('.' is this one), a glob or a URL")
     try:
         filesystem, path = url_to_fs(entry)
         if is_local(filesystem):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from wanma.elastic.heap import NO_SMALL_CACHES
 from wanma.job.plan import Plan
 from wanma.job.sections import ClusterSection
@@ -23,6 +25,12 @@ torch's own THP_MEM_ALLOC_ENABLE gains as much time, but together with the thres
 leave holes: a rank grew to twice its memory within a hundred steps.
 """
 
+WAITING_THREADS = {"GOMP_SPINCOUNT": "1000"}
+"""Rounds that a thread of GNU OpenMP spins for its next work before it sleeps; libgomp's own for more threads
+than cores, and 300,000 otherwise. With those, two threads on two cores that other programs use too took 30
+times as long for a small step: each spins where another has work to do."""
+_WAIT_POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
 
 def worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, str]:
     """Variables for the fork server and its workers.
@@ -31,5 +39,7 @@ def worker_environment(cluster: ClusterSection, plan: Plan) -> dict[str, str]:
     space, and keeping it would only make the process larger.
     """
     threads = {"OMP_NUM_THREADS": str(plan.threads_per_rank)}
+    if plan.threads_per_rank > 1 and not any(name in os.environ for name in _WAIT_POLICIES):
+        threads |= WAITING_THREADS
     tuned = cluster.allocator == "tuned" and plan.device == "cpu"
     return {**TUNED_ALLOCATOR, **threads} if tuned else threads

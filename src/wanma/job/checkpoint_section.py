@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from wanma.job.section import Section
 from wanma.job.urls import WHERE_CREDENTIALS_GO, has_credentials
@@ -16,7 +16,7 @@ class CheckpointSection(Section):
     every_steps: int = Field(100, ge=0, le=1_000_000_000_000, description="0: only at the end")
     keep: int = Field(3, ge=1, le=1_000_000, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the one with the best validation loss")
-    snapshots: Literal["auto", "off"] | PositiveInt = Field(
+    snapshots: Literal["auto", "off"] | Annotated[int, Field(gt=0, le=1_000_000_000_000)] = Field(
         "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
     )
     partner: Literal["auto"] | bool = Field(

@@ -156,6 +156,7 @@ def _apply(
             holder = holder[step]
         else:
             break
+    value = plain(override.value, override.path, mistakes)
     last = override.path[-1]
     name: str | int = int(last) if isinstance(holder, list) and last.isdigit() else last
     places.overrides[(*path, name)] = place
@@ -166,9 +167,9 @@ def _apply(
             axes = holder.get(last)
             holder[last] = {**(axes if isinstance(axes, dict) else {}), "auto": True}
         else:
-            holder[last] = override.value
+            holder[last] = value
     elif isinstance(holder, list) and isinstance(name, int) and name < len(holder) and not override.unset:
-        holder[name] = override.value
+        holder[name] = value
     else:
         mistakes.append(Mistake((*path, name), f"there is no {'.'.join(override.path)} to set"))
 

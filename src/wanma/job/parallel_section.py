@@ -130,9 +130,14 @@ class ParallelSection(Section):
         description="between sites, groups of replicas with slow links between them: local_sgd and diloco "
         "exchange weights every so many steps, stale has gradients come late; these change the numbers",
     )
-    sites: int | None = Field(None, ge=1, description="groups of replicas; default: dp_replicate")
+    sites: int | None = Field(
+        None, ge=1, le=1_000_000, description="groups of replicas; default: dp_replicate"
+    )
     synchronize_every: int | None = Field(
-        None, ge=1, description="local_sgd, diloco: steps from one exchange to the next; default: 100"
+        None,
+        ge=1,
+        le=1_000_000_000_000,
+        description="local_sgd, diloco: steps from one exchange to the next; default: 100",
     )
     synchronous_steps: int = Field(
         0,

@@ -11,6 +11,8 @@ from typing import Any
 from wanma.job.errors import JobError, missing_extra
 from wanma.job.positions import KeyPath, toml_lines, yaml_lines
 
+_STARTER = "`wanma job --toml` prints one to start from"
+
 
 def read_tables(
     path: Path, what: str = "job file", starter: str | None = None
@@ -25,6 +27,8 @@ def read_tables(
         JobError: it cannot be read or is not valid; names the line, and other files when it is absent.
     """
     text = _read(path, what, starter)
+    if not text.strip():
+        raise JobError(f"{path} is empty, and no {what}", starter or _STARTER)
     try:
         return (_yaml if path.suffix in (".yaml", ".yml") else _toml)(path, text)
     except RecursionError:
@@ -61,7 +65,7 @@ def _nearby(path: Path, starter: str | None) -> str:
         return starter
     files = _job_files(path)
     if not files:
-        return "`wanma job --toml` prints one to start from"
+        return _STARTER
     more = f" and {len(files) - 8} more" if len(files) > 8 else ""
     return f"job files nearby: {', '.join(str(file) for file in files[:8])}{more}"
 
@@ -89,6 +93,8 @@ def _syntax(path: Path, text: str, message: str) -> JobError:
     hint = ""
     if bare := re.fullmatch(r"([\w.-]+)\s*=\s*([A-Za-z/~][^\"'\[\]{}]*)", written):
         hint = f'text goes in quotes: {bare[1]} = "{bare[2].strip()}"'
+    elif text.lstrip().startswith("{"):
+        hint = "this looks like JSON, which YAML can read: name the file .yaml"
     elif re.fullmatch(r"[\w.-]+\s*:.*", written):
         hint = "this looks like YAML: write `key = value`, or name the file .yaml"
     shown = f"\n  {written}" if written else ""

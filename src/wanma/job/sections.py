@@ -272,10 +272,11 @@ class ClusterSection(Section):
     min_nodes: int | None = Field(
         None,
         ge=1,
+        le=1_000_000,
         description="fewest machines that the run goes on with, as in nodes = '2..8'; default: all",
     )
     node_rank: int | None = Field(
-        None, ge=0, description="this machine's number; default: by place, then arrival"
+        None, ge=0, le=1_000_000, description="this machine's number; default: by place, then arrival"
     )
     rendezvous: str | None = Field(None, description="HOST:PORT where the machines meet")
     interface: str | None = Field(None, description="network interface for collectives; default: by route")

@@ -1,4 +1,4 @@
-"""One clear error for an exception in the forward of a user's own model."""
+"""One clear error for an exception in a user's own model or loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST = 300
 
 
 class ForwardError(WanmaError):
-    """A user's model has raised an exception in its forward."""
+    """A user's model has raised an exception in its forward, or a user's loss."""
 
 
 def forward_error(
@@ -44,9 +44,7 @@ def forward_error(
         return None
     first = ", ".join(map(str, samples[:_SHOWN]))
     numbers = f"{first}, ..." if len(samples) > _SHOWN else first
-    message = str(error)
-    told = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
-    lines = [f"the model failed on samples {numbers}: {type(error).__name__}: {told}"]
+    lines = [f"the model failed on samples {numbers}: {type(error).__name__}: {_cut(str(error))}"]
     if (inner := _innermost(error.__traceback__, model)) is not None:
         lines.append(f"    in {inner}")
     if line := users_line(error, or_library=False):
@@ -60,11 +58,31 @@ def forward_error(
     )
 
 
+def loss_error(error: Exception, loss: object, output: Any, targets: Any) -> ForwardError | None:
+    """Error of a loss that raised `error`: its line, and what it was given; None as of `forward_error`."""
+    if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
+        return None
+    if _raised_in(error.__traceback__, _NOT_THE_MODELS[1:]):
+        return None
+    name = getattr(loss, "__name__", type(loss).__name__)
+    lines = [f"the loss {name} failed: {type(error).__name__}: {_cut(str(error))}"]
+    if line := users_line(error, or_library=False):
+        lines.append(f"    at {line}")
+    return ForwardError(
+        "\n".join(lines),
+        f"it was called with (output, targets): {described(output)}, {described(targets)}",
+    )
+
+
 def described(value: Any) -> str:
     """Type and shape of one argument: 'float32 [4, 5]'."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
 
 
 def _innermost(traceback: TracebackType | None, model: nn.Module) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from wanma.job.errors import WanmaError
@@ -21,6 +20,7 @@ from wanma.job.forecast import Layer, Workload
 from wanma.job.operator import Operator
 from wanma.models.blocks import repeated_blocks
 from wanma.models.dropout import keyed_samples, replace_dropout
+from wanma.models.fake import without_storage
 from wanma.models.fuse import operators_by_unit
 from wanma.models.statistics import GroupedBatchNorm
 from wanma.models.trace import Scale, Trace, storage_of
@@ -50,10 +50,9 @@ def measure(
     The tensors pretend to be on the CPU rather than on the meta device, because there attention is
     one fused operator, as on a GPU, and does not keep its scores.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     name = type(module).__name__ if isinstance(module, nn.Module) else "the module"
     try:
-        with mode:
+        with without_storage():
             shadow = _without_storage(module) if isinstance(module, nn.Module) else module()
             name = type(shadow).__name__
             run = _Run(shadow, (*example_inputs, *keywords.values()), reading)

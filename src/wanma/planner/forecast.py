@@ -14,7 +14,7 @@ from typing import TypeVar
 from wanma.job.errors import JobError
 from wanma.job.forecast import Forecast, PipelineRank, StepTime
 from wanma.job.plan import Plan
-from wanma.observe.units import bytes_text, duration_text
+from wanma.observe.units import bytes_text, count_text, duration_text
 from wanma.planner.around import around
 from wanma.planner.compression import compression_reason
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
@@ -55,7 +55,8 @@ def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> For
     """
     if plan.world_size > problem.machine.devices:
         raise JobError(
-            f"the plan has {plan.world_size} ranks, and the machines {problem.machine.devices} devices",
+            f"the plan has {count_text(plan.world_size, 'rank')}, and the machines have "
+            f"{count_text(problem.machine.devices, 'device')}",
             "lower the sizes in [parallel], or plan for more machines",
         )
     return with_time(problem, plan, memory(problem, plan), time(problem, plan, play))

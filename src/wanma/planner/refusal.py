@@ -7,6 +7,7 @@ import math
 from wanma.job.errors import JobError
 from wanma.job.parallel_section import ParallelSection
 from wanma.job.plan import Plan
+from wanma.observe.units import count_text
 from wanma.planner.problem import Problem
 from wanma.planner.rules import check_axes, check_dimensions, check_micro_batches, check_stage_cuts
 
@@ -18,7 +19,7 @@ def refusal(problem: Problem, plan: Plan) -> str | None:
     """
     devices = problem.cluster.device_count or problem.machine.devices
     if plan.world_size > devices:
-        return f"the plan has {plan.world_size} ranks, and there are {devices} devices"
+        return f"the plan has {count_text(plan.world_size, 'rank')}, and there are {devices} devices"
     per_node = max(len(problem.cluster.nodes[0].devices), 1)
     nodes = math.ceil(plan.world_size / per_node)
     # The plan speaks for itself: what the job says of other plans is left out, and so is who meets where.

@@ -15,6 +15,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.models.described import model_kind
 from wanma.models.dimensions import DecoderDimensions
+from wanma.observe.units import count_text
 from wanma.planner.compression import not_compressible, unused_key
 from wanma.planner.search.admits import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
 from wanma.planner.stages import (
@@ -34,7 +35,7 @@ def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
     world, nodes = plan.world_size, job.cluster.nodes
     if world % nodes:
         raise JobError(
-            f"the plan has {world} ranks, which cluster.nodes = {nodes} does not divide",
+            f"the plan has {count_text(world, 'rank')}, which cluster.nodes = {nodes} does not divide",
             "choose sizes of pp, dp_replicate, dp_shard, cp, tp whose product is a multiple of the nodes",
         )
     if nodes > 1 and job.cluster.rendezvous is None:

@@ -9,6 +9,7 @@ from wanma.data.ramp import global_batch
 from wanma.job.errors import JobError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.observe.units import count_text
 from wanma.planner.groups import Group
 from wanma.planner.rules import check_micro_batches
 
@@ -33,7 +34,7 @@ def check_batch_shares(job: Job) -> None:
             )
         if len(shares) != ranks:
             raise JobError(
-                f"{key} has {len(shares)} numbers for {ranks} data ranks",
+                f"{key} has {len(shares)} numbers for {count_text(ranks, 'data rank')}",
                 "give one number for each data rank (dp_replicate × dp_shard), in the order of the ranks",
             )
     steps = [step for step, _ in parallel.share_moves]

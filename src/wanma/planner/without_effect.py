@@ -80,7 +80,8 @@ def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
     if job.data.factory is not None or job.data.images is not None:
         kind = "data.factory" if job.data.factory is not None else "data.images"
-        for name in ("tokenizer", "document_masks", "cache"):
+        own_model = ("sequence_length",) if job.model.factory is not None else ()
+        for name in ("tokenizer", "document_masks", "cache", *own_model):
             yield f"data.{name}", f"it is for text, and the data are {kind}'s"
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from wanma.data.batch import IGNORED, Batch
 from wanma.job.errors import WanmaError
+from wanma.models.forward_error import loss_error
 from wanma.models.transformers_task import LABEL_KEYS
 from wanma.training.counting import Counting, Losses, UserLoss
 from wanma.training.cross_entropy import cross_entropy_sum
@@ -149,7 +150,13 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
     count = Counting(function)
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        losses = function(whole_output(output), batch.targets)
+        whole = whole_output(output)
+        try:
+            losses = function(whole, batch.targets)
+        except Exception as error:
+            if (told := loss_error(error, function, whole, batch.targets)) is None:
+                raise
+            raise told from error
         alone = losses[0] if isinstance(losses, tuple) and losses else losses
         if by_position and isinstance(alone, Tensor) and alone.shape[:2] != batch.targets.shape[:2]:
             raise WanmaError(

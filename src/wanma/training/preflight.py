@@ -1,7 +1,7 @@
 """Checks of a job in one process, before any rank is started: for `wanma train --dry-run`.
 
-They are the checks that ranks make, on a model without storage. Only where a user's code fails on such a
-model, or looks at values, it is made and run for real, on two samples.
+They are the checks that ranks make, on a model without storage. A user's own model is run on some samples:
+for real where it is small, or where its code looks at values.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wanma.checkpoint.folder import read_manifest
 from wanma.checkpoint.published import is_published
 from wanma.checkpoint.scan import FolderFiles, quick_problem
-from wanma.data.data import Data
+from wanma.data.batch import Batch
 from wanma.data.open import open_data
-from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job, TrainSection
 from wanma.models.build import ModelSpec, with_frozen
+from wanma.models.fake import without_storage
 from wanma.models.forward_error import forward_error
 from wanma.models.roles import is_frozen, parameter_roles
 from wanma.training.doubles import explaining_doubles
@@ -37,9 +37,12 @@ from wanma.training.remainders import check_compressed
 from wanma.training.request import Request
 from wanma.training.resume import check_start_folder, not_whole
 
-LARGEST_RUN = 1 << 30
-"""Parameters of a user's model, at most, that is run here for real."""
-_SAMPLES = 2
+SMALL = 10_000_000
+"""Parameters of a user's model, at most, that is run for real without another try: types of elements are
+checked only so."""
+LARGEST = 1 << 30
+"""Parameters, at most, of one that is run for real where it does not run without storage."""
+_SAMPLES = 4
 
 
 def preflight(job: Job, plan: Plan) -> str | None:
@@ -49,17 +52,8 @@ def preflight(job: Job, plan: Plan) -> str | None:
         a note on what was left unchecked; None: nothing.
 
     Raises:
-        WanmaError: what the ranks would find before their first step, or in it; the exit code is a usage
-            error's.
+        WanmaError: what the ranks would find before their first step, or in it.
     """
-    try:
-        return _check(job, plan)
-    except WanmaError as error:
-        error.exit_code = EXIT_USAGE
-        raise
-
-
-def _check(job: Job, plan: Plan) -> str | None:
     request = Request(job, plan)
     data = open_data(job.data, job.train)
     if (loss := own_loss(request)) is not None:
@@ -70,42 +64,41 @@ def _check(job: Job, plan: Plan) -> str | None:
             model = spec.make()
         _check_model(model, job, plan)
         return None
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = spec.make()
-            _check_model(model, job, plan)
-            _run(model, data, loss, job)
-    except Exception as error:  # of the user's code: perhaps it does not bear tensors without storage
-        return _for_real(spec, data, loss, job, plan, error)
-    return None
-
-
-def _for_real(spec: ModelSpec, data: Data, loss: Any, job: Job, plan: Plan, error: Exception) -> str | None:
-    """The same checks on a model that has storage; `error` came on one without."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        size = _parameters(spec)
-    if size is not None and size > LARGEST_RUN:
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    batch = data.batch(range(min(_SAMPLES, data.train_samples)))
+    size = _parameters(spec)
+    cause = "its factory"
+    if size is not None and size > SMALL:
+        try:
+            with without_storage():
+                model = spec.make()
+                _check_model(model, job, plan)
+                _run(model, batch, loss, job)
+            return None
+        except Exception as error:  # of the user's code: perhaps it does not bear tensors without storage
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    if size is not None and size > LARGEST:
         return f"the model was not run: it has {size:,} parameters, and without storage it fails with {cause}"
     with torch.random.fork_rng(devices=[]):
         model = spec.make()
         _check_model(model, job, plan)
-        _run(model, data, loss, job)
+        _run(model, batch, loss, job)
     return None
 
 
 def _parameters(spec: ModelSpec) -> int | None:
     """Number of a model's parameters; None where it cannot be made without storage."""
     try:
-        return sum(parameter.numel() for parameter in spec.make().parameters())
+        with without_storage():
+            return sum(parameter.numel() for parameter in spec.make().parameters())
     except Exception:
         return None
 
 
 def _check_model(model: nn.Module, job: Job, plan: Plan) -> None:
     names = [name for name, _ in model.named_parameters()]
-    if not names:
-        raise JobError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        cause = "has no parameters" if not names else "has requires_grad = False on every parameter"
+        raise JobError(f"{type(model).__name__} {cause}: there is nothing to train")
     check_patterns(names, job.train)
     check_compressed(names, plan)
     _check_trained(model, names, job.train)
@@ -141,9 +134,8 @@ def _check_start(model: nn.Module, folder: Path) -> None:
             )
 
 
-def _run(model: nn.Module, data: Data, loss: Any, job: Job) -> None:
+def _run(model: nn.Module, batch: Batch, loss: Any, job: Job) -> None:
     """Forward and loss of the first samples of training."""
-    batch = data.batch(range(min(_SAMPLES, data.train_samples)))
     model.eval()
     with torch.no_grad(), explaining_doubles(batch, job.train.precision), _cast(job):
         try:

@@ -1,0 +1,82 @@
+"""A wrong job is refused by a dry run with one message that names the mistake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.wrong_jobs import ALL, BASE, OWN_CODE, Wrong
+from wanma.cli.main import main
+from wanma.job.errors import EXIT_USAGE, JobError
+from wanma.job.load import job_from
+from wanma.job.schema import Key, keys
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A user's folder, in which commands are given."""
+    path = tmp_path_factory.mktemp("wrong")
+    for name, text in BASE.items():
+        (path / f"{name}.toml").write_text(text)
+    (path / "own_code.py").write_text(OWN_CODE)
+    (path / "words.txt").write_text("some words for a model to read\n" * 400)
+    (path / "rows.jsonl").write_text('{"text": "a row"}\n' * 400)
+    (path / "empty.txt").write_text("")
+    (path / "folder").mkdir()
+    (path / "adapters").mkdir()
+    (path / "adapters" / "adapter_config.json").write_text("{}")
+    images = np.random.default_rng(0).integers(0, 255, (600, 8, 8), np.uint8)
+    np.savez(path / "images.npz", x_train=images, y_train=np.arange(600) % 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
+        patch.syspath_prepend(str(path))
+        yield path
+    sys.modules.pop("own_code", None)
+
+
+@pytest.mark.parametrize("base", BASE)
+def test_the_jobs_that_are_made_wrong_are_right(
+    folder: Path, base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", f"{base}.toml", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: f"{wrong.base} {' '.join(wrong.overrides)[:60]}")
+def test_a_wrong_job_is_refused(folder: Path, wrong: Wrong, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["train", f"{wrong.base}.toml", "--dry-run", *wrong.overrides])
+    told = capsys.readouterr().err
+    assert code == EXIT_USAGE, told
+    assert told.startswith("error: ")
+    assert told.count("error: ") == 1
+    assert "Traceback" not in told
+    assert "bug in wanma" not in told
+    assert wrong.says in told
+    assert not (folder / "runs").exists(), "a dry run writes nothing"
+
+
+def _values(key: Key) -> list[object]:
+    """Values that no key of this type takes."""
+    if key.choices and "list" not in key.allowed and "whole" not in key.allowed:
+        return ["no such choice", 3.5, [1]]
+    if key.text:
+        return [3, True, ["a"], "a\0b"]
+    if "number" in key.allowed and "[" not in key.allowed and "list" not in key.allowed:
+        return ["x", True, [1], float("inf"), float("nan"), 1e300, 10**40, -(10**40)]
+    return [] if key.allowed == "a table" else [3.5, "no such word", float("nan")]
+
+
+@pytest.mark.parametrize("path", [path for path in keys() if path.count(".") == 1])
+def test_every_key_refuses_what_it_cannot_be(path: str) -> None:
+    section, name = path.split(".")
+    given = {"preset": "gpt-1m"} if section == "model" else {}
+    for value in _values(keys()[path]):
+        if isinstance(value, str) and keys()[path].allowed.startswith("a list of text"):
+            continue  # one text is a list of one
+        with pytest.raises(JobError) as refusal:
+            job_from({"model": {"preset": "gpt-1m"}} | {section: {**given, name: value}})
+        assert path in str(refusal.value), (value, str(refusal.value))
