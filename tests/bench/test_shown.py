@@ -62,27 +62,17 @@ def test_the_table_has_a_line_for_each_size_with_time_bandwidth_and_share_of_the
     lines = shown(sweep()).splitlines()
     assert lines[0] == "4 ranks, gloo: a machine"
     start = lines.index("all_reduce, fp32")
-    assert lines[start + 1].split() == [
-        "size",
-        "backend",
-        "µs",
-        "GB/s",
-        "ring",
-        "µs",
-        "GB/s",
-        "limit",
-        "GB/s",
-        "of",
-        "it",
-    ]
-    size, unit, backend, rate, ring, half, limit, share = lines[start + 5].split()
-    assert (size, unit) == ("16.0", "MiB")
+    assert lines[start + 1].split() == ["size", "algorithm", "µs", "forecast", "GB/s", "limit", "share"]
+    size, unit, name, backend, rate, limit, share = lines[start + 8].split()
+    assert (size, unit, name) == ("16.0", "MiB", "backend")
     seconds = all_reduce_seconds(LINK, Group(4), 1 << 24)
     assert backend == f"{1e6 * seconds:,.0f}"
-    assert float(ring.replace(",", "")) == pytest.approx(2e6 * seconds, rel=1e-3)
     assert rate == f"{1.5 * (1 << 24) / seconds / 1e9:.3g}"
-    assert float(half) == pytest.approx(float(rate) / 2, rel=0.01)
     assert (limit, share) == ("8", f"{float(rate) / 8:.0%}")
+    name, ring, half, _, _ = lines[start + 9].split()
+    assert name == "ring"
+    assert float(ring.replace(",", "")) == pytest.approx(2e6 * seconds, rel=1e-3)
+    assert float(half) == pytest.approx(float(rate) / 2, rel=0.01)
     assert "all_gather, fp32" in lines
     assert "Other programs" not in shown(sweep())
     assert "busy during 3 of the measurements" in shown(replace(sweep(), disturbed=3))
@@ -95,9 +85,18 @@ def test_a_forecast_stands_after_the_time_of_what_training_runs() -> None:
     )
     lines = shown(replace(sweep(), timings=foreseen)).splitlines()
     start = lines.index("all_reduce, fp32")
-    assert lines[start + 1].split()[:5] == ["size", "backend", "µs", "forecast", "GB/s"]
-    assert all(line.split()[3] == "1,500" for line in lines[start + 2 : start + 6])
-    assert "forecast" not in lines[lines.index("all_gather, fp32") + 1]
+    of_backend = [line.split() for line in lines[start + 2 : start + 10] if " backend " in line]
+    assert [words[words.index("backend") + 2] for words in of_backend] == ["1,500"] * len(SIZES)
+    of_ring = [line.split() for line in lines[start + 2 : start + 10] if " ring " in line]
+    assert all(len(words) == 5 for words in of_ring)
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    text = io.StringIO()
+    timings = tuple(replace(one, algorithm="halving_doubling") for one in sweep().timings)
+    Console(file=text, width=80).print(sweeps_text([replace(sweep(), timings=timings)]))
+    assert "…" not in text.getvalue()
+    assert "halving doubling" in text.getvalue()
 
 
 def test_forecasts_know_what_training_runs_and_nothing_else() -> None:

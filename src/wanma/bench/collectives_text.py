@@ -1,4 +1,4 @@
-"""`wanma bench collectives` in the terminal: a table for each collective, a line for each size."""
+"""`wanma bench collectives` in the terminal: a table for each collective."""
 
 from __future__ import annotations
 
@@ -38,37 +38,30 @@ def _sweep(sweep: Sweep) -> Iterator[RenderableType]:
 
 
 def _table(timings: Sequence[Timing]) -> RenderableType:
-    """Each algorithm's time and bus bandwidth, the fastest of each size marked, and after the time of what
-    training runs what forecasts took it to be."""
-    from rich.table import Table
-    from rich.text import Text
+    """Times and bus bandwidths, a row for each size and algorithm, the fastest of each size in bold.
 
-    names = tuple(dict.fromkeys(one.algorithm for one in timings))
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("size", justify="right")
-    foreseen = {one.algorithm for one in timings if one.forecast_seconds is not None}
-    for name in names:
-        words = name.replace("_", " ")  # the parts of a long name go below each other
-        table.add_column(f"{words} µs", justify="right", overflow="fold")
-        if name in foreseen:
-            table.add_column("forecast", justify="right", style="dim")
-        table.add_column("GB/s", justify="right")
-    table.add_column("limit GB/s", justify="right")
-    table.add_column("of it", justify="right")
+    A row of what training runs has the forecast time beside the measured one. It fits 80 columns.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("algorithm", no_wrap=True)
+    for name in ("µs", "forecast", "GB/s", "limit", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
     for size in sorted({one.size_bytes for one in timings}):
-        row = {one.algorithm: one for one in timings if one.size_bytes == size}
-        best = min(row.values(), key=lambda one: one.seconds)
-        cells: list[Text] = []
-        for name in names:
-            style = "bold" if row[name] is best and len(names) > 1 else ""
-            cells.append(Text(f"{1e6 * row[name].seconds:,.0f}", style=style))
-            if name in foreseen:
-                cells.append(Text(f"{1e6 * (row[name].forecast_seconds or 0.0):,.0f}"))
-            cells.append(Text(f"{row[name].bus_bandwidth / 1e9:.3g}", style=style))
-        table.add_row(
-            bytes_text(size),
-            *cells,
-            f"{best.limit_bytes_per_second / 1e9:.3g}",
-            f"{best.share_of_limit:.0%}",
-        )
+        rows = [one for one in timings if one.size_bytes == size]
+        best = min(rows, key=lambda one: one.seconds)
+        for one in rows:
+            forecast = "" if one.forecast_seconds is None else f"{1e6 * one.forecast_seconds:,.0f}"
+            table.add_row(
+                bytes_text(size) if one is rows[0] else "",
+                one.algorithm.replace("_", " "),
+                f"{1e6 * one.seconds:,.0f}",
+                forecast,
+                f"{one.bus_bandwidth / 1e9:.3g}",
+                f"{one.limit_bytes_per_second / 1e9:.3g}",
+                f"{one.share_of_limit:.0%}",
+                style="bold" if one is best and len(rows) > 1 else "",
+            )
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from annotated_types import Gt, Le
 from pydantic import Field, model_validator
 
 from wanma.job.section import Section
@@ -16,7 +17,7 @@ class CheckpointSection(Section):
     every_steps: int = Field(100, ge=0, le=1_000_000_000_000, description="0: only at the end")
     keep: int = Field(3, ge=1, le=1_000_000, description="newest checkpoints kept")
     keep_best: bool = Field(True, description="also keep the one with the best validation loss")
-    snapshots: Literal["auto", "off"] | Annotated[int, Field(gt=0, le=1_000_000_000_000)] = Field(
+    snapshots: Literal["auto", "off"] | Annotated[int, Gt(0), Le(1_000_000_000_000)] = Field(
         "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
     )
     partner: Literal["auto"] | bool = Field(

@@ -27,8 +27,6 @@ def read_tables(
         JobError: it cannot be read or is not valid; names the line, and other files when it is absent.
     """
     text = _read(path, what, starter)
-    if not text.strip():
-        raise JobError(f"{path} is empty, and no {what}", starter or _STARTER)
     try:
         return (_yaml if path.suffix in (".yaml", ".yml") else _toml)(path, text)
     except RecursionError:
