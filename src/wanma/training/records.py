@@ -34,14 +34,17 @@ def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> Non
         worker.control.event({"kind": "message", "level": "warning", "text": text})
 
 
-def tell_start(recorder: Recorder, step: int, steps: int, plan: Plan, *, rate_unit: str, again: bool) -> None:
+def tell_start(
+    recorder: Recorder, step: int, steps: int, plan: Plan, targets_per_sample: int, *, again: bool
+) -> None:
     """Record that the ranks begin after `step` of so many steps.
 
     Args:
-        rate_unit: of the steps' `tokens_per_second`, which counts targets: "samples/s" where a sample has one.
+        targets_per_sample: where it is 1, speed is in samples rather than tokens.
         again: they were started again.
     """
     fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
+    rate_unit = "samples/s" if targets_per_sample == 1 else "tokens/s"
     recorder.event("start", **fields, rate_unit=rate_unit, **({"again": True} if again else {}))
 
 

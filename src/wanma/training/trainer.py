@@ -160,14 +160,8 @@ class Trainer:
         self._recorder: Recorder | None = None
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
-            tell_start(
-                self._recorder,
-                self.state.step,
-                train.steps,
-                plan,
-                rate_unit="samples/s" if targets_per_sample == 1 else "tokens/s",
-                again=worker.restart is not None,
-            )
+            of_run = (self.state.step, train.steps, plan, targets_per_sample)
+            tell_start(self._recorder, *of_run, again=worker.restart is not None)
             for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
                 self._recorder.message(text)
         if parallel.compression is not None and parallel.compression.note:
