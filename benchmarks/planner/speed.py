@@ -19,14 +19,14 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 from benchmarks.planner.machines import cluster
 from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
+from wanma.models.presets import GPT_PRESETS
 from wanma.models.workload import decoder_workload
 from wanma.planner.problem import Problem, problem_of
 from wanma.planner.search.best import search
 from wanma.planner.search.candidates import Found
 from wanma.planner.search.space import Space
 
-GPT_3 = DecoderDimensions(96, 12288, 96, 96, 4 * 12288, 51200)
+GPT_3 = GPT_PRESETS["gpt-3-175b"]
 SEQUENCE = 2048
 TABLE = RESULTS / "planner-search.md"
 DEVICES = (64, 256, 1024, 4096, 16384, 100_000)
@@ -106,12 +106,13 @@ def report(lines: list[str], repeats: int) -> str:
         [
             "# Time of a search",
             "",
-            "GPT-3 175B (96 layers, hidden 12,288, sequences of 2,048) on servers of eight A100 80 GB. The",
-            "space is that of a job which says nothing of [parallel]: pp, dp_replicate, dp_shard, tp, ZeRO 0",
-            "to 3, sequence parallelism, micro-batch, six schedules with up to 12 stages per rank, selective",
-            "and full recompute of each number of blocks, and torch.compile; on all devices and on fewer.",
-            "Every search is exact: what it finds is the best of all plans",
-            "(tests/planner/search/test_best.py).",
+            "GPT-3 175B (96 layers, hidden 12,288, sequences of 2,048) on servers of eight A100 80 GB.",
+            "Three matrices of 8/3 hidden in each feed-forward network have the parameters and FLOPs of",
+            "GPT-3's two of 4 hidden (preset `gpt-3-175b`). The space is that of a job which says nothing",
+            "of [parallel]: pp, dp_replicate, dp_shard, tp, ZeRO 0 to 3, sequence parallelism, micro-batch,",
+            "six schedules with up to 12 stages per rank, selective and full recompute of each number of",
+            "blocks, and torch.compile; on all devices and on fewer. Every search is exact: what it finds is",
+            "the best of all plans (tests/planner/search/test_best.py).",
             "",
             f"CPU seconds on one core, medians of up to {repeats}; {_processor()}, Python",
             f"{platform.python_version()}; {os.cpu_count()} cores, which others kept busy (load "

@@ -113,7 +113,10 @@ def test_rates_have_three_digits(value: float | None, text: str) -> None:
 
 def test_energy_is_told_in_kilowatt_hours() -> None:
     assert energy_words(415 * 3.6e6) == "415 kWh"
-    assert energy_words(1287 * 3.6e9) == "1.29e+03 MWh"
+    assert energy_words(1287 * 3.6e9) == "1.29 GWh"
+    assert energy_words(0.31 * 3.6e3) == "0.31 Wh"
+    assert energy_words(999.7 * 3.6e6) == "1 MWh"
+    assert energy_words(1.0) == "less than 0.01 Wh"
     assert energy_words(None) == "–"
 
 

@@ -57,3 +57,17 @@ def test_the_page_of_memory_is_what_the_code_gives() -> None:
 def test_the_page_of_other_models_is_what_the_code_gives() -> None:
     """Else: python -m benchmarks.planner.modules --write"""
     assert (RESULTS / "planner-modules.md").read_text() == benchmark("modules").report()
+
+
+@pytest.mark.parametrize("devices", [64, 256, pytest.param(1024, marks=pytest.mark.full)])
+def test_the_page_of_searches_has_the_plans_that_the_code_finds(devices: int) -> None:
+    """Else: OMP_NUM_THREADS=1 python -m benchmarks.planner.speed --write"""
+    speed = benchmark("speed")
+
+    def without_times(line: str) -> list[str]:
+        cells = line.split("|")
+        return [*cells[:4], *cells[6:]]
+
+    found = without_times(speed.measured(devices, 1))
+    assert found == without_times(speed.written(speed.TABLE)[devices])
+    assert speed.gpt_3(devices).workload.parameters == pytest.approx(174.6e9, rel=1e-3)

@@ -8,6 +8,7 @@ from wanma.hardware.catalogue import find_named, named
 from wanma.hardware.cluster_file import read_cluster
 from wanma.hardware.cluster_text import is_text, parse_cluster
 from wanma.hardware.discover import discover
+from wanma.hardware.first_use import with_measured_processor
 from wanma.hardware.kinds import DeviceKind
 from wanma.hardware.machines import machines, usual_cards
 from wanma.job.cluster import Cluster, Node
@@ -19,12 +20,14 @@ from wanma.job.sections import Job
 def here(job: Job) -> Cluster:
     """The machines of a job that is to run: `cluster.file`, which must describe this machine, or discovery.
 
+    A processor of which nobody knows the rates is measured, once for each machine.
+
     Raises:
         JobError: the file is wrong, or this machine is none of those it describes.
     """
     found = discover()
     if job.cluster.file is None:
-        return found
+        return with_measured_processor(found)
     described = read_cluster(job.cluster.file)
     if described.node_count != job.cluster.nodes:
         raise JobError(

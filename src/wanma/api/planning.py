@@ -224,4 +224,9 @@ def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:
     measured or published it."""
     if plan.device == "cuda":
         return mean_peak(cluster, plan.precision)
-    return stored_cpu_peak(plan.threads_per_rank).get(plan.precision)
+    measured = stored_cpu_peak(plan.threads_per_rank).get(plan.precision)
+    if measured is not None:
+        return measured
+    cores = cluster.nodes[0].cores
+    whole = stored_cpu_peak(cores).get(plan.precision)
+    return None if whole is None else whole * min(plan.threads_per_rank / cores, 1.0)

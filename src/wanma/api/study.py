@@ -15,6 +15,7 @@ from wanma.api.machines import imagined, run_on
 from wanma.api.planning import by_time, job_dimensions
 from wanma.api.read_model import ModelRead, read_model
 from wanma.hardware.discover import discover
+from wanma.hardware.first_use import with_measured_processor
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.job.forecast import Workload
@@ -161,7 +162,11 @@ def answer(
     if device is None and cluster is None:
         cluster = job.cluster.file
     is_here = device is None and cluster is None
-    mine, machines = (job, discover()) if is_here else imagined(job, device=device, cluster=cluster)
+    mine, machines = (
+        (job, with_measured_processor(discover()))
+        if is_here
+        else imagined(job, device=device, cluster=cluster)
+    )
     asker = _Asker(job, read_model(job), job_dimensions(job), load_calibration())
     study = asker.study(mine, machines, is_here=is_here)
     return Answers(

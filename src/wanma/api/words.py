@@ -182,11 +182,14 @@ def rate_words(value: float | None) -> str:
 
 
 def energy_words(joules: float | None) -> str:
-    """'415 kWh'."""
+    """'415 kWh', '1.29 GWh': three digits and the unit that leaves no exponent."""
     if joules is None:
         return "–"
-    kilowatt_hours = joules / 3.6e6
-    return f"{kilowatt_hours / 1000:.3g} MWh" if kilowatt_hours >= 1000 else f"{kilowatt_hours:.3g} kWh"
+    value, units = joules / 3.6e3, ["Wh", "kWh", "MWh", "GWh", "TWh"]
+    while len(units) > 1 and float(f"{value:.3g}") >= 1000:
+        value, units = value / 1000, units[1:]
+    digits = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else "less than 0.01"
+    return f"{digits} {units[0]}"
 
 
 def run_words(forecast: Forecast) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 from wanma.models.dimensions import DecoderDimensions
 
 # Our own decoders, as wide and deep as the GPT of that size (Brown et al. 2020, table 2.1, from 125M to
-# 1.3B; nanoGPT's character model for 10M), but Llama-style: SwiGLU with an inner width of 8/3 hidden,
+# 175B; nanoGPT's character model for 10M), but Llama-style: SwiGLU with an inner width of 8/3 hidden,
 # rounded up to 64, has the parameters of GPT's two matrices of 4 hidden. `vocabulary` is the one used
 # when the data does not say: bytes (256 and special tokens, rounded to 320) or GPT-2's, rounded.
 GPT_PRESETS: dict[str, DecoderDimensions] = {
@@ -19,6 +19,7 @@ GPT_PRESETS: dict[str, DecoderDimensions] = {
     "gpt-125m": DecoderDimensions(12, 768, 12, 12, 2048, 50304, tie_embeddings=True),
     "gpt-350m": DecoderDimensions(24, 1024, 16, 16, 2752, 50304, tie_embeddings=True),
     "gpt-1b": DecoderDimensions(20, 2048, 16, 16, 5504, 50304, tie_embeddings=True),
+    "gpt-3-175b": DecoderDimensions(96, 12288, 96, 96, 32768, 50304, tie_embeddings=True),
 }
 
 

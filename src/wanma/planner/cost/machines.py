@@ -260,8 +260,16 @@ def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
         start_seconds=_SHARED_START_SECONDS,
         program=_PROGRAM,
         doubt=_UNMEASURED_PROCESSOR,
-        assumed=(f"{cpu.name} was never measured here; `wanma cluster --calibrate` takes some minutes",),
+        assumed=(_never_measured(cpu.name),),
     )
+
+
+def _never_measured(name: str) -> str:
+    """The sentence on a processor without a calibration."""
+    way_out = "`wanma cluster --calibrate` takes some minutes"
+    if find_named(name) is None:
+        return f"of {name} only products were measured, at first use, and all else is assumed; {way_out}"
+    return f"{name} was never measured here; {way_out}"
 
 
 _CORE_BANDWIDTH = 5e9

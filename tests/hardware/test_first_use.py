@@ -1,0 +1,61 @@
+"""A processor that the catalogue lacks is measured at first use, told, and kept for the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from wanma.api.planning import peak_flops_per_second
+from wanma.hardware.cpu_peak import peak_file, stored_cpu_peak
+from wanma.hardware.discover import discover
+from wanma.hardware.first_use import with_measured_processor
+from wanma.job.cluster import Cluster
+from wanma.job.plan import Plan
+from wanma.planner.cost.machines import machine_of
+
+
+@pytest.fixture
+def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """This machine with no rates of its processor, and nothing kept of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (node,) = discover().nodes
+    assert node.cpu is not None
+    return Cluster((replace(node, devices=(), cpu=replace(node.cpu, peak_flops_per_second={})),))
+
+
+def test_it_is_measured_once_told_and_kept_and_gives_a_run_its_step_time_and_peak(
+    unknown: Cluster, tmp_path: Path
+) -> None:
+    assert machine_of(unknown).unknown
+    told: list[str] = []
+    known = with_measured_processor(unknown, told.append, {})
+    (node,) = known.nodes
+    assert node.cpu is not None
+    assert node.cpu.peak_flops_per_second["fp32"] > 1e8
+    assert "are not in the catalogue: measured once, in " in told[0]
+    assert str(peak_file()) in told[0]
+    assert machine_of(known).unknown == ""
+    assert with_measured_processor(known, told.append, {}) == known
+    assert len(told) == 1
+    half = Plan(threads_per_rank=node.cores) if node.cores == 1 else Plan(threads_per_rank=node.cores // 2)
+    whole = stored_cpu_peak(node.cores)["fp32"]
+    assert peak_flops_per_second(half, known) == pytest.approx(whole * half.threads_per_rank / node.cores)
+
+
+def test_where_it_cannot_be_kept_the_reason_is_told(
+    unknown: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    told: list[str] = []
+    assert with_measured_processor(unknown, told.append, {}) == unknown
+    assert "could not be measured: " in told[0]
+    assert "cannot keep the measured CPU peak" in told[0]
+
+
+def test_a_switch_turns_it_off(unknown: Cluster) -> None:
+    told: list[str] = []
+    assert with_measured_processor(unknown, told.append, {"WANMA_MEASURE_CPU": "0"}) == unknown
+    assert told == []
