@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import shutil
 import tempfile
@@ -55,7 +56,7 @@ class Ranks:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
             self._send((case, store.port, folder))
-            return self._collect()
+            return self._collect(folder)
         finally:
             del store
             shutil.rmtree(folder, ignore_errors=True)
@@ -87,7 +88,7 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _collect(self) -> Outcome:
+    def _collect(self, folder: Path) -> Outcome:
         """Of all ranks: the first one's that failed, or what rank 0 has trained."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(zip(self._pipes, range(self._count), strict=True))
@@ -107,7 +108,8 @@ class Ranks:
         if waiting or any(outcome.kind == "crash" for outcome in failed):
             self.close()
         if not failed and waiting:
-            return Outcome("hang", f"no word of ranks {sorted(waiting.values())}")
+            stacks = "\n".join(path.read_text() for path in sorted(folder.glob("stack-*")))
+            return Outcome("hang", f"no word of ranks {sorted(waiting.values())}\n{stacks}")
         # A rank that lost its peer says less than the peer.
         failed.sort(key=lambda outcome: outcome.kind in ("hang", "error", "crash") and "peer" in outcome.text)
         refused = [outcome for outcome in failed if outcome.kind == "refused"]
@@ -122,8 +124,14 @@ def _serve(rank: int, count: int, pipe: Connection) -> None:
         except EOFError:
             return
         worker = Worker(rank, rank, count, count, 0, 1, folder, store_port=port, control=Steps())
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            (folder / f"stack-{rank}").open("w") as stack,
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            faulthandler.dump_traceback_later(SECONDS - 10, file=stack)
             outcome = _run(worker, case)
+            faulthandler.cancel_dump_traceback_later()
         pipe.send(outcome)
 
 
