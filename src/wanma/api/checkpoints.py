@@ -159,10 +159,14 @@ def _plain(path: Path, folder: Path, saved: Saved, kinds: dict[str, str]) -> Con
     from wanma.checkpoint.published import write_published
 
     require_whole(path)
-    prefix = next((prefix for prefix in _WEIGHTS if any(name.startswith(prefix) for name in kinds)), None)
-    if prefix is None:
+    names = {
+        name.removeprefix(prefix): name
+        for prefix in reversed(_WEIGHTS)
+        for name in kinds
+        if name.startswith(prefix)
+    }
+    if not names:
         raise WanmaError(f"{path} holds no weights", "only checkpoints of a training have some")
-    names = {name.removeprefix(prefix): name for name in kinds if name.startswith(prefix)}
     tensors = {short: (kinds[name], saved.tensors[name].shape) for short, name in names.items()}
     write_published(
         folder,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -17,12 +17,15 @@ from wanma.job.run_directory import RunDirectory
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from wanma.api.unrounded import Unrounded
+    from wanma.checkpoint.format import Box
     from wanma.checkpoint.reader import Saved
     from wanma.models.published import Piece, Published
 
 FILE_BYTES = 5_000_000_000
 """Most tensor bytes in one file, as transformers has it."""
 PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_LOW = ("BF16", "F16")
 _NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -37,6 +40,9 @@ class Exported:
     """Whether the averaged weights were taken, which a run has with train.weight_average."""
     made_tokenizer: bool
     """The run read bytes and had no tokenizer file: one was made whose token numbers are the bytes."""
+    rounded: int = 0
+    """Frozen weights that are written in more bits than the run has kept of them: what it started from is no
+    longer there."""
 
 
 def export(
@@ -52,13 +58,14 @@ def export(
     """Write a whole checkpoint of `run`, the newest, as a folder that transformers' `from_pretrained` loads.
 
     Memory holds one tensor at a time. Averaged weights are preferred, as `wanma sample` does; adapters are
-    added to the weights that they adapt.
+    added to the weights that they adapt. Frozen weights of which the checkpoint holds 16 bits are read from
+    where the run started (`checkpoint.start_from`), as long as they are there.
 
     Args:
         folder: made; must not hold anything yet.
         checkpoint: the one to take; None: one of the run's.
         step: of the run's checkpoint to take; None: the newest that is whole.
-        precision: of the written weights; None: as trained.
+        precision: of the written weights; None: that of the trained ones.
         on_message: gets the reason where damage lets an older checkpoint be taken than the newest.
 
     Raises:
@@ -67,12 +74,14 @@ def export(
     """
     import torch
 
+    from wanma.api.unrounded import open_start
     from wanma.checkpoint.convert import require_whole
     from wanma.checkpoint.published import write_published
     from wanma.checkpoint.reader import Saved
     from wanma.checkpoint.shards import DTYPES
     from wanma.checkpoint.verify import find_whole
     from wanma.models.build import model_spec
+    from wanma.models.published import published_shapes
 
     job = load_job(run.job)
     if checkpoint is not None:
@@ -96,9 +105,11 @@ def export(
         )
     saved = Saved(path)
     averaged = any(name.startswith("average.") for name in saved.tensors)
-    layout = _layout(model, saved, "average." if averaged else "model.", job.model.lora_alpha)
-    shapes = layout.shapes()
-    kinds = {name: PRECISIONS[precision] if precision else layout.dtype(name) for name in shapes}
+    holders = _holders(model, saved)
+    shapes = published_shapes([tuple(piece for _, piece in held) for held in holders.values()])
+    kinds = {
+        name: PRECISIONS[precision] if precision else _dtype(saved, held) for name, held in holders.items()
+    }
     config = cast("Published", model).published_config(length)
     config["dtype"] = _NAMES[next(iter(kinds.values()))]
     if kept.is_dir() and tokenizer is not None and config.get("eos_token_id") is None:
@@ -106,15 +117,17 @@ def export(
     others = {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
     if kept.is_dir() and tokenizer is not None:
         others |= _tokenizer_files(tokenizer)
-    write_published(
-        folder,
-        {name: (kinds[name], shape) for name, shape in shapes.items()},
-        lambda name: layout.assemble(name, shapes[name], DTYPES[kinds[name]]),
-        others,
-        file_bytes,
-    )
+    with open_start(model, job.checkpoint.start_from) as start:
+        weights = _Weights(saved, holders, job.model.lora_alpha, start)
+        write_published(
+            folder,
+            {name: (kinds[name], shape) for name, shape in shapes.items()},
+            lambda name: weights.assemble(name, shapes[name], DTYPES[kinds[name]]),
+            others,
+            file_bytes,
+        )
     made_tokenizer = kept.is_dir() and isinstance(tokenizer, BytesTokenizer)
-    return Exported(folder, path, len(shapes), averaged, made_tokenizer)
+    return Exported(folder, path, len(shapes), averaged, made_tokenizer, len(weights.rounded))
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -128,22 +141,20 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     }
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Which pieces of which saved tensors make up each published one."""
+_Holders = dict[str, list[tuple[str, "Piece"]]]
+"""Published tensor -> (name in the checkpoint, piece)."""
+
+
+@dataclass
+class _Weights:
+    """Published tensors, put together from pieces of saved ones."""
 
     saved: Saved
-    holders: dict[str, list[tuple[str, Piece]]]
-    """Published tensor -> (name in the checkpoint, piece)."""
+    holders: _Holders
     lora_alpha: float
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        from wanma.models.published import published_shapes
-
-        return published_shapes([tuple(piece for _, piece in held) for held in self.holders.values()])
-
-    def dtype(self, tensor: str) -> str:
-        return self.saved.tensors[self.holders[tensor][0][0]].dtype
+    start: Unrounded
+    rounded: set[str] = field(default_factory=set)
+    """Names of parameters that were written in more bits than were found of them."""
 
     def assemble(self, tensor: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
         import torch
@@ -152,40 +163,67 @@ class _Layout:
 
         whole = torch.empty(shape, dtype=dtype)
         for name, piece in self.holders[tensor]:
-            part = self.saved.read(name, Box((piece.first, *(0 for _ in piece.shape[1:])), piece.shape))
+            part = self._part(name, Box((piece.first, *(0 for _ in piece.shape[1:])), piece.shape), dtype)
             part = self._adapted(name, part)
             ends = (at + size for at, size in zip(piece.offset, piece.published_shape, strict=True))
             whole[tuple(map(slice, piece.offset, ends))] = piece.to_published(part).to(dtype)
         return whole
 
+    def _part(self, name: str, box: Box, dtype: Any) -> Tensor:
+        part = self.saved.read(name, box)
+        if self.saved.tensors[name].dtype not in _LOW or _widest(self.saved) in _LOW:
+            return part
+        found = self.start.part(name.removeprefix("model."), part, box, self.saved.tensors[name].shape)
+        if found is part and dtype.itemsize > part.dtype.itemsize:
+            self.rounded.add(name)
+        return found
+
     def _adapted(self, name: str, weight: Tensor) -> Tensor:
         """With the adapter of that layer, if it has one."""
-        layer = name.rpartition(".")[0]
-        names = {part: f"{layer}.{part}" for part in ("lora_a", "lora_b")}
-        if not name.endswith(".weight") or names["lora_a"] not in self.saved.tensors:
+        path, _, kind = name.partition(".")[2].rpartition(".")
+        halves = {part: f"{path}.{part}" if path else part for part in ("lora_a", "lora_b")}
+        if kind != "weight" or f"model.{halves['lora_a']}" not in self.saved.tensors:
             return weight
         from wanma.models.lora import merge
 
-        halves = {part: self.saved.read(name) for part, name in names.items()}
-        return merge({"weight": weight, **halves}, self.lora_alpha)["weight"]
+        read = {part: self.saved.read(_saved_name(self.saved, own)) for part, own in halves.items()}
+        return merge({"weight": weight, **read}, self.lora_alpha)["weight"]
 
 
-def _layout(model: nn.Module, saved: Saved, prefix: str, lora_alpha: float) -> _Layout:
+def _holders(model: nn.Module, saved: Saved) -> _Holders:
     from wanma.models.lora import is_adapter
 
-    holders: dict[str, list[tuple[str, Piece]]] = {}
+    holders: _Holders = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
         alternatives = cast("Published", model).published(name, tuple(parameter.shape))
         if not alternatives:
             raise WanmaError(f"parameter {name} has no place in a published checkpoint")
-        entry = saved.tensors.get(prefix + name)
+        own = _saved_name(saved, name)
+        entry = saved.tensors.get(own)
         if entry is None or entry.shape != tuple(parameter.shape):
             raise WanmaError(
                 f"{saved.name} is of another model than its job.toml describes: {name}",
                 "put back the job.toml that the run was trained with",
             )
         for piece in alternatives[0]:
-            holders.setdefault(piece.tensor, []).append((prefix + name, piece))
-    return _Layout(saved, holders, lora_alpha)
+            holders.setdefault(piece.tensor, []).append((own, piece))
+    return holders
+
+
+def _saved_name(saved: Saved, parameter: str) -> str:
+    """Of its average, where there is one: what is frozen has none."""
+    average = f"average.{parameter}"
+    return average if average in saved.tensors else f"model.{parameter}"
+
+
+def _dtype(saved: Saved, held: list[tuple[str, Piece]]) -> str:
+    own = saved.tensors[held[0][0]].dtype
+    return _widest(saved) if own in _LOW else own
+
+
+def _widest(saved: Saved) -> str:
+    """The dtype with the most bits among the weights, which is that of the trained ones."""
+    found = {entry.dtype for name, entry in saved.tensors.items() if name.startswith("model.")}
+    return next((dtype for dtype in _NAMES if dtype in found), "F32")

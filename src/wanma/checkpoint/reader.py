@@ -61,6 +61,7 @@ def load(
     *,
     strict: bool = True,
     cast: bool = False,
+    rounds: Collection[str] = (),
     elsewhere: Collection[str] = (),
     rank: int = 0,
     world_size: int = 1,
@@ -72,6 +73,7 @@ def load(
         tensors: full name -> tensor or DTensor of any layout; dtype and full shape must be as saved.
         strict: whether tensors of the checkpoint that nobody asks for are an error.
         cast: whether floating-point tensors may have been saved in another floating-point dtype.
+        rounds: names of tensors that may have been saved in fp32.
         elsewhere: names that only other ranks hold (of other pipeline stages).
         rank, world_size: of the loading run, for its `rank_state`.
 
@@ -84,7 +86,7 @@ def load(
     """
     source = source if isinstance(source, Source) else on_disk(source)
     manifest = source.manifest
-    _require_same_model(source, tensors, strict, cast, elsewhere)
+    _require_same_model(source, tensors, strict, cast, rounds, elsewhere)
     files = _Files(source)
     for name, tensor in tensors.items():
         box = local_box(name, tensor)
@@ -199,6 +201,7 @@ def _require_same_model(
     tensors: Mapping[str, torch.Tensor],
     strict: bool,
     cast: bool,
+    rounds: Collection[str],
     elsewhere: Collection[str],
 ) -> None:
     """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
@@ -212,7 +215,11 @@ def _require_same_model(
             differences.append(f"{name}: not in the checkpoint.{close}")
         elif entry.shape != here[1]:
             differences.append(f"{name}: shape {here[1]} here, {entry.shape} in the checkpoint")
-        elif entry.dtype != here[0] and not (cast and tensor.is_floating_point() and _is_floating(entry)):
+        elif (
+            entry.dtype != here[0]
+            and not (name in rounds and entry.dtype == "F32")
+            and not (cast and tensor.is_floating_point() and _is_floating(entry))
+        ):
             differences.append(f"{name}: dtype {here[0]} here, {entry.dtype} in the checkpoint")
     if strict:
         extra = set(manifest.tensors).difference(tensors, elsewhere)

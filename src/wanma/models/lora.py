@@ -92,7 +92,8 @@ def merge(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
         alpha: `model.lora_alpha`.
 
     Returns:
-        the same without adapters; what has none is not copied. The sum is computed in at least fp32.
+        the same without adapters; what has none is not copied. The sum is computed in at least fp32. It has
+        the wider dtype of weight and adapter, for frozen weights may be kept in fewer bits.
 
     Raises:
         WanmaError: an adapter without its other half or its weight.
@@ -108,9 +109,10 @@ def merge(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
         if name.endswith(_B):
             continue
         weight, a, b = (tensors[part] for part in needed)
-        precise = torch.promote_types(weight.dtype, torch.float32)
+        wider = torch.promote_types(weight.dtype, a.dtype)
+        precise = torch.promote_types(wider, torch.float32)
         change = b.to(precise) @ a.to(precise) * (alpha / a.shape[0])
-        merged[needed[0]] = (weight.to(precise) + change).to(weight.dtype)
+        merged[needed[0]] = (weight.to(precise) + change).to(wider)
     return merged
 
 

@@ -91,7 +91,7 @@ class ForwardChanges:
         """
         self._tensors = tensors
         self._versions = [tensor._version for tensor in tensors]
-        compares = is_watched(self._steps) and not any(map(_is_empty, tensors))
+        compares = is_watched(self._steps) and not any(map(is_empty, tensors))
         self._sums = [checksum(tensor) for tensor in tensors] if compares else None
 
     def begin_micro_batch(self) -> None:
@@ -182,7 +182,7 @@ class GatheredCopies:
             return
         for index, (name, shard) in enumerate(zip(self._names, self._group.fsdp_params, strict=True)):
             local = shard.sharded_param._local_tensor
-            if _is_empty(shard.unsharded_param):
+            if is_empty(shard.unsharded_param):
                 continue
             whole, dim = local_part(shard.unsharded_param), shard.fsdp_placement.dim
             if hasattr(local, "fsdp_pre_all_gather"):  # a part of the whole, unless that has been replaced
@@ -234,7 +234,7 @@ def _start(shard: Any, size: int) -> int:
     return min(rank * -(-size // shards), size)
 
 
-def _is_empty(tensor: Tensor) -> bool:
+def is_empty(tensor: Tensor) -> bool:
     """Return whether it has no values, as in a dry run."""
     local = local_part(tensor)
     return is_fake(local) or local.is_meta

@@ -20,19 +20,21 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def frozen_for_good(model: nn.Module, is_frozen: Any) -> frozenset[str]:
-    """Freeze what the job freezes; names of all parameters of a whole model that are never trained.
+    """Freeze what the job freezes; names of all parameters of a whole model that are never trained, of tied
+    ones all names.
 
     Args:
         is_frozen: tells of a name whether the job freezes it.
     """
-    names = set()
+    fixed = set()
     for name, parameter in model.named_parameters():
         if is_frozen(name):
             parameter.requires_grad_(False)
         is_low = parameter.dtype in LOW and not parameter.requires_grad
         if is_frozen(name) or is_low or not (parameter.is_floating_point() or parameter.is_complex()):
-            names.add(name)
-    return frozenset(names)
+            fixed.add(parameter)
+    everything = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in everything if parameter in fixed)
 
 
 def refuse_release(name: str, parameter: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from wanma.parallel.compressed import GradientCompression, open_compression
 from wanma.parallel.context import split_context
 from wanma.parallel.expert import split_experts
 from wanma.parallel.freezing import Flags, frozen_for_good
+from wanma.parallel.frozen_weights import round_frozen
 from wanma.parallel.gather_watch import watch_gathers
 from wanma.parallel.gradient_hooks import GradientHooks
 from wanma.parallel.low_precision import compute_in_fp8
@@ -150,6 +151,11 @@ class Parallel:
         yield from (parameter for part in self.parts for parameter in part.parameters())
         for held in self.data_parallel:
             yield from held.computing()
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters here that are trained, or may be later, by name; copies of other stages' too."""
+        copies, names = self.ties.names, set(self.trainable_names)
+        return {name: one for name, one in self.named_parameters() if copies.get(name, name) in names}
 
     def modules(self) -> Iterator[nn.Module]:
         for part in self.parts:
@@ -282,6 +288,8 @@ def _apply(
     """Split one stage, in the order in which the splits can see through each other."""
     if plan.fp8:
         compute_in_fp8(_blocks(part, spec.layout), plan)
+    if not spec.own_initialization:  # users would get theirs back rounded
+        round_frozen(part, DTYPES[plan.precision], fixed)
     if plan.ep > 1 or (spec.layout is not None and spec.layout.experts is not None):
         split_experts(part, spec.require_layout("parallel.ep"), grid)
     if plan.tp > 1:

@@ -21,7 +21,7 @@ multiplied in beforehand, so that the loop divides once, by the global batch's t
 On a CPU, what is neither sharded nor computed in another precision than it is kept in goes without FSDP2:
 `parallel.whole`. So do parameters that FSDP2 does not take, on every device: single numbers, those without
 elements, and those of another data type than most. They are whole on every rank at every stage, and in their
-own precision.
+own precision. Frozen weights are as `parallel.frozen_weights` says.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from wanma.parallel.common_weights import CommonWeights, is_common
 from wanma.parallel.compressed import GradientCompression
 from wanma.parallel.compressed_shard import compress_unit, names_of
 from wanma.parallel.freezing import Flags
+from wanma.parallel.frozen_weights import FrozenWeights, held_once
 from wanma.parallel.mesh import Grid
 from wanma.parallel.offload import offload_policy
 from wanma.parallel.recompute import hide_hooks
@@ -83,14 +84,16 @@ def shard_data(
     if plan.computes_with_state:
         input_dtype = torch.float64 if plan.precision == "fp64" else None
         return Whole(model, grid, stopwatch, input_dtype, compression=compression, fixed=fixed)
-    strays, scalars = Strays(model), None
+    strays, scalars, frozen = Strays(model), None, None
     divides = _divides(plan)
     divisor = plan.replicas if divides else 1
-    if kept_whole(model):
+    if alone := kept_whole(model):
         # The time of communication is told on CPUs alone.
         watch = stopwatch if plan.device == "cpu" else Stopwatch()
-        scalars = Whole(model, grid, watch, None, divisor=divisor, scalars_only=True, fixed=fixed)
-    whole = kept_whole(model)
+        scalars = Whole(model, grid, watch, None, divisor=divisor, only=alone, fixed=fixed)
+    if once := held_once(model, plan, grid, DTYPES[plan.precision], fixed):
+        frozen = FrozenWeights(model, grid, once)
+    whole = kept_whole(model) | (frozen.state if frozen is not None else set())
     policy = MixedPrecisionPolicy()
     # A proof is in fp64 throughout: inputs that come as fp32, such as images, are cast.
     root_policy = MixedPrecisionPolicy(param_dtype=torch.float64) if plan.precision == "fp64" else policy
@@ -161,7 +164,9 @@ def shard_data(
         if not divides:
             unit.set_gradient_divide_factor(1.0)
     assert isinstance(model, FSDPModule)
-    return Sharded(model, plan, stopwatch, divisor, strays, scalars, UnitOrder(model, grid, stopwatch))
+    return Sharded(
+        model, plan, stopwatch, divisor, strays, scalars, frozen, UnitOrder(model, grid, stopwatch)
+    )
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,8 @@ class Sharded:
     strays: Strays
     scalars: Whole | None
     """Parameters that are one number."""
+    frozen: FrozenWeights | None
+    """Parameters that are frozen for good and whole on every rank."""
     order: UnitOrder
     """In which gradients are reduced."""
     weights: CommonWeights | None = None
@@ -217,6 +224,8 @@ class Sharded:
         self.order.end_backward()
         if self.scalars is not None:
             self.scalars.end_backward()
+        if self.frozen is not None:
+            self.frozen.end_backward()
         if self.flags is not None:
             self.flags.settle()
         self.settle()
@@ -231,12 +240,16 @@ class Sharded:
         yield from self.strays.given()
         if self.scalars is not None:
             yield from self.scalars.computing()
+        if self.frozen is not None:
+            yield from self.frozen.computing()
 
     def refuse_changes(self) -> None:
         """As of `Whole`."""
         self.order.refuse_changes()
         if self.scalars is not None:
             self.scalars.refuse_changes()
+        if self.frozen is not None:
+            self.frozen.refuse_changes()
 
     def meet(self) -> None:
         """
@@ -263,6 +276,8 @@ class Sharded:
             unit.reshard()
         if self.scalars is not None:
             self.scalars.rest()
+        if self.frozen is not None:
+            self.frozen.rest()
 
 
 def _divides(plan: Plan) -> bool:

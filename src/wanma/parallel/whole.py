@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_map_only
 
 from wanma.checkpoint.shards import local_part
@@ -29,92 +26,10 @@ from wanma.parallel.compressed import GradientCompression, whole_slot
 from wanma.parallel.compressed_whole import sum_compressed
 from wanma.parallel.data_sums import data_sums
 from wanma.parallel.forward_changes import ForwardChanges
-from wanma.parallel.freezing import refuse_release
 from wanma.parallel.gradient_sums import Bucket, GradientSums, Size, buckets
+from wanma.parallel.held import Held, hold, is_owed, joined
 from wanma.parallel.mesh import Grid
 from wanma.parallel.strays import Strays
-
-
-@dataclass
-class _Held:
-    """One parameter, and the modules that name it: several where modules share it."""
-
-    full_name: str
-    """In the model, as the first of those modules has it."""
-    state: nn.Parameter
-    tensor_ranks: tuple[DeviceMesh, tuple[Placement, ...]] | None
-    """How `tp` splits it."""
-    named: list[tuple[nn.Module, str]] = field(default_factory=list)
-    computing: nn.Parameter | None = None
-    is_fixed: bool = False
-    """Frozen for good."""
-    began_trained: bool = False
-    """It was to be trained when the step began."""
-
-    @property
-    def is_early(self) -> bool:
-        """Whether the gradient is complete once backward has made it: tensor ranks have no parts of it."""
-        return self.tensor_ranks is None or all(place.is_shard() for place in self.tensor_ranks[1])
-
-    def alias(self, on_gradient: Callable[[Tensor], None]) -> nn.Parameter:
-        """What computes, in the memory of the state; made anew where that has moved since.
-
-        Args:
-            on_gradient: to be called when a backward has made its gradient.
-        """
-        local = local_part(self.state)
-        if self.computing is None or local_part(self.computing).data_ptr() != local.data_ptr():
-            value = local
-            if self.tensor_ranks is not None:
-                value = _joined(local, *self.tensor_ranks, like=self.state)
-            can_be_trained = value.is_floating_point() or value.is_complex()
-            self.computing = nn.Parameter(value, can_be_trained)
-            if can_be_trained:
-                self.computing.register_post_accumulate_grad_hook(on_gradient)
-        # Who trains may freeze and release parameters between steps; so may the model in its forward.
-        self.began_trained = self.state.requires_grad
-        self.computing.requires_grad_(self.began_trained)
-        return self.computing
-
-    @property
-    def is_trained(self) -> bool:
-        """Return whether this step may have made a gradient."""
-        if self.computing is None:
-            return self.state.requires_grad
-        return self.began_trained or self.computing.requires_grad
-
-    def take_flag(self) -> None:
-        """Freeze or release the state as the model has done with what computes.
-
-        Raises:
-            WanmaError: it is frozen for good.
-        """
-        assert self.computing is not None
-        if self.computing.requires_grad != self.began_trained:
-            self.state.requires_grad_(self.computing.requires_grad)
-        if self.is_fixed and self.state.requires_grad:
-            refuse_release(self.full_name, self.state)
-
-    @torch.no_grad()
-    def take_data(self) -> None:
-        """Copy what a forward pass has assigned to the data of what computes into the state."""
-        if self.computing is None:
-            return
-        given, local = local_part(self.computing), local_part(self.state)
-        if given.data_ptr() != local.data_ptr() and given.shape == local.shape:
-            local.copy_(given)
-
-    def take_gradient(self) -> Tensor | None:
-        """This rank's, from where backward has put it: placed as the parameter, or a part of its sum."""
-        if self.computing is None:
-            return None
-        gradient, self.computing.grad = self.computing.grad, None
-        if isinstance(gradient, DTensor) and self.tensor_ranks is not None:
-            _, placements = self.tensor_ranks
-            # What computes with DTensors, as no module of ours does, may place it otherwise.
-            if not _is_owed(gradient) and gradient.placements != placements:
-                return gradient.redistribute(placements=placements)
-        return gradient
 
 
 class Whole:
@@ -123,7 +38,7 @@ class Whole:
     Args:
         input_dtype: given to all floating-point tensors that come into the module; None leaves them.
         divisor: of gradients, beside their sum.
-        scalars_only: leave all parameters alone but those of `kept_whole`.
+        only: parameters of `model`; the others are left alone. None: all.
         compression: sums gradients over the replicas in fewer bytes, after backward; None: as they are.
         fixed: names of parameters that are frozen for good.
     """
@@ -136,7 +51,7 @@ class Whole:
         input_dtype: torch.dtype | None,
         *,
         divisor: int = 1,
-        scalars_only: bool = False,
+        only: Collection[nn.Parameter] | None = None,
         compression: GradientCompression | None = None,
         fixed: Collection[str] = (),
     ) -> None:
@@ -147,16 +62,14 @@ class Whole:
         self._bucket_bytes = grid.plan.bucket_bytes
         # What a pipeline's schedule drives is complete only when its backwards are all done; single numbers
         # beside FSDP2 are not worth it.
-        overlaps = grid.plan.overlap and grid.plan.pp == 1 and not scalars_only
+        overlaps = grid.plan.overlap and grid.plan.pp == 1 and only is None
         self._axes = data_sums(grid, beside_backward=overlaps)
         self._overlaps = overlaps and len(self._axes) == 1
         self._sums: GradientSums | None = None
         """Of the step whose last micro-batch runs backward."""
         self._is_last = False
         self._strays = Strays(model)
-        self._held = _hold(model, grid, scalars_only=scalars_only)
-        for one in self._held:
-            one.is_fixed = one.full_name in fixed
+        self._held = hold(model, grid, only, fixed=fixed)
         self._changes = ForwardChanges([held.full_name for held in self._held])
         self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
         self._layout: tuple[list[Size], list[Bucket]] = [], []
@@ -201,7 +114,7 @@ class Whole:
             if self.divisor != 1:
                 gradient.div_(self.divisor)
             state: Any = held.state
-            state.grad = _joined(gradient, state.device_mesh, state.placements, like=state)
+            state.grad = joined(gradient, state.device_mesh, state.placements, like=state)
 
     def computing(self) -> Iterator[Tensor]:
         """As of `Sharded`."""
@@ -222,7 +135,7 @@ class Whole:
         if self._computes:
             self._computes = False
             for held in self._held:
-                _name(held, held.state)
+                held.put(held.state)
                 held.take_flag()
 
     def _before_forward(
@@ -234,7 +147,7 @@ class Whole:
         if not self._computes:
             self._computes = True
             for index, held in enumerate(self._held):
-                _name(held, held.alias(_hears(self, index)))
+                held.put(held.alias(_hears(self, index)))
             self._changes.begin([held.computing for held in self._held if held.computing is not None])
         if self._input_dtype is None:
             return arguments, keywords
@@ -279,7 +192,7 @@ class Whole:
         taken = {index: held.take_gradient() for index, held in enumerate(self._held)}
         gradients = {index: gradient for index, gradient in taken.items() if gradient is not None}
         plain = {index: local_part(gradient).contiguous() for index, gradient in gradients.items()}
-        owed = [index for index, gradient in gradients.items() if _is_owed(gradient)]
+        owed = [index for index, gradient in gradients.items() if is_owed(gradient)]
         for dtype in dict.fromkeys(plain[index].dtype for index in owed):
             assert self._tensor_ranks is not None
             members = [index for index in owed if plain[index].dtype == dtype]
@@ -341,30 +254,6 @@ def kept_whole(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def _hold(model: nn.Module, grid: Grid, *, scalars_only: bool) -> list[_Held]:
-    """Make the parameters of `model` its state: DTensors over all ranks that hold them."""
-    everywhere = (Replicate(), Replicate())
-    held: dict[nn.Parameter, _Held] = {}
-    alone = kept_whole(model) if scalars_only else set()
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or (scalars_only and parameter not in alone):
-                continue
-            if parameter not in held:
-                if isinstance(parameter, DTensor):
-                    ranks = parameter.device_mesh, tuple(parameter.placements)
-                    mesh, placements = grid.state["replicate", "shard", "state_tp"], (*everywhere, *ranks[1])
-                else:
-                    ranks, mesh, placements = None, grid.state_mesh, everywhere
-                state = _joined(local_part(parameter), mesh, placements, like=parameter)
-                full_name = f"{path}.{name}" if path else name
-                held[parameter] = _Held(full_name, nn.Parameter(state, parameter.requires_grad), ranks)
-            held[parameter].named.append((module, name))
-    for one in held.values():
-        _name(one, one.state)
-    return list(held.values())
-
-
 def _hears(whole: Whole, index: int) -> Callable[[Tensor], None]:
     """What tells `whole` of a gradient; it does not keep it alive, as a parameter's hook otherwise would."""
     listener = weakref.ref(whole)
@@ -376,24 +265,6 @@ def _hears(whole: Whole, index: int) -> Callable[[Tensor], None]:
     return on_gradient
 
 
-def _size(index: int, held: _Held) -> Size:
+def _size(index: int, held: Held) -> Size:
     local = local_part(held.state)
     return Size(index, local.shape, local.dtype, held.is_early)
-
-
-def _name(held: _Held, parameter: nn.Parameter) -> None:
-    for module, name in held.named:
-        module._parameters[name] = parameter
-
-
-def _is_owed(gradient: Tensor) -> bool:
-    """Whether each tensor rank has a summand of it."""
-    return isinstance(gradient, DTensor) and gradient.placements[0].is_partial("sum")
-
-
-@torch.no_grad()
-def _joined(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> Tensor:
-    """The DTensor of the shape of `like` of which this rank holds `local`."""
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

@@ -12,7 +12,11 @@ from wanma.checkpoint.shards import local_part
 
 
 class WeightAverage:
-    """average ← decay × average + (1 − decay) × weights, after every update (Polyak and Juditsky 1992)."""
+    """average ← decay × average + (1 − decay) × weights, after every update (Polyak and Juditsky 1992).
+
+    Args:
+        weights: that are trained, by name. Of what is frozen for good the average is the weight itself.
+    """
 
     def __init__(self, weights: dict[str, nn.Parameter], decay: float) -> None:
         self._decay = decay
@@ -25,7 +29,8 @@ class WeightAverage:
     def update(self) -> None:
         averages = [local_part(tensor) for tensor in self.tensors.values()]
         weights = [local_part(parameter) for parameter in self._weights.values()]
-        torch._foreach_lerp_(averages, weights, 1 - self._decay)
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - self._decay)
 
     @torch.no_grad()
     def restart(self) -> None:

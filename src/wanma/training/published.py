@@ -45,7 +45,9 @@ def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> in
             for part, comparison in zip(parallel.parts, found, strict=True):
                 for name, parameter in part.named_parameters():
                     if pieces := comparison.pieces.get(name):
-                        _fill(name, parameter, pieces, weights)
+                        box = local_box(name, parameter)
+                        assert box is not None  # parameters lie on this rank's own mesh
+                        fill(local_part(parameter), box, pieces, weights)
                 for name, buffer in _own_buffers(part):
                     buffer.copy_(weights.read(name, (0,) * buffer.ndim, tuple(buffer.shape)))
         return weights.bytes_read
@@ -188,11 +190,8 @@ def _refuse(
         )
 
 
-def _fill(name: str, parameter: Tensor, pieces: Alternative, weights: PublishedWeights) -> None:
-    """Copy this rank's box of one parameter, some rows at a time."""
-    box = local_box(name, parameter)
-    assert box is not None  # parameters lie on this rank's own mesh
-    local = local_part(parameter)
+def fill(local: Tensor, box: Box, pieces: Alternative, weights: PublishedWeights) -> None:
+    """Copy into `local`, which is `box` of one parameter, some rows at a time."""
     if not pieces[0].shape:  # a parameter that is one number
         local.copy_(weights.read(pieces[0].tensor, (), ()))
         return

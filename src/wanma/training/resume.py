@@ -3,7 +3,7 @@ or from nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
 from wanma.models.lora import is_adapter
 from wanma.observe.jsonl import last_record
+from wanma.parallel.freezing import LOW
 from wanma.training.between_sites import left_out
 from wanma.training.early_stopping import EarlyStopping
 from wanma.training.identity import Identity, check_identity
@@ -37,6 +38,7 @@ from wanma.training.uploads import fetch_newest, refuse_taken
 
 _ADAPTERS = "adapter_config.json"
 """File by which a folder of peft is known; its weights are in adapter_model.safetensors."""
+_LOW = ("BF16", "F16")
 _NAMED = 5
 """Tensors in one message, at most."""
 
@@ -216,6 +218,7 @@ def _carry_on(
     tensors = state.tensors()
     elsewhere = _names_elsewhere(tensors, plan)
     averages = [name for name in saved if name.startswith("average.")]
+    frozen = set(state.parallel.parameter_names).difference(state.parallel.trainable_names)
     seldom = plan.synchronization
     sites = plan.sites if seldom is not None and seldom.is_local else None
     of_sites, note = left_out(saved, tensors, sites)
@@ -224,6 +227,8 @@ def _carry_on(
     if averages and state.average is None:
         elsewhere += averages
         notes.append(f"the averaged weights of {label} are left out: train.weight_average is 0")
+    elif averages:  # older ones average also what does not change
+        elsewhere += [f"average.{name}" for name in frozen]
     if state.average is not None and not averages:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("average.")}
         notes.append(f"{label} was saved without averaged weights: the average begins at its weights")
@@ -233,6 +238,7 @@ def _carry_on(
     _, rank_state = load(
         source,
         alike,
+        rounds=_kept_rounded(tensors),
         elsewhere=elsewhere,
         rank=worker.rank,
         world_size=worker.world_size,
@@ -255,6 +261,11 @@ def _carry_on(
     if rank_state is not None:
         restore_random_state(rank_state["random"])
     return identity, notes
+
+
+def _kept_rounded(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Names of frozen weights that are kept in 16 bits here, and in fp32 by older checkpoints."""
+    return {name for name, one in tensors.items() if name.startswith("model.") and one.dtype in LOW}
 
 
 def _allocate(state: TrainingState, saved: Iterable[str]) -> None:
@@ -341,16 +352,24 @@ def not_whole(path: Path, problem: str) -> WanmaError:
 def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
     """Of a run that may have been without adapters, or of a model with more tensors than this one."""
     weights = state.weights()
-    saved = {name for name in read_manifest(path).tensors if name.startswith("model.")}
+    entries = read_manifest(path).tensors
+    saved = {name for name in entries if name.startswith("model.")}
     unused = sorted(saved.difference(weights, _names_elsewhere(weights, plan)))
     if adapters := [name for name in unused if is_adapter(name)]:
         raise WanmaError(
             f"checkpoint.start_from = '{path}' has adapters that this model has not, such as {adapters[0]}",
             "set model.lora_rank and model.lora_targets as in that run, or merge its adapters first",
         )
-    load(path, {n: t for n, t in weights.items() if n in saved or not is_adapter(n)}, strict=False, cast=True)
+    fills = {n: t for n, t in weights.items() if n in saved or not is_adapter(n)}
+    load(path, fills, strict=False, cast=True)
+    notes = []
+    if narrow := sorted(n for n, t in fills.items() if entries[n].dtype in _LOW and t.dtype not in LOW):
+        more = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
+        notes.append(f"{narrow[0]}{more} were saved in {entries[narrow[0]].dtype}: they begin rounded to it")
     more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
-    return [f"this model has no place for {', '.join(unused[:_NAMED])}{more}"] if unused else []
+    if unused:
+        notes.append(f"this model has no place for {', '.join(unused[:_NAMED])}{more}")
+    return notes
 
 
 def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:

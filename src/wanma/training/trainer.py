@@ -110,9 +110,7 @@ class Trainer:
                 own=own.optimizer,
             ),
             LossScale.start(train),
-            WeightAverage(dict(parallel.named_parameters()), train.weight_average)
-            if train.weight_average > 0
-            else None,
+            WeightAverage(parallel.trainable(), train.weight_average) if train.weight_average > 0 else None,
         )
         if plan.device == "cpu" and plan.offload_optimizer == "nothing":
             self.state.updater.reserve_state()

@@ -35,4 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
             "the run read bytes and has no tokenizer file: tokenizer.json was made for it, "
             "whose token numbers are the bytes (256: end of a document)"
         )
+    if done.rounded:
+        print(
+            f"{done.rounded} frozen weights are as the run computed with them, in 16 bits: what "
+            "checkpoint.start_from names is not there, or holds others"
+        )
     return 0
