@@ -38,7 +38,7 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
     def note(kind: str, count: int) -> None:
         peaks[kind] = max(peaks.get(kind, 0), count)
 
-    with process_grid(worker, plan, 60) as grid:
+    with process_grid(worker, plan, 60, parsed.parallel.collectives) as grid:
         data = open_data(parsed.data, parsed.train)
         spec = model_spec(
             parsed.model,

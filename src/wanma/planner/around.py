@@ -16,7 +16,7 @@ import numpy.typing as npt
 from wanma.job.plan import Plan
 from wanma.planner.cost.compression import error_bytes
 from wanma.planner.cost.moving import master_bytes
-from wanma.planner.memory.state import state_elements
+from wanma.planner.memory.state import state_elements, weight_bytes
 from wanma.planner.problem import Problem
 
 BATCH_SECONDS = 250e-6
@@ -113,11 +113,13 @@ def _load_seconds(problem: Problem, plan: Plan) -> float:
 def _saved_bytes(problem: Problem, plan: Plan) -> float:
     """Of a rank's part of a save; replicas of a part share it."""
     workload, train = problem.workload, problem.job.train
-    average = workload.parameters if train.weight_average > 0 else 0
-    elements = workload.parameters + state_elements(workload, train) + average
+    rounds = problem.software.rounds_frozen
+    average = workload.parameters * (workload.trained_share if rounds else 1.0)
+    elements = state_elements(workload, train) + (average if train.weight_average > 0 else 0.0)
+    saved = weight_bytes(workload, plan, rounds_frozen=rounds) + master_bytes(plan) * elements
     whole = workload.parameters / plan.tp / plan.pp
     kept = error_bytes(plan, whole, whole / plan.shard_ranks)
-    return master_bytes(plan) * elements / plan.world_size + kept
+    return saved / plan.world_size + kept
 
 
 def _save_seconds(problem: Problem, plan: Plan, size: float) -> tuple[float, float]:

@@ -112,6 +112,7 @@ def problem_of(
         state_bytes=state_bytes / max(trained, 1.0),
         sharing_machines=0 if job.parallel.collectives == "gloo" else job.cluster.nodes,
         logits_copies=1.0 if dimensions is not None else 2.0,
+        rounds_frozen=job.model.factory is None,
     )
     memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE
     unlike = cluster if len(cluster.nodes) > 1 and node.devices else None

@@ -25,7 +25,7 @@ from wanma.planner.automatic import why_not_by_time
 from wanma.planner.choose import plan_for
 from wanma.planner.forecast import forecast
 from wanma.planner.measure.calibration import Calibration
-from wanma.planner.memory.state import state_elements
+from wanma.planner.memory.state import state_elements, weight_bytes
 from wanma.planner.problem import Problem, device_of, problem_of
 
 RESTART_SECONDS = {"cpu": 0.5, "cuda": 10.0}
@@ -172,8 +172,9 @@ def change_cost(
 ) -> ChangeCost:
     """Of going on under `plan`: every replica gets a copy of the state, all machines their parts at once."""
     master = 8 if plan.precision == "fp64" else 4
-    elements = problem.workload.parameters + state_elements(problem.workload, problem.job.train)
-    state_bytes = master * elements * plan.replicas * plan.sites
+    weights = weight_bytes(problem.workload, plan, rounds_frozen=problem.software.rounds_frozen)
+    optimizer = master * state_elements(problem.workload, problem.job.train)
+    state_bytes = (weights + optimizer) * plan.replicas * plan.sites
     restart = RESTART_SECONDS[plan.device] if restart_seconds is None else restart_seconds
     return ChangeCost(state_bytes, state_bytes / machines / state_bytes_per_second, restart, lost_seconds)
 

@@ -8,7 +8,7 @@ from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.planner.cost.compression import error_bytes
-from wanma.planner.memory.state import state_elements
+from wanma.planner.memory.state import state_elements, weight_bytes
 
 COST_SHARE = 0.01
 """Of the time of training, what snapshots may cost where the job leaves their interval open."""
@@ -33,19 +33,22 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     on_disk = "disk" in (plan.offload_parameters, plan.offload_optimizer)
     if job.checkpoint.snapshots == "off" or job.cluster.retries == 0 or on_disk:
         return 0.0
-    elements = workload.parameters + state_elements(workload, job.train)
+    element_bytes = 8 if plan.precision == "fp64" else 4
+    rounds = job.model.factory is None
+    trained = element_bytes * workload.parameters * (workload.trained_share if rounds else 1.0)
+    saved = weight_bytes(workload, plan, rounds_frozen=rounds)
+    saved += element_bytes * state_elements(workload, job.train)
     if job.train.weight_average > 0:
-        elements += workload.parameters
+        saved += trained
     seldom = plan.synchronization
     if seldom is not None and seldom.is_local:  # each site's own, and what all share
-        elements = seldom.sites * elements + workload.parameters * (1 + (seldom.momentum > 0))
+        saved = seldom.sites * saved + trained * (1 + (seldom.momentum > 0))
     elif seldom is not None:
-        elements += seldom.staleness * workload.parameters
-    element_bytes = 8 if plan.precision == "fp64" else 4
+        saved += seldom.staleness * trained
     parts = max(plan.world_size // plan.replicas, plan.world_size // job.cluster.nodes, 1)
     whole = workload.parameters / plan.tp / plan.pp
     kept = error_bytes(plan, whole, whole / plan.shard_ranks)  # which no two ranks hold alike
-    return element_bytes * elements / parts + kept
+    return saved / parts + kept
 
 
 def has_partner(job: Job) -> bool:

@@ -95,6 +95,46 @@ def test_forecast_state_is_what_a_rank_holds(plan: Plan, precision: Precision, t
     assert state.final - largest <= measured["gradients"]
 
 
+ADAPTERS = {"lora_rank": 4, "lora_targets": ["*.attention.*"]}
+
+
+@pytest.mark.parametrize(
+    ("plan", "collectives"),
+    [
+        (Plan(micro_batch=4), "auto"),
+        pytest.param(Plan(dp_replicate=2, micro_batch=2), "auto", marks=pytest.mark.full),
+        (Plan(dp_shard=2, shard="optimizer", micro_batch=2), "gloo"),
+        (Plan(dp_shard=2, shard="gradients", micro_batch=2), "auto"),
+        pytest.param(Plan(dp_shard=2, shard="gradients", micro_batch=2), "gloo", marks=pytest.mark.full),
+        pytest.param(Plan(dp_shard=2, shard="parameters", micro_batch=2), "auto", marks=pytest.mark.full),
+        (Plan(dp_shard=2, shard="parameters", micro_batch=2), "gloo"),
+        (Plan(tp=2, micro_batch=4), "auto"),
+    ],
+    ids=str,
+)
+def test_frozen_weights_are_held_once_in_the_precision_that_computes(
+    plan: Plan, collectives: str, tmp_path: Path
+) -> None:
+    plan = replace(plan, precision="bf16")
+    text = {**job(tmp_path, "bf16", **ADAPTERS), "parallel": {"collectives": collectives}}
+    measured = run_ranks(measure_rank, plan.world_size, (text, plan))[0]
+    model = workload(**ADAPTERS)
+    software = Software(sharing_machines=0 if collectives == "gloo" else 1)
+    dimensions = dimensions_of(**ADAPTERS)
+    state = memory_of_ranks(model, plan, "adamw", dimensions=dimensions, software=software)[0].state
+    # One side of an adapter is whole on every rank of `tp`: here adapters are 4 % of the model.
+    rel = 0.02 if plan.tp == 1 else 0.05
+    assert state.parameters == pytest.approx(measured["parameters"], rel=rel)
+    if plan.tp == 1:
+        assert state.optimizer == pytest.approx(measured["optimizer"], rel=rel)
+    assert state.buffers <= measured["buffers"] <= state.buffers + 4096 * 100
+    if plan.tp == 1 and plan.shard != "parameters":
+        shares = plan.shard_ranks if collectives == "auto" else 1
+        trained = model.parameters * model.trained_share
+        frozen = 2 * (model.parameters - trained) / shares
+        assert frozen <= measured["parameters"] <= frozen + 6.5 * trained
+
+
 EXPERTS = {"experts": 4, "shared_experts": 1, "expert_feed_forward": 96, "dense_layers": 1}
 
 

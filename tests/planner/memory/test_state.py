@@ -160,5 +160,5 @@ def test_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
         trained_share=0.5,
         software=Software(),
     )
-    # 8 / 4 ranks share them; momentum of half of them, and an average of all.
-    assert found.optimizer == 4 * PSI / 2 * 0.5 + 4 * PSI / 2
+    # 8 / 4 ranks share them; momentum and an average of half of them.
+    assert found.optimizer == 2 * 4 * PSI / 2 * 0.5

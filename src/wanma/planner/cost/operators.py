@@ -58,6 +58,9 @@ class Software:
     """Tokens are exchanged while another micro-batch computes."""
     frozen: bool = False
     """The blocks' matrices are not trained, but narrow adapters beside them (LoRA)."""
+    rounds_frozen: bool = True
+    """Frozen weights are held in the precision that computes, and once (`parallel.frozen_weights`); else in
+    that of trained ones, as users' modules are."""
     tensor_overlap: float = 0.0
     """Share of tensor parallel's communication that is hidden behind the products it belongs to."""
     data_overlap: bool = True

@@ -84,6 +84,19 @@ class State(NamedTuple):
     disk: float
 
 
+def weight_bytes(workload: Workload, plan: Plan, *, rounds_frozen: bool) -> float:
+    """Bytes of a whole model's weights as they are held and saved."""
+    master = 8.0 if plan.precision == "fp64" else 4.0
+    trained = workload.parameters * workload.trained_share
+    frozen = _frozen_bytes(plan, BYTES[plan.precision], master) if rounds_frozen else master
+    return trained * master + (workload.parameters - trained) * frozen
+
+
+def _frozen_bytes(plan: Plan, compute: float, master: float) -> float:
+    """Bytes of one element of a frozen weight. What is gathered in fp8 is cast from fp32."""
+    return master if plan.fp8 and plan.shard == "parameters" and plan.tp == 1 else compute
+
+
 COMPRESSED_TOGETHER_BYTES = 1 << 24
 """Of gradients that are made smaller in one go: `collectives.compression`, which a test compares."""
 _COPIES = 3
@@ -145,6 +158,7 @@ def state_of(
         trained_share,
         shares_memory=software.shares_memory(plan),
         has_common_weights=software.has_common_weights(plan),
+        rounds_frozen=software.rounds_frozen,
     )
 
 
@@ -185,6 +199,7 @@ def _shards(
     *,
     shares_memory: tuple[bool, bool],
     has_common_weights: bool,
+    rounds_frozen: bool,
 ) -> State:
     master = 8 if plan.precision == "fp64" else 4
     compute = BYTES[plan.precision]
@@ -196,7 +211,15 @@ def _shards(
     away = plan.offload_parameters != "nothing"
     by_block = (plan.shard == "parameters" or away) and plan.pp == 1
     gathered = mine.ends + around * mine.block if by_block else mine.held
-    parameters = shards * master
+    frozen = _frozen_bytes(plan, compute, master) if rounds_frozen else float(master)
+    parameters = shards * (master * trained_share + frozen * (1 - trained_share))
+    # Where a step has all weights whole, frozen ones that need no cast are not gathered. They are whole on
+    # every rank, all but those that ranks have in common.
+    copied = 1.0
+    if rounds_frozen and frozen == compute and not (by_block or away):
+        copied = trained_share
+        if not has_common_weights:
+            parameters = shards * master * trained_share + mine.held * frozen * (1 - trained_share)
 
     # Gradients of one unit are copied into one buffer to be reduced. Without reduction at every
     # micro-batch, whole gradients are accumulated in fp32 until the last.
@@ -225,11 +248,13 @@ def _shards(
         gathering = (exchanged if one_unit else together) * compute
         if has_common_weights:
             gathered, gathering = (mine.routed if by_block else mine.experts) if alone else 0.0, 0.0
+            # Shards of frozen weights are parts of the common copy.
+            beside = trained_share if rounds_frozen and frozen == compute else 1.0
         buffers, reduced = max(gathering, exchanged * master * trained_share), 0.0
         if has_common_weights and compute != master:
-            buffers += (mine.blocks + mine.ends) / plan.shard_ranks * compute
+            buffers += (mine.blocks + mine.ends) / plan.shard_ranks * compute * beside
             if mine.experts and not alone:
-                buffers += mine.experts / plan.expert_ranks[1] * compute
+                buffers += mine.experts / plan.expert_ranks[1] * compute * beside
     if accumulates:
         accumulated = mine.held * master
         block = 0.0 if one_unit else mine.block
@@ -252,6 +277,7 @@ def _shards(
     receiving = 0.0
     if plan.device == "cpu" and not shards_share:
         receiving = unit * master * (1 - 1 / plan.shard_ranks)
+    gathered *= copied
     # FSDP2 lets go of what it gathered before it reduces; but where that stays from one micro-batch to the
     # next, gradients are reduced beside it, unless they wait for the last.
     let_go = gathered * compute if by_block or accumulates or micro_batches == 1 else 0.0
@@ -287,7 +313,8 @@ def _shards(
     if plan.compressions and plan.data_ranks * plan.cp > 1:
         final += _COPIES * min(mine.held * master, COMPRESSED_TOGETHER_BYTES)
 
-    average = shards * master * int(weight_average)
+    averaged = trained_share if rounds_frozen else 1.0
+    average = shards * master * averaged * int(weight_average)
     outer, under_way = (copies * shards * master * trained_share for copies in _between_sites(plan))
     remainder = error_bytes(plan, mine.held, shards)
     state = elements * master
