@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from collections.abc import Callable
@@ -87,3 +88,18 @@ def test_an_optimizer_and_a_schedule_of_ones_own(example: Callable[[str], str]) 
     found = re.search(r"0.5 \* -0.6 is (\S+)", example("own_optimizer.py"))
     assert found is not None
     assert abs(float(found[1]) + 0.3) < 0.1
+
+
+def test_data_that_can_only_be_iterated_over(example: Callable[[str], str]) -> None:
+    told = example("stream.py")
+    found = re.search(r"0.1 \+ 2 \* 0.5 - 0.3 is (\S+)", told)
+    assert found is not None
+    assert abs(float(found[1]) - 0.8) < 0.1
+    steps = [json.loads(line)["step"] for line in Path("runs/stream/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 241))
+
+
+def test_several_inputs(example: Callable[[str], str]) -> None:
+    found = re.search(r"0.1 \* 2 is (\S+)", example("several_inputs.py"))
+    assert found is not None
+    assert abs(float(found[1]) - 1.3) < 0.1

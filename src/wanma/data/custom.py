@@ -21,6 +21,7 @@ from wanma.data.data import Data, Kind, make_batch
 from wanma.data.fingerprint import dataset_fingerprint, digest
 from wanma.data.order import Numbers, permute, shuffled
 from wanma.data.seeded_draws import Seed, SeededDraws
+from wanma.data.stream import check_stream, is_stream
 from wanma.job.data_section import DataSection
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.imports import import_object
@@ -123,8 +124,10 @@ class CustomData(Data):
                 items.append(self._item(dataset, row))
             return items
 
-        items = self._draws.read(read)
-        name = type(dataset).__name__
+        return self._join(self._draws.read(read), type(dataset).__name__, rows, numbers)
+
+    def _join(self, items: list[Any], name: str, rows: Numbers, numbers: Numbers) -> Batch:
+        """A batch of items, which were read from `rows` of the dataset of that name."""
         samples = [_sample(item, name) for item in items]
         try:
             joined = [
@@ -186,11 +189,13 @@ def check_dataset(dataset: Any) -> tuple[Any, Any]:
     """(training, validation) of a dataset or of a pair of them.
 
     Raises:
-        JobError: not a map-style dataset, or an empty one.
+        JobError: neither a map-style dataset nor one to iterate over, or an empty one.
     """
     train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
     for part in (train, validation):
-        if part is not None:
+        if part is not None and is_stream(part):
+            check_stream(part)
+        elif part is not None:
             _check_map_style(part)
     return train, validation
 
@@ -225,9 +230,8 @@ def _check_map_style(dataset: Any) -> None:
     name = type(dataset).__name__
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise JobError(
-            f"data: {name} is no map-style dataset (`__len__` and `__getitem__`)",
-            "the order is the same on any number of ranks because samples are asked for by number; "
-            "what can only be iterated over cannot answer",
+            f"data: {name} is no map-style dataset (`__len__` and `__getitem__`), nor one to iterate over",
+            "give it both, so that samples can be asked for by number; or `__iter__`",
         )
     if _length(dataset) == 0:
         raise JobError(f"data: {name} is empty")

@@ -75,16 +75,16 @@ def open_data(section: DataSection, train: TrainSection, dataset: Any = None) ->
     """This rank's view of the data: the same on every rank.
 
     Args:
-        dataset: one's own map-style dataset, or a pair (training, validation); replaces what `section` names.
+        dataset: one's own dataset, or a pair (training, validation); replaces what `section` names.
 
     Raises:
         JobError, WanmaError: as `prepare`; and too little data for one sample of training and validation.
     """
     total = samples_before(train, train.steps)
     if dataset is not None or section.factory:
-        from wanma.data.custom import call_factory, open_dataset
+        from wanma.data.custom import call_factory
 
-        return open_dataset(call_factory(section) if dataset is None else dataset, section, train.seed, total)
+        return _open_own(call_factory(section) if dataset is None else dataset, section, train, total)
     if section.images:
         from wanma.data.image_data import ImageData
 
@@ -97,6 +97,22 @@ def open_data(section: DataSection, train: TrainSection, dataset: Any = None) ->
             total_samples=total,
         )
     return _open_text(section, train, load_tokenizer(section.tokenizer), total)
+
+
+def _open_own(dataset: Any, section: DataSection, train: TrainSection, total: int) -> Data:
+    """A dataset, or a pair (training, validation), each of which may be one to iterate over."""
+    from wanma.data.custom import check_dataset, open_dataset
+    from wanma.data.seeded_draws import SeededDraws
+    from wanma.data.stream import first_samples, is_stream
+    from wanma.data.stream_data import StreamData
+
+    training, validation = check_dataset(dataset)
+    if validation is not None and is_stream(validation):
+        draws = SeededDraws(train.seed, one_at_a_time=True)
+        validation = first_samples(validation, train.validation_samples, draws)
+    if is_stream(training):
+        return StreamData(training, validation, section, train, total)
+    return open_dataset((training, validation), section, train.seed, total)
 
 
 def cache_folder(section: DataSection) -> Path:

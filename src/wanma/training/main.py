@@ -43,6 +43,7 @@ from wanma.training.own_loss import ready_loss
 from wanma.training.own_optimizer_check import tried_update
 from wanma.training.request import Request
 from wanma.training.state import seed_generators
+from wanma.training.streams import take_up_stream
 from wanma.training.trainer import Trainer
 
 
@@ -97,6 +98,7 @@ def train(worker: Worker, request: Request) -> str:
             flops_per_sample=request.flops_per_sample,
             peak_flops_per_second=request.peak_flops_per_second,
         ) as trainer:
+            take_up_stream(trainer, data)
             if health is not None:
                 trainer.tell_health(health)
             loss = choose_loss(request, spec, data, parallel, grid.device)

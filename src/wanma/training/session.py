@@ -55,6 +55,7 @@ from wanma.training.loop import broken_samples, end_step
 from wanma.training.loop import validate as validate_with
 from wanma.training.metrics import GivenMetrics, Value
 from wanma.training.own_optimizer_check import tried_update
+from wanma.training.streams import take_up_stream
 from wanma.training.trainer import Trainer
 
 Validated = Losses | tuple[Losses, Mapping[str, Value]]
@@ -185,6 +186,7 @@ class Session:
         data.padding_has_targets = True
         check_stop_metric(self.job.train, None, data.validation_samples)
         self._trainer = trainer = self._begin(self._parallel, data)
+        take_up_stream(trainer, data)
         self._saved_at = trainer.state.step
         if validate is not None:
             losses = partial(self._losses_of, trainer, validate)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wanma.data.stream import StreamReader
 from wanma.job.sections import TrainSection
 from wanma.models.initialize import stable_hash
 from wanma.parallel.parallelize import Parallel
@@ -41,6 +42,10 @@ class TrainingState:
     """Lowest validation loss so far."""
     anomalies: Anomalies = field(default_factory=Anomalies)
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    stream: StreamReader | None = None
+    """Where data can only be iterated over."""
+    stream_values: dict[str, Any] = field(default_factory=dict)
+    """The state of that iteration in the checkpoint that the run has begun at."""
     sites: BetweenSites | None = None
     """Where groups of replicas do not agree at every step."""
     share_moves: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -149,6 +154,7 @@ class TrainingState:
             "best_loss": self.best_loss,
             "anomalies": self.anomalies.values(),
             "early_stopping": self.stopping.values(),
+            **({"stream": self.stream.at(self.samples)} if self.stream is not None else {}),
             **({"gradient_unit": self._gradient_unit()} if self.parallel.compression is not None else {}),
             **({"sites": self.sites.values()} if self.sites is not None else {}),
             "share_moves": [[step, list(shares)] for step, shares in self.share_moves],
@@ -162,6 +168,7 @@ class TrainingState:
         self.scale.good_steps = values["loss_scale_good_steps"]
         self.best_loss = values["best_loss"]
         self.stopping = EarlyStopping.of(values)
+        self.stream_values = values.get("stream", {})
         if "anomalies" in values:  # older checkpoints have none
             self.anomalies.restore(values["anomalies"])
         if self.parallel.compression is not None:

@@ -1,0 +1,165 @@
+"""Datasets that can only be iterated over: the n-th sample is sample n, for any reader, at any time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from wanma.data.data import Data
+from wanma.data.open import open_data
+from wanma.data.stream import StreamReader
+from wanma.job.data_section import DataSection
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.sections import TrainSection
+
+
+class Counting(IterableDataset[Any]):
+    """Counts to `size`, from the epoch's hundreds on; notes what is read of it."""
+
+    def __init__(self, size: int = 10) -> None:
+        self.size, self.epoch = size, 0
+        self.read: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.size):
+            self.read.append(number)
+            yield float(100 * self.epoch + number), number
+
+
+class Resumable(Counting):
+    """One that can begin in the middle."""
+
+    def __init__(self, size: int = 10) -> None:
+        super().__init__(size)
+        self.at = self.begin = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin, self.epoch = state["at"], state["epoch"]
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.begin = self.begin, 0
+        for number in range(begin, self.size):
+            self.at = number + 1
+            self.read.append(number)
+            yield float(100 * self.epoch + number), number
+
+
+class Shuffling(Resumable):
+    """Its buffer is not in its state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer: list[Any] = []
+        for item in super().__iter__():
+            buffer.append(item)
+            if len(buffer) > 3:
+                yield buffer.pop(random.randrange(4))
+        yield from buffer
+
+
+class Different(Counting):
+    def __iter__(self) -> Iterator[Any]:
+        generator = random.Random()
+        while True:
+            yield generator.random(), 1
+
+
+def opened(dataset: Any, **train: Any) -> Data:
+    section = TrainSection(**{"steps": 100, "global_batch": 4, "validation_samples": 3, **train})
+    return open_data(DataSection(), section, dataset)
+
+
+def inputs(data: Data, *numbers: int) -> list[float]:
+    return [float(value) for value in data.batch(list(numbers)).inputs[0]]
+
+
+def test_the_nth_sample_is_the_streams_nth_over_all_epochs() -> None:
+    data = opened(Counting())
+    assert inputs(data, 0, 1, 2) == [0, 1, 2]
+    assert inputs(data, 8, 9, 10, 11) == [8, 9, 100, 101]
+    assert inputs(data, 25) == [205]
+    assert inputs(data, 11) == [101]  # kept
+    assert inputs(data, 5) == [5]  # read anew
+    assert not data.batch([]).real.any()
+    assert data.validation_samples == 0
+
+
+def test_a_reader_of_a_share_has_the_samples_of_one_that_reads_all() -> None:
+    whole, shares = opened(Shuffling(40)), [opened(Shuffling(40)) for _ in range(2)]
+    for step in range(6):
+        numbers = range(4 * step, 4 * step + 4)
+        together = inputs(whole, *numbers)
+        assert together == [*inputs(shares[0], *numbers[:2]), *inputs(shares[1], *numbers[2:])]
+
+
+def test_validation_may_be_a_stream_too() -> None:
+    data = opened((Counting(), Counting(5)))
+    assert data.validation_samples == 3
+    assert sorted(float(x) for x in data.validation_batch([0, 1, 2]).inputs[0]) == [0, 1, 2]
+
+
+def reader(dataset: Any) -> StreamReader:
+    data = opened(dataset)
+    assert data.fingerprint
+    found = data.reader  # type: ignore[attr-defined]
+    assert isinstance(found, StreamReader)
+    found.every_steps = 2
+    return found
+
+
+def values(found: StreamReader, *numbers: int) -> list[float]:
+    return [item[0] for item in found.items(numbers)]
+
+
+@pytest.mark.parametrize("dataset", [Counting, Resumable, Shuffling])
+def test_a_run_that_carries_on_has_the_samples_that_come_next(dataset: Any) -> None:
+    whole = reader(dataset())
+    for position in range(0, 20, 4):
+        values(whole, *range(position, position + 4))
+    kept = whole.at(18)
+    following = values(whole, *range(20, 40))
+    assert bool(kept) == (dataset is Resumable)
+    again = reader(dataset())
+    again.resume(kept)
+    told: list[int] = []
+    again.seek(20, told.append)
+    assert told == [20]
+    assert values(again, *range(20, 40)) == following
+    if dataset is Resumable:
+        assert kept["position"] == 16
+        assert values(again, 2) == [2]  # before the state
+
+
+def test_a_state_saves_reading_what_came_before() -> None:
+    whole = reader(Resumable(1_000))
+    values(whole, *range(500))
+    dataset = Resumable(1_000)
+    again = reader(dataset)
+    again.resume(whole.at(498))
+    before = len(dataset.read)
+    again.seek(500, lambda _: None)
+    assert len(dataset.read) == before  # a copy of it reads
+    assert values(again, 500) == [500]
+
+
+def test_what_is_no_stream_of_samples_is_refused() -> None:
+    with pytest.raises(JobError, match="DataLoader gives batches"):
+        opened(DataLoader([(1.0, 1)], batch_size=2))
+    assert inputs(opened(DataLoader(Counting(), batch_size=None)), 3) == [3]
+    with pytest.raises(JobError, match="generator can be read once only"):
+        opened((number, number) for number in range(3))
+    with pytest.raises(JobError, match="Different gives other samples when it is iterated over again"):
+        _ = opened(Different()).fingerprint
+    with pytest.raises(WanmaError, match="Counting gives no sample"):
+        _ = opened(Counting(0)).fingerprint
+    with pytest.raises(JobError, match=r"data.workers = 2: Counting can only be iterated over"):
+        open_data(DataSection(workers=2), TrainSection(), Counting())
