@@ -1,0 +1,22 @@
+"""The environment of worker processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanma.elastic.environment import WAITING_THREADS, worker_environment
+from wanma.job.plan import Plan
+from wanma.job.sections import ClusterSection
+
+
+def test_several_threads_of_a_rank_do_not_spin_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    several, one = Plan(threads_per_rank=2), Plan(threads_per_rank=1)
+    assert worker_environment(ClusterSection(), several).items() >= WAITING_THREADS.items()
+    assert not worker_environment(ClusterSection(), one).keys() & WAITING_THREADS.keys()
+
+
+def test_a_wait_policy_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert not worker_environment(ClusterSection(), Plan(threads_per_rank=2)).keys() & WAITING_THREADS.keys()

@@ -1,0 +1,75 @@
+"""Keys that change nothing in a run are told, with the reason; defaults are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanma.job.load import job_from
+from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.planner.without_effect import without_effect
+
+ALONE = Plan()
+
+
+def told(*overrides: str, plan: Plan = ALONE) -> list[str]:
+    job = job_from({"model": {"preset": "gpt-1m"}, "train": {"steps": 20}}, overrides)
+    return without_effect(job, plan)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("parallel.schedule=zbv", "there is no pipeline"),
+        ("parallel.stage_cuts=[2]", "there is no pipeline"),
+        ("parallel.compression=topk", "one data rank"),
+        ("parallel.overlap=false", "one data rank"),
+        ("parallel.sequence=false", "parallel.tp = 1"),
+        ("parallel.context=all_to_all", "parallel.cp = 1"),
+        ("parallel.collectives=gloo", "there is one rank"),
+        ("parallel.bucket_bytes=1000", "one replica"),
+        ("parallel.recompute_share=0.5", "nothing is recomputed"),
+        ("train.momentum=0.5", "train.optimizer = 'adamw' has none"),
+        ("train.loss_scale=2", "only fp16 needs one"),
+        ("train.spike_deviations=4", "spikes are not looked for"),
+        ("checkpoint.upload_keep=2", "nothing is uploaded"),
+        ("checkpoint.partner=true", "no other machine"),
+        ("cluster.rendezvous=host:29500", "one machine"),
+        ("cluster.join_seconds=3", "waits for all machines"),
+        ("cluster.scratch=here", "nothing is offloaded to disk"),
+        ("model.lora_alpha=8", "no adapters"),
+    ],
+)
+def test_an_idle_key_is_told_with_the_reason(override: str, says: str) -> None:
+    (line,) = told(override)
+    assert line.startswith(override.split("=")[0])
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.warmup_steps=20", "warmup_steps = 20 is not reached"),
+        ("train.validate_every_steps=21", "validates at the end only"),
+        ("checkpoint.every_steps=21", "saves at the end only"),
+        ("train.batch_ramp=[[20, 64]]", "step 20 is not reached"),
+        ("parallel.compression_from_step=20", "compression_from_step = 20 is not reached"),
+    ],
+)
+def test_what_begins_after_the_last_step_is_told(override: str, says: str) -> None:
+    assert any(says in line for line in told(override))
+
+
+def test_a_job_that_spells_out_its_defaults_is_told_nothing() -> None:
+    job = Job.model_validate(job_from({"model": {"preset": "gpt-1m"}}).model_dump())
+    assert without_effect(job, ALONE) == []
+
+
+def test_keys_that_have_an_effect_are_not_told() -> None:
+    overrides = (
+        "parallel.pp=2",
+        "parallel.schedule=zbv",
+        "parallel.dp_replicate=2",
+        "parallel.compression=int8",
+    )
+    assert told(*overrides, plan=Plan(pp=2, dp_replicate=2, schedule="zbv", virtual_stages=2)) == []
