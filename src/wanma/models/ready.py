@@ -1,5 +1,5 @@
 """Refusals of what is given as a model and cannot be trained: a class, lazy layers, compiled TorchScript,
-complex weights."""
+complex weights, or none at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from wanma.job.errors import JobError
 def check_ready(model: object) -> None:
     """
     Raises:
-        JobError: no module, or one whose parameters do not exist yet, are complex, or belong to TorchScript.
+        JobError: no module, or one without parameters, or whose parameters do not exist yet, are complex, or
+            belong to TorchScript.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise JobError(
@@ -26,6 +27,8 @@ def check_ready(model: object) -> None:
             "give a module; a function that makes one goes by its name into model.factory",
         )
     name = type(model).__name__
+    if next(model.parameters(), None) is None:
+        raise JobError(f"{name} has no parameters: there is nothing to train", "give a model with parameters")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise JobError(

@@ -97,8 +97,10 @@ def _parameters(spec: ModelSpec) -> int | None:
 def _check_model(model: nn.Module, job: Job, plan: Plan) -> None:
     names = [name for name, _ in model.named_parameters()]
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        cause = "has no parameters" if not names else "has requires_grad = False on every parameter"
-        raise JobError(f"{type(model).__name__} {cause}: there is nothing to train")
+        raise JobError(
+            f"{type(model).__name__} has requires_grad = False on every parameter: there is nothing to train",
+            "leave it True on what is to be trained",
+        )
     check_patterns(names, job.train)
     check_compressed(names, plan)
     _check_trained(model, names, job.train)
