@@ -122,6 +122,38 @@ def test_the_split_into_fitted_and_checked_rows_is_of_what_they_measured(rows: M
     assert 150 < sum(split) < 250
 
 
+def test_experts_that_need_the_ranks_of_tp_as_well_are_forecast_whole(
+    rows: ModuleType, run: ModuleType, tmp_path: Path
+) -> None:
+    """Megatron's expert tensor parallel of 1: ep 64 × tp 2 on 64 devices."""
+    qwen = {
+        "source": "NVIDIA Megatron-Bridge perf summary 26.06 NeMo Container pretrain",
+        "model": "Qwen3_30B_a3B",
+        "layers": "48",
+        "hidden": "2048",
+        "ffn": "768",
+        "heads": "32",
+        "kv_heads": "4",
+        "gpu": "GB200",
+        "n_gpus": "64",
+        "dp": "32",
+        "tp": "2",
+        "pp": "1",
+        "ep": "64",
+        "micro_batch": "1",
+        "global_batch": "512",
+        "precision": "BF16",
+        "recompute": "",
+        "sequence_parallel": "1",
+    }
+    cases, refused = rows.read_cases(table(tmp_path / "rows.csv", qwen, {**qwen, "ep": "32"}))
+    assert refused == []
+    assert [case.software.splits_experts for case in cases] == [False, True]
+    whole, parts = (run.forecast(case) for case in cases)
+    assert 0 < whole.expert < whole.seconds
+    assert whole.compute == pytest.approx(parts.compute, rel=0.2)
+
+
 def test_a_report_counts_errors_by_source_and_by_half(
     rows: ModuleType, run: ModuleType, tmp_path: Path
 ) -> None:

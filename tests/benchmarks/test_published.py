@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -71,3 +72,11 @@ def test_the_page_of_searches_has_the_plans_that_the_code_finds(devices: int) ->
     found = without_times(speed.measured(devices, 1))
     assert found == without_times(speed.written(speed.TABLE)[devices])
     assert speed.gpt_3(devices).workload.parameters == pytest.approx(174.6e9, rel=1e-3)
+
+
+def test_the_page_of_unlike_machines_has_the_plans_that_the_code_finds() -> None:
+    """Else: python -m benchmarks.planner.mixed --part gain --model opt-350m"""
+    mixed = benchmark("mixed")
+    kept = json.loads((RESULTS / "planner-mixed.json").read_text())
+    found = mixed.gain(mixed.MODELS["opt-350m"])["rows"]
+    assert json.loads(json.dumps(found)) == kept["gain"]["opt-350m"]["rows"]

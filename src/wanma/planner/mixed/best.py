@@ -126,6 +126,8 @@ class _Search:
         self.found: list[Candidate] = []
         self.best = math.inf
         self.considered = 0
+        self._fitting = 0
+        """Replicas that were placed and fit into memory."""
         self.pruned = Counter[str]()
 
     def run(self) -> None:
@@ -238,8 +240,9 @@ class _Search:
         counts = np.minimum(devices // options.devices[:, 0], self.batch)
         uppers = counts * options.samples * self._most((kind,), seconds)
         best: Share | None = None
-        for number in np.argsort(-uppers, kind="stable")[: self.space.single_looks]:
-            if uppers[number] <= (best.samples if best else 0):
+        last = self._fitting + (self.space.single_looks or math.inf)
+        for number in np.argsort(-uppers, kind="stable"):
+            if uppers[number] <= (best.samples if best else 0) or self._fitting >= last:
                 break
             wanted = best.samples + 1 if best else 1
             share = self._share(options, int(number), int(counts[number]), groups, shard, seconds, wanted)
@@ -255,8 +258,9 @@ class _Search:
         best: list[Share] | None = None
         most = 0
         numbers = np.flatnonzero(uppers >= max(needed, 1.0))
-        for number in numbers[np.argsort(-uppers[numbers], kind="stable")][: self.space.spanning_looks]:
-            if uppers[number] <= most:
+        looks = self.space.spanning_looks
+        for number in numbers[np.argsort(-uppers[numbers], kind="stable")]:
+            if uppers[number] <= most or looks == 0:
                 break
             count = int(counts[number])
             left = {
@@ -266,7 +270,10 @@ class _Search:
             }
             rest = sum(devices * self._density(kind, seconds) for kind, devices in left.items())
             wanted = max(needed, most + 1) - rest
+            before = self._fitting
             share = self._share(options, int(number), count, shape.groups, shard, seconds, wanted)
+            if looks is not None:
+                looks -= self._fitting - before
             if share is None:
                 continue
             shares = [share]
@@ -304,6 +311,7 @@ class _Search:
         placed = self.placer.place(option, count, groups, shard)
         if placed is None:
             return None
+        self._fitting += 1
         if placed.seconds(fewest) > seconds:
             return None
         most = placed.most_micro_batches(seconds)

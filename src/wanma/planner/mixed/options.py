@@ -67,8 +67,8 @@ class MixedSpace:
     rest: bool = True
     """Whether devices that spanning replicas leave have replicas of their own."""
     spanning_looks: int | None = None
-    """Most replicas that span two kinds that are placed for one set of groups and time of a step, those that
-    could do the most samples first; None: all that a bound does not rule out."""
+    """Most replicas that span two kinds and fit into memory, looked at for one set of groups and time
+    of a step; what could do the most samples comes first. None: all that a bound does not rule out."""
     single_looks: int | None = None
     """Likewise of replicas on one kind."""
 
