@@ -103,3 +103,10 @@ def test_several_inputs(example: Callable[[str], str]) -> None:
     found = re.search(r"0.1 \* 2 is (\S+)", example("several_inputs.py"))
     assert found is not None
     assert abs(float(found[1]) - 1.3) < 0.1
+
+
+def test_several_targets(example: Callable[[str], str]) -> None:
+    found = re.search(r"accuracy (\S+), radius off by (\S+)", example("several_targets.py"))
+    assert found is not None
+    assert float(found[1]) > 0.9
+    assert float(found[2]) < 0.15

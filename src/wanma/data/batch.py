@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from wanma.job.errors import WanmaError
+
 IGNORED = -100
 """Integer target that no loss counts."""
 
@@ -31,6 +33,8 @@ class Batch:
     """Keyword arguments of the model; text with document masks: `documents`, `positions` (rows, sequence)."""
     target_key: str | None = None
     """Key under which a dict sample gives the target."""
+    named_targets: dict[str, Tensor] | None = None
+    """Of samples whose target is a dict: each of its tensors; `targets` is the first of them then."""
     class_range: tuple[int, int] | None = None
     """Least and largest target that is not `IGNORED`, where targets are integers; None: not known, or none.
     It is known on the host, so that a loss may look without waiting for a device."""
@@ -38,6 +42,11 @@ class Batch:
     @property
     def rows(self) -> int:
         return self.samples.shape[0]
+
+    @property
+    def given_targets(self) -> Tensor | dict[str, Tensor]:
+        """Targets as the samples give them: a tensor, or a dict of tensors."""
+        return self.targets if self.named_targets is None else self.named_targets
 
     def to(self, device: torch.device) -> Batch:
         def move(tensor: Tensor) -> Tensor:
@@ -56,7 +65,8 @@ class Batch:
 def not_finite(batch: Batch) -> list[int]:
     """Numbers of the real samples that have a NaN or infinity among their inputs or targets."""
     wrong = torch.zeros(batch.rows, dtype=torch.bool, device=batch.samples.device)
-    for tensor in (*batch.inputs, batch.targets, *batch.keywords.values()):
+    named = batch.named_targets or {}
+    for tensor in (*batch.inputs, batch.targets, *batch.keywords.values(), *named.values()):
         if tensor.is_floating_point() and len(tensor) == batch.rows:
             wrong |= ~tensor.reshape(batch.rows, -1).isfinite().all(1).to(wrong.device)
     return [int(number) for number in batch.samples[wrong & batch.real]]
@@ -66,7 +76,15 @@ def stack_rows(batches: list[Batch], rows: int) -> Batch:
     """Join `batches`, each filled up with padding rows to `rows`: for schedules that want equal sizes.
 
     Only for batches with integer targets.
+
+    Raises:
+        WanmaError: their target is a dict.
     """
+    if any(batch.named_targets is not None for batch in batches):
+        raise WanmaError(
+            "data: the samples' target is a dict, and a pipeline computes the loss of one target",
+            "give one target, or set parallel.pp = 1 and give a loss",
+        )
     filled = [_fill(batch, rows) for batch in batches]
     return Batch(
         keywords={name: torch.cat([batch.keywords[name] for batch in filled]) for name in filled[0].keywords},

@@ -133,7 +133,7 @@ class CustomData(Data):
             joined = [
                 (
                     tuple(_as_tensor(value) for value in sample.inputs),
-                    _as_tensor(sample.target),
+                    _as_tensors(sample.target),
                     {key: _as_tensor(value) for key, value in sample.keywords.items()},
                 )
                 for sample in samples
@@ -145,15 +145,22 @@ class CustomData(Data):
                 f"{_odd_one(samples, rows)}: {error}",
                 "every sample needs the same shapes and keys: pad or crop them in __getitem__",
             ) from error
-        given = {"the target": target, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
+        named = dict(target) if isinstance(target, Mapping) else None
+        if named is not None and not named:
+            raise WanmaError(f"data: {name} gives an empty dict as the target (sample {rows[0]})")
+        targets = {"the target": target} if named is None else {f"target {k}": v for k, v in named.items()}
+        given = {**targets, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
         for what, value in given.items():
             if not isinstance(value, Tensor):
                 raise WanmaError(
                     f"data: {name} gives something as {what} that makes no tensor (sample {rows[0]})",
                     "give tensors, arrays, numbers or lists of numbers",
                 )
-        batch = make_batch(tuple(inputs), target, numbers, dict(keywords))
-        batch = replace(batch, target_key=_target_key(items[0]))
+        first = target if named is None else next(iter(named.values()))
+        batch = make_batch(tuple(inputs), first, numbers, dict(keywords))
+        batch = replace(batch, target_key=_target_key(items[0]), named_targets=named)
+        if named is not None:
+            return replace(batch, class_range=None)
         if self.read_labels is not None and batch.target_key in _LABELS:
             return self.read_labels(batch)
         return batch
@@ -279,10 +286,13 @@ def _as_tensor(value: Any) -> Any:
 
 def _odd_one(samples: list[Sample], rows: Numbers) -> str:
     """Which sample has other shapes than the most, in words; empty where that is not the reason."""
-    shapes = [
-        [tuple(np.shape(value)) for value in (*sample.inputs, sample.target, *sample.keywords.values())]
-        for sample in samples
-    ]
+    try:
+        shapes = [
+            [tuple(np.shape(value)) for value in (*sample.inputs, sample.target, *sample.keywords.values())]
+            for sample in samples
+        ]
+    except ValueError:  # a ragged list has none
+        return ""
     usual = max(shapes, key=shapes.count)
     odd = next((index for index, shape in enumerate(shapes) if shape != usual), None)
     if odd is None:
@@ -294,6 +304,13 @@ def _odd_one(samples: list[Sample], rows: Numbers) -> str:
     if not mine:
         return ""
     return f" (sample {rows[odd]} has shape {mine[0]}, most others {others[0]})"
+
+
+def _as_tensors(target: Any) -> Any:
+    """`_as_tensor` of a target, or of each in a dict of them."""
+    if isinstance(target, Mapping):
+        return {str(key): _as_tensor(value) for key, value in target.items()}
+    return _as_tensor(target)
 
 
 def _few(rows: Numbers) -> str:

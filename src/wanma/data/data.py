@@ -92,6 +92,7 @@ class Data(ABC):
             samples=torch.full((1,), -1),
             real=torch.zeros(1, dtype=torch.bool),
             keywords=model.keywords,
+            named_targets=model.named_targets,
         )
 
 

@@ -60,6 +60,8 @@ class Counting:
         real = batch.real.reshape(-1, *[1] * (checked.ndim - 1)).expand_as(checked)
         if counted is not None:
             return _by_weight(checked, counted, real)
+        if batch.named_targets is not None:  # whose loss is of several: every sample counts
+            return torch.where(real, checked, 0.0).sum(), real.sum()
         if not self._searched and checked.requires_grad:
             self._searched = True
             self._ignored = _of_graph(checked, batch.targets)

@@ -224,6 +224,9 @@ def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
         samples=batch.samples[places],
         real=batch.real[places],
         keywords={name: tensor[rows] for name, tensor in batch.keywords.items()},
+        named_targets=None
+        if batch.named_targets is None
+        else {name: tensor[rows] for name, tensor in batch.named_targets.items()},
     )
 
 

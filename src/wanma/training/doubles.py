@@ -38,6 +38,6 @@ def doubles(batch: Batch) -> list[str]:
     given = {
         **{f"input {number}": tensor for number, tensor in enumerate(batch.inputs)},
         **batch.keywords,
-        "the target": batch.targets,
+        **({"the target": batch.targets} if batch.named_targets is None else batch.named_targets),
     }
     return [name for name, tensor in given.items() if tensor.dtype == torch.float64]

@@ -138,7 +138,7 @@ class ForwardBackward:
                         forward.end()
                     loss_sum += batch_loss
                     targets += batch_targets
-                    metrics.add(output, part.targets, part.real)
+                    metrics.add(output, part.given_targets, part.real)
         self._parallel.rest()
         self._parallel.settle()
         return self._counted(loss_sum, targets)

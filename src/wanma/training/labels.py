@@ -19,7 +19,7 @@ from wanma.models.build import ModelSpec
 from wanma.models.transformers_task import LABEL_KEYS, Task, base_of_adapters, label_task
 from wanma.parallel.parallelize import Parallel
 from wanma.training.counting import Losses, sum_losses
-from wanma.training.loss import Classification, LossFunction, logits_of
+from wanma.training.loss import Classification, LossFunction, logits_of, require_one_target
 
 _OF_DECODERS = {"attention_mask": "documents", "position_ids": "positions"}
 """Keys that wanma's decoders and `model.huggingface` take, and the keywords by which they take them."""
@@ -62,7 +62,7 @@ def default_losses(model: nn.Module, output: Any, batch: Batch) -> Losses:
     Raises:
         JobError: the batch has `labels`, and the loss of the model's class is not known.
     """
-    has_labels = batch.target_key in LABEL_KEYS
+    has_labels = batch.target_key in LABEL_KEYS and batch.named_targets is None
     task = label_task(model) if has_labels else None
     if task == "causal":
         batch = _for_causal(batch)
@@ -160,6 +160,7 @@ class SampleLabels:
 
     def losses(self, output: Any, batch: Batch) -> Losses:
         """One loss per target, and which of them count."""
+        require_one_target(batch, "the model's own loss", "give a loss, which gets the dict")
         logits, labels = logits_of(output), batch.targets
         kind = self._problem(labels)
         if kind == "single_label_classification":

@@ -59,6 +59,11 @@ class Classification:
         return cross_entropy_sum(self._checked(logits, targets, classes), targets.long(), spend=self.spend)
 
     def _logits(self, output: Any, batch: Batch) -> Tensor:
+        require_one_target(
+            batch,
+            "cross entropy, the default loss,",
+            "give a loss, which gets the dict: loss= of wanma.train",
+        )
         logits = logits_of(output)
         if not self.classes_last and logits is not output and logits.ndim > 2:
             _refuse_unknown_labels(output, batch)
@@ -151,9 +156,13 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         whole = whole_output(output)
+        if by_position:
+            require_one_target(batch, "parallel.cp", "set parallel.cp = 1")
         try:
-            losses = function(whole, batch.targets)
+            losses = function(whole, batch.given_targets)
         except Exception as error:
+            if batch.named_targets is not None:
+                raise
             if (told := loss_error(error, function, whole, batch.targets)) is None:
                 raise
             raise told from error
@@ -167,6 +176,22 @@ def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
         return count(losses, batch)
 
     return loss
+
+
+def require_one_target(batch: Batch, what: str, way_out: str) -> None:
+    """Refuse samples whose target is a dict.
+
+    Args:
+        what: takes one tensor.
+
+    Raises:
+        WanmaError: names the keys.
+    """
+    if batch.named_targets is not None:
+        raise WanmaError(
+            f"the samples' target is a dict of {', '.join(batch.named_targets)}, but {what} takes one tensor",
+            way_out,
+        )
 
 
 def whole_output(output: Any) -> Any:

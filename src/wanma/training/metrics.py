@@ -73,7 +73,7 @@ class Metrics:
             return
         output = whole_output(output)
         if not bool(real.all()):
-            output, targets = _rows_of(output, real, len(real)), targets[real]
+            output, targets = (_rows_of(one, real, len(real)) for one in (output, targets))
         rows = int(real.sum())
         for name, function in self._functions.items():
             found = self._call(name, function, output, targets, rows)
@@ -115,9 +115,12 @@ class Metrics:
         """Refuse sums of a batch that are not those of its halves together."""
         if rows < 2:
             return
-        first = torch.arange(rows, device=targets.device) < rows // 2
+        one = next(iter(targets.values())) if isinstance(targets, Mapping) else targets
+        first = torch.arange(rows, device=one.device) < rows // 2
         halves = [
-            self._call(name, function, _rows_of(output, part, rows), targets[part], int(part.sum()))
+            self._call(
+                name, function, _rows_of(output, part, rows), _rows_of(targets, part, rows), int(part.sum())
+            )
             for part in (first, ~first)
         ]
         for whole, *parts in zip(found, *halves, strict=True):
