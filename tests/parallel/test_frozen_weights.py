@@ -72,7 +72,7 @@ PLANS = {
     "ZeRO 2 over Gloo": Plan(dp_shard=2, shard="gradients", micro_batch=1),
     "ZeRO 3": Plan(dp_shard=2, shard="parameters", micro_batch=2, recompute="full"),
     "tensor": Plan(tp=2, micro_batch=4),
-    "pipeline, ZeRO 1 over Gloo": Plan(pp=2, dp_shard=2, shard="optimizer", micro_batch=1),
+    "pipeline": Plan(pp=2, micro_batch=1),
 }
 FURTHER = {
     "replicas": Plan(dp_replicate=2, micro_batch=2),
@@ -83,6 +83,7 @@ FURTHER = {
         tp=2, sequence=True, dp_shard=2, shard="gradients", micro_batch=2
     ),
     "pipeline, replicas": Plan(pp=2, dp_replicate=2, micro_batch=1),
+    "pipeline, ZeRO 3 over Gloo": Plan(pp=2, dp_shard=2, shard="parameters", micro_batch=1),
     "offload": Plan(micro_batch=2, offload_parameters="disk"),
 }
 
