@@ -86,6 +86,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 print(f"attempt {attempt} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}: {int(total)} ranks", flush=True)
+dist.barrier()
 if attempt == 0 and dist.get_rank() == 1:
     raise ValueError("the first time only")
 dist.destroy_process_group()

@@ -71,8 +71,9 @@ class Place:
 
     @property
     def command(self) -> str:
-        """The command of ours for as many ranks on this machine."""
-        return f"wanma launch --ranks {self.local_world_size}"
+        """The command of ours for as many ranks on as many machines."""
+        nodes = len(self.ranks_by_node)
+        return f"wanma launch --ranks {self.local_world_size}" + (f" --nodes {nodes}" if nodes > 1 else "")
 
 
 def place_among(environment: Mapping[str, str] = os.environ) -> Place | None:
