@@ -167,7 +167,7 @@ def test_each_rank_of_two_machines_is_told_its_own_place(desk: Desk) -> None:
         assert len({one[common] for one in ranks}) == 1
 
 
-@pytest.mark.parametrize("option", ["--local-rank", "--local_rank"])
+@pytest.mark.parametrize("option", ["--local-rank", pytest.param("--local_rank", marks=pytest.mark.full)])
 def test_the_local_rank_as_an_option_for_scripts_of_torch_distributed_launch(desk: Desk, option: str) -> None:
     name = write(desk, "told.py", VARIABLES)
     ran = desk.run("launch", "--ranks", "2", option, name, "--lr", "1")
@@ -237,8 +237,8 @@ def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     [
         ("raise", 1, "ValueError: no such column: prize"),
         ("exit", 7, "ends.py ended itself: exit code 7"),
-        ("usage", 2, "ends.py ended itself: exit code 2"),
-        ("silently", 5, "its process left with exit code 5"),
+        pytest.param("usage", 2, "ends.py ended itself: exit code 2", marks=pytest.mark.full),
+        pytest.param("silently", 5, "its process left with exit code 5", marks=pytest.mark.full),
         ("crash", 1, "its process was killed by SIGSEGV"),
         ("done", 0, ""),
     ],
@@ -267,7 +267,7 @@ def test_the_end_names_the_rank_and_the_exit_code_is_the_scripts(
     ("number", "words", "code"),
     [
         (signal.SIGINT, [], 130),
-        (signal.SIGTERM, [], 143),
+        pytest.param(signal.SIGTERM, [], 143, marks=pytest.mark.full),
         (signal.SIGTERM, ["handles"], 143),
         (signal.SIGINT, ["stubborn"], 130),
     ],
@@ -318,21 +318,26 @@ def test_only_the_ranks_that_are_asked_for_are_shown(desk: Desk) -> None:
 # ------------------------------------------------------------------ scripts that speak to wanma
 
 
-def test_a_script_is_judged_by_steps_only_while_its_session_is_open(desk: Desk) -> None:
+LIMITS = ("--set", "cluster.hang_seconds=1.5", "--set", "cluster.start_seconds=30")
+
+
+def test_a_script_may_be_silent_once_its_session_is_closed(desk: Desk) -> None:
     name = write(desk, "speaks.py", SPEAKS)
-    limits = ("--set", "cluster.hang_seconds=1.5", "--set", "cluster.start_seconds=30")
-    ran = desk.run("launch", "--ranks", "1", *limits, name, "afterwards")
+    ran = desk.run("launch", "--ranks", "1", *LIMITS, name, "afterwards")
     assert ran.code == 0, ran.text
     assert "finished at step 3" in ran.out
     assert lines(ran, 0) == ["evaluated"]
-    ran = desk.run(
-        "launch", "--ranks", "1", *limits, "--set", "cluster.retries=0", "--run-dir", "2", name, "inside"
-    )
+
+
+@pytest.mark.full
+def test_a_script_that_is_silent_in_its_session_is_a_hang(desk: Desk) -> None:
+    name = write(desk, "speaks.py", SPEAKS)
+    ran = desk.run("launch", "--ranks", "1", *LIMITS, "--set", "cluster.retries=0", name, "inside")
     assert ran.code == 1
     assert "no rank has moved for" in ran.told_once()
 
 
-def test_a_session_takes_ranks_that_torchrun_has_started_and_carries_on(desk: Desk) -> None:
+def test_a_session_takes_ranks_that_torchrun_has_started(desk: Desk) -> None:
     source = (Path(__file__).parents[2] / "examples" / "own_loop.py").read_text()
     write(desk, "own.py", source.replace('"steps": 200', '"steps": 20').replace('_steps": 50', '_steps": 10'))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"]
@@ -343,9 +348,6 @@ def test_a_session_takes_ranks_that_torchrun_has_started_and_carries_on(desk: De
     training = desk.training("runs/own-loop")
     assert [step["step"] for step in training.metrics] == list(range(1, 21))
     assert training.checkpoints() == ["step-00000020"]
-    alone = desk.start_program([sys.executable, "own.py"], WORLD_SIZE="1")
-    assert alone.end().code == 0
-    assert desk.training("runs/own-loop").events[-1]["kind"] == "finish"
 
 
 def test_a_training_that_starts_its_ranks_itself_says_so_to_another_launcher(

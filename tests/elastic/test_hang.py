@@ -20,6 +20,7 @@ from wanma.elastic.messages import (
     Standing,
 )
 from wanma.elastic.watch import Watch
+from wanma.job.worker import OUTSIDE
 
 WAITING = Standing(
     0, 0, "a", 7, "gradient exchange", 12.0, "", ("/torch/x.py:1 in all_reduce", "/job/loop.py:9 in step"),
@@ -226,3 +227,17 @@ def test_a_long_phase_that_keeps_reporting_is_no_hang(board: Board) -> None:
     assert watch.look(time.monotonic() + 4) is None
     writer.write(2, "validation")
     assert watch.look(time.monotonic() + 4.9) is None
+
+
+def test_a_script_is_judged_while_one_of_its_ranks_has_a_session_open(board: Board) -> None:
+    launch = Launch(Path("run"), "a:b", ranks_per_node=2, start_seconds=50, hang_seconds=5, is_script=True)
+    watch = Watch(board, launch, time.monotonic())
+    assert watch.look(time.monotonic() + 1000) is None
+    writer = board.writer(0)
+    for step in range(3):
+        writer.write(step, "forward")
+    watch = Watch(board, launch, time.monotonic())
+    assert watch.look(time.monotonic() + 4) is None
+    assert watch.look(time.monotonic() + 6) is not None
+    writer.write(2, OUTSIDE)
+    assert watch.look(time.monotonic() + 1000) is None
