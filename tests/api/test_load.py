@@ -38,7 +38,7 @@ def trained(
         "train": {"steps": 2, "global_batch": 2, "learning_rate": 1e-2, "validation_samples": 2, **train},
         "checkpoint": {"every_steps": 1},
     }
-    run = run_here if plan is None else run_job
+    run = run_here if plan is None or plan.world_size == 1 else run_job
     outcome = run(folder / "runs" / "mine", job, plan or Plan(micro_batch=2), {})
     (outcome.directory / "job.toml").write_text(to_toml(Job.model_validate(job)))
     return outcome
@@ -94,6 +94,16 @@ def test_adapters_are_in_the_weights_of_plain_layers(tmp_path: Path) -> None:
         model.get_parameter(f"{at}.weight"), saved[f"model.{at}.weight"] + change, atol=1e-7
     )
     assert not any("lora" in name for name in model.state_dict())
+
+
+def test_frozen_weights_of_16_bits_have_as_many_bits_as_the_others(tmp_path: Path) -> None:
+    keys = {"lora_rank": 2, "lora_targets": ["*.attention.query"]}
+    job = {"precision": "bf16"}
+    outcome = trained(tmp_path, {**SIZES, **keys}, Plan(micro_batch=2, precision="bf16"), **job)
+    assert outcome.tensors()["model.layers.0.attention.query.weight"].dtype == torch.bfloat16
+    loaded = wanma.load(outcome.directory)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+    assert loaded(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
 
 
 def test_wanmas_vision_models_need_no_data(tmp_path: Path) -> None:

@@ -524,6 +524,9 @@ TRAINING = [
     )
 ]
 
+STOPS = ("train.stop_patience=2", "train.validate_every_steps=2")
+"""Overrides of a job that stops early."""
+
 LAYOUTS = [
     wrong("text", says, *overrides)
     for says, *overrides in (
@@ -542,4 +545,29 @@ LAYOUTS = [
     )
 ] + [wrong("own", "does not declare", f"parallel.{axis}=2") for axis in ("tp", "cp")]
 
-ALL = [*NAMES, *NUMBERS, *KEYS, *MODELS, *DATA, *OWN_MODELS, *TRAINING, *LAYOUTS]
+FIRST_WEEK = [
+    wrong("own", says, *overrides)
+    for says, *overrides in (
+        ("there is no module 'nowhere'", "train.metrics={near='nowhere:f'}"),
+        ("has no 'zzz'", "train.metrics={near='own_code:zzz'}"),
+        ("no function", "train.metrics={near='own_code:value'}"),
+        ("no name for a metric", "train.metrics={loss='own_code:net'}"),
+        ("needs validations", "train.stop_patience=2"),
+        ("validation gives no such metric", *STOPS, "train.stop_metric=zzz"),
+        ("no validation part", *STOPS, "data.validation_fraction=0"),
+        ("must be one of min, max", *STOPS, "train.stop_mode=up"),
+        ("has no 'Zzz'", "train.optimizer_factory=torch.optim:Zzz"),
+        ("LBFGS", "train.optimizer_factory=torch.optim:LBFGS"),
+        ("cannot be made", "train.optimizer_factory=torch.optim:RAdam", "train.optimizer_arguments={zzz=1}"),
+        ("cannot be made", "train.optimizer_factory=own_code:Table"),
+        ("only one of optimizer", "train.optimizer_factory=torch.optim:RAdam", "train.optimizer=sgd"),
+        ("only one of schedule", "train.schedule_factory=math:sqrt", "train.schedule=linear"),
+        ("whole tensors", "train.optimizer_factory=torch.optim:Adafactor", "parallel.dp_shard=2"),
+        ("the schedule failed at step 0", "train.schedule_factory=math:log"),
+        ("schedule is a", "train.schedule_factory=math:pi"),
+        ("no wanma.Callback", "observe.callbacks=['own_code:value']"),
+        ("has no 'zzz'", "observe.callbacks=['own_code:zzz']"),
+    )
+]
+
+ALL = [*NAMES, *NUMBERS, *KEYS, *MODELS, *DATA, *OWN_MODELS, *TRAINING, *LAYOUTS, *FIRST_WEEK]

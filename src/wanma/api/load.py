@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from wanma.api.sample import Sampling, continuation
+from wanma.checkpoint.format import Box
 from wanma.checkpoint.reader import Saved, read_state
 from wanma.checkpoint.verify import find_whole
 from wanma.data.tokenizer import Tokenizer, load_tokenizer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from wanma.api.unrounded import Unrounded
     from wanma.models.build import ModelSpec
 
 _NAMED = 4
@@ -155,7 +157,7 @@ def load(
     saved, state = Saved(path), read_state(path)
     tokenizer = _tokenizer(run, job)
     made = model if model is not None else _model(job, run, saved, state, tokenizer)
-    weights = _Weights(saved, averaged, job.model)
+    weights = _Weights(saved, averaged, job)
     weights.fill(made, run)
     made.eval()
     return Loaded(made.to(device), tokenizer, job, int(state["step"]), path, weights.averaged)
@@ -262,9 +264,9 @@ def _image_sizes(
 class _Weights:
     """A checkpoint's weights under the model's own names, averaged ones preferred, adapters added."""
 
-    def __init__(self, saved: Saved, averaged: bool, section: ModelSection) -> None:
-        self._saved = saved
-        self._alpha = section.lora_alpha if section.lora_rank > 0 else None
+    def __init__(self, saved: Saved, averaged: bool, job: Job) -> None:
+        self._saved, self._start = saved, job.checkpoint.start_from
+        self._alpha = job.model.lora_alpha if job.model.lora_rank > 0 else None
         self.averaged = averaged and any(name.startswith("average.") for name in saved.tensors)
         self._names = {
             name.removeprefix("model."): name for name in saved.tensors if name.startswith("model.")
@@ -282,6 +284,7 @@ class _Weights:
         """
         import torch
 
+        from wanma.api.unrounded import open_start
         from wanma.models.lora import is_adapter
 
         persistent = model.state_dict(keep_vars=True)
@@ -305,17 +308,30 @@ class _Weights:
                 + "\n    ".join([*differences[:_NAMED], *more]),
                 f"put back the {run.job} that the run was trained with, or give its module (model=)",
             )
-        with torch.no_grad():
+        # Own modules say nothing of the names that published weights have.
+        start = self._start if hasattr(model, "published") else None
+        with torch.no_grad(), open_start(model, start) as unrounded:
             for name, tensor in held.items():
-                value = self._read(name, added)
+                value = self._read(name, added, tensor.dtype, unrounded)
                 if tensor.shape == value.shape and tensor.dtype == value.dtype:
                     tensor.copy_(value)
                 else:  # another precision than torch's default, or a buffer that a forward made anew
                     tensor.data = value
 
-    def _read(self, name: str, added: set[str]) -> Tensor:
-        """One tensor; a weight with the adapter of its layer, if that is to be added."""
+    def _read(self, name: str, added: set[str], dtype: torch.dtype, unrounded: Unrounded) -> Tensor:
+        """One tensor; a weight with the adapter of its layer, if that is to be added.
+
+        Args:
+            dtype: of the module's: frozen weights that were saved in 16 bits are given as many.
+            unrounded: tells what those were before, where that is known.
+        """
+        import torch
+
         weight = self._saved.read(self._names[name])
+        if weight.is_floating_point() and torch.promote_types(weight.dtype, dtype) != weight.dtype:
+            whole = Box((0,) * weight.ndim, tuple(weight.shape))
+            weight = unrounded.part(name, weight, whole, tuple(weight.shape))
+            weight = weight.to(torch.promote_types(weight.dtype, dtype))
         layer, dot, kind = name.rpartition(".")
         halves = {part: f"{layer}{dot}{part}" for part in ("lora_a", "lora_b")}
         if self._alpha is None or kind != "weight" or not added.issuperset(halves.values()):

@@ -156,6 +156,7 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
 
     try:
         check_interface(job.cluster.interface)
+        named_callbacks(job.observe.callbacks)
         run_directory_of(job, run_directory).check()
         start = first_layout(job)
         with show_preparing(quiet=False) as progress:

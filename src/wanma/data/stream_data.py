@@ -37,7 +37,7 @@ class StreamData(CustomData):
         self._train, self._validation, self._total = dataset, validation, total_samples
         self._draws = SeededDraws(train.seed, one_at_a_time=True)
         self.reader = StreamReader(dataset, self._draws, train, max(_KEPT, 2 * train.global_batch))
-        self.train_samples = 0  # not known
+        self.train_samples = total_samples  # those that the run reads: an epoch's are not known
         self.validation_samples = len(validation) if validation is not None else 0
 
     @cached_property

@@ -18,6 +18,7 @@ from wanma.checkpoint.folder import read_manifest
 from wanma.checkpoint.published import is_published
 from wanma.checkpoint.scan import FolderFiles, quick_problem
 from wanma.data.batch import Batch
+from wanma.data.data import Data
 from wanma.data.open import open_data
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
@@ -27,11 +28,14 @@ from wanma.models.fake import without_storage
 from wanma.models.forward_error import forward_error
 from wanma.models.roles import is_frozen, parameter_roles
 from wanma.training.doubles import explaining_doubles
+from wanma.training.early_stopping import check_stop_metric
 from wanma.training.labels import default_losses
 from wanma.training.loss import user_loss
 from wanma.training.main import choose_spec, own_loss
+from wanma.training.metrics import check_metrics, own_metrics
 from wanma.training.optimizer import check_patterns, group_rules
 from wanma.training.own_loss import check_loss
+from wanma.training.own_optimizer_check import tried_update
 from wanma.training.published import check_published
 from wanma.training.remainders import check_compressed
 from wanma.training.request import Request
@@ -58,6 +62,7 @@ def preflight(job: Job, plan: Plan) -> str | None:
     data = open_data(job.data, job.train)
     if (loss := own_loss(request)) is not None:
         check_loss(loss)
+    _check_own(job, plan, data)
     spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
     if spec.kind != "custom":
         with torch.device("meta"):
@@ -83,6 +88,15 @@ def preflight(job: Job, plan: Plan) -> str | None:
         _check_model(model, job, plan)
         _run(model, batch, loss, job)
     return None
+
+
+def _check_own(job: Job, plan: Plan, data: Data) -> None:
+    """What the job names of the user's own beside model, data and loss."""
+    tried_update(job.train, {}, plan)
+    check_metrics(own_metrics(None, job.train.metrics))
+    own = job.train.stop_metric in job.train.metrics
+    known = None if own else ("loss", "perplexity" if data.kind == "tokens" else "accuracy")
+    check_stop_metric(job.train, known, data.validation_samples)
 
 
 def _parameters(spec: ModelSpec) -> int | None:
