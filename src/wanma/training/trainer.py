@@ -343,14 +343,14 @@ class Trainer:
 
     def validated(self, loss: float, targets: int, metrics: dict[str, float]) -> None:
         """Note a validation result; one that is not a number is the best of nothing."""
-        if reason := self.state.stopping.see(self.state.step, {"loss": loss, **metrics}, self.job.train):
-            self.message(reason)
         best = self.state.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             self.state.best_loss = loss
         if self._recorder is not None:
             fields = {"loss": loss, "targets": targets, **validation_fields(metrics)}
             self._recorder.event("validation", step=self.state.step, **fields)
+        if reason := self.state.stopping.see(self.state.step, {"loss": loss, **metrics}, self.job.train):
+            self.message(reason)
 
     def save(self, metric: float | None = None) -> None:
         """Start saving the state after the current step; waits only for the copy.
