@@ -2,6 +2,7 @@
 
 python examples/own_loop.py                        # one process
 wanma launch --ranks 2 examples/own_loop.py        # two
+torchrun --nproc-per-node 2 examples/own_loop.py   # two of torchrun's: nobody watches for hangs
 """
 
 import os

@@ -136,7 +136,8 @@ def test_a_script_is_told_what_torchrun_tells(desk: Desk) -> None:
     name = write(desk, "told.py", VARIABLES)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "2"]
     theirs = told(desk.start_program([*torchrun, name]).end().out)
-    ran = desk.run("launch", "--ranks", "1", "--set", "cluster.retries=2", name, "--ranks", "7", "--", "x")
+    words = ("--nproc-per-node", "1", "--max-restarts", "2")
+    ran = desk.run("launch", *words, name, "--ranks", "7", "--", "x")
     assert ran.code == 0, ran.text
     ours = told(ran.out)
     # The file into which torch's own `@record` writes an error for torchrun is its affair.

@@ -8,6 +8,14 @@ from pathlib import Path
 from wanma.cli.arguments import numbers
 from wanma.job.errors import JobError
 
+_TORCHRUN = {
+    "ranks": ("--nproc-per-node", "--nproc_per_node"),
+    "nodes": ("--nnodes",),
+    "node_rank": ("--node_rank",),
+    "rendezvous": ("--rdzv-endpoint", "--rdzv_endpoint"),
+    "retries": ("--max-restarts", "--max_restarts"),
+}
+"""Options as torchrun spells them, by what they mean here."""
 _DESCRIPTION = """\
 Run your own training script in several processes: plain Python, as for torchrun, or with wanma.session(...).
 
@@ -48,15 +56,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--show", metavar="RANKS", type=_ranks, help="whose output is shown: all (default), none, or e.g. 0,3"
     )
+    for meaning, spelled in _TORCHRUN.items():
+        kind = int if meaning == "ranks" else str
+        parser.add_argument(*spelled, dest=meaning, type=kind, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
-    for spelled in ("--local-rank", "--local_rank"):
+    for option in ("--local-rank", "--local_rank"):
         parser.add_argument(
-            spelled,
+            option,
             dest="local_rank_option",
             action="store_const",
-            const=spelled,
+            const=option,
             default="",
-            help=f"give each script {spelled}=N, as torch.distributed.launch does",
+            help=f"give each script {option}=N, as torch.distributed.launch does",
         )
     parser.add_argument(
         "--use-env", "--use_env", action="store_true", help="the opposite, and the default: variables only"
@@ -102,5 +113,6 @@ def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
         "cluster.nodes": arguments.nodes,
         "cluster.rendezvous": arguments.rendezvous,
         "cluster.node_rank": arguments.node_rank,
+        "cluster.retries": arguments.retries,
     }
     return [f"{key}={value}" for key, value in written.items() if value is not None]
