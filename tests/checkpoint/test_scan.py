@@ -16,6 +16,7 @@ from wanma.checkpoint.folder import read_manifest
 from wanma.checkpoint.format import Box, Shard, TensorEntry, dump_manifest
 from wanma.checkpoint.scan import FolderFiles, Problem, quick_problem, scan, uncovered
 from wanma.checkpoint.storage import Storage
+from wanma.checkpoint.verify import verify
 from wanma.checkpoint.writer import Checkpointer
 
 
@@ -181,3 +182,10 @@ def test_a_tensor_without_elements_needs_no_box() -> None:
 def test_many_shards_are_looked_through_quickly() -> None:
     boxes = [Box((row, column), (1, 64)) for row in range(128) for column in range(0, 4096, 64)]
     assert uncovered((128, 4096), boxes) is None
+
+
+def test_a_folder_in_place_of_a_data_file_is_no_file(path: Path) -> None:
+    (path / "rank-00000.safetensors").unlink()
+    (path / "rank-00000.safetensors").mkdir()
+    assert [problem.cause for problem in problems(path)] == ["is missing"]
+    assert verify(path) == ["rank-00000.safetensors is no file"]

@@ -197,7 +197,7 @@ def _problems(
 
 def _wrong_size(size: int | None, entry: FileEntry) -> str | None:
     if size is None:
-        return "is missing, or no file"
+        return "is missing"
     return None if size == entry.bytes else f"has {size:,} bytes instead of {entry.bytes:,}"
 
 

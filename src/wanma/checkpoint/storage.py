@@ -113,9 +113,10 @@ class Storage:
         def look() -> int | None:
             self._system.invalidate_cache(self._at(path).rpartition("/")[0])
             try:
-                return int(self._system.info(self._at(path))["size"])
+                found = self._system.info(self._at(path))
             except FileNotFoundError:
                 return None
+            return int(found["size"]) if found.get("type", "file") == "file" else None
 
         return self._try("cannot look at", path, look)
 
