@@ -113,7 +113,6 @@ threads_per_rank = 1
 
 [checkpoint]
 every_steps = 0
-snapshots = "off"
 keep = 1
 keep_best = false
 

@@ -109,7 +109,6 @@ device = "cpu"
 
 [checkpoint]
 every_steps = 0
-snapshots = "off"
 keep = 1
 keep_best = false
 """

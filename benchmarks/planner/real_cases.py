@@ -137,7 +137,6 @@ device = "cpu"
 
 [checkpoint]
 every_steps = 0
-snapshots = "off"
 keep = 1
 keep_best = false
 """

@@ -141,8 +141,6 @@ health_check = "never"
 
 [checkpoint]
 every_steps = 0
-snapshots = "off"
-compare_replicas = false
 keep = 1
 keep_best = false
 """

@@ -106,7 +106,6 @@ compile = {str(self.compile).lower()}
 
 [checkpoint]
 every_steps = 0
-snapshots = "off"
 keep = 1
 keep_best = false
 """

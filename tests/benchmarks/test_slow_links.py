@@ -38,6 +38,7 @@ def test_every_contender_has_a_job_of_two_machines_that_sums_as_it_says(tmp_path
         job = load_job(path)
         assert (job.cluster.nodes, job.parallel.dp_replicate) == (2, 4)
         assert job.train.global_batch == 8
+        assert (job.checkpoint.snapshots, job.checkpoint.compare_replicas) == ("auto", True), "as by default"
         assert why_not_hierarchical(Plan(dp_replicate=4), job.cluster.nodes) is None
         seen[name] = (job.parallel.overlap, job.parallel.hierarchical)
         assert job.parallel.compression == (

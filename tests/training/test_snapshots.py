@@ -15,7 +15,7 @@ from support.recovering import RESTART, equal, fail, job, messages, recover
 from wanma.checkpoint.image import HEAD_BYTES
 from wanma.job.plan import Plan
 from wanma.planner.snapshots import COST_SHARE
-from wanma.training.snapshots import Interval
+from wanma.training.snapshots import Exchanges, Interval
 
 
 @pytest.mark.parametrize(
@@ -202,3 +202,18 @@ def test_an_interval_changes_only_when_it_is_too_short_or_twice_too_long(
     assert interval.steps == chosen
     interval.consider(now_ms / 1000, 0.1)
     assert interval.steps == then
+
+
+def test_steps_beside_an_exchange_that_are_longer_are_its_cost() -> None:
+    exchanges = Exchanges()
+    exchanges.processor_seconds = 0.1
+    assert not exchanges.step_ended(4.0, goes_on=False)
+    assert exchanges.cost_seconds(4.0) == 0.1, "nothing is known of the network yet"
+    exchanges.begin()
+    assert [exchanges.step_ended(7.0, goes_on) for goes_on in (True, True, False)] == [True] * 3
+    assert exchanges.is_news
+    assert not exchanges.step_ended(4.0, goes_on=False)
+    assert (exchanges.is_news, exchanges.steps_since) == (False, 1)
+    assert exchanges.cost_seconds(4.0) == exchanges.lost_seconds(4.0) == 9.0
+    assert exchanges.lost_seconds(0.0) == 0.0, "there is nothing to compare with"
+    assert (exchanges.lost_seconds(6.9), exchanges.cost_seconds(6.9)) == (0.0, 0.1), "that may be noise"

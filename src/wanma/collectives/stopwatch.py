@@ -45,6 +45,11 @@ class Stopwatch:
         self.waits_now = 0
         """How many `waiting` it is inside of."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way; may be asked by another thread."""
+        return bool(self._open)
+
     def begin(self, kind: Kind, now: float) -> None:
         """Something begins to be under way, beside whatever the rank does."""
         count, since = self._open.get(kind, (0, now))

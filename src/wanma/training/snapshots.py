@@ -38,6 +38,10 @@ EVERY = "snapshots_every"
 """In the state that a snapshot holds: the interval as ranks that go on from it find it."""
 _COSTS, _STEPS = 5, 20
 """How many of the last ones count."""
+_COMPARED = 5
+"""Steps without an exchange that are made early on, two after each exchange, to know what one costs."""
+_NOTICED = 1.02
+"""Ratio of step times, with an exchange to without, from which on the difference is its cost."""
 
 
 class Interval:
@@ -56,6 +60,63 @@ class Interval:
             return False
         before, self.steps = self.steps, max(round(_MARGIN * needed), 1)
         return self.steps != before
+
+
+class Exchanges:
+    """What sending copies to a partner node costs: steps that go on beside it take longer.
+
+    They share cores and the network with it. All ranks see the same steps, and so count alike.
+    """
+
+    def __init__(self) -> None:
+        self.processor_seconds = 0.0
+        """Of a core, that the newest one took, where training computes on the same cores."""
+        self.steps_since = 0
+        """Steps that ended without one since the newest."""
+        self.is_news = False
+        """One ended in the newest step."""
+        self._seconds: deque[float] = deque(maxlen=_STEPS)
+        """Of steps beside one."""
+        self._steps: deque[int] = deque(maxlen=_COSTS)
+        """How many steps the newest ones went on beside."""
+        self._count: int | None = None
+        """Steps so far beside the one under way; None: none is."""
+
+    def begin(self) -> None:
+        self._count = 0
+
+    def step_ended(self, seconds: float, goes_on: bool) -> bool:
+        """Note a step; returns whether an exchange was under way.
+
+        Args:
+            goes_on: one is under way at its end.
+        """
+        self.is_news = False
+        if self._count is None:
+            self.steps_since += 1
+            return False
+        self.steps_since = 0
+        self._count += 1
+        self._seconds.append(seconds)
+        if not goes_on:
+            self._steps.append(self._count)
+            self._count, self.is_news = None, True
+        return True
+
+    def cost_seconds(self, step_seconds: float) -> float:
+        """Cost of one exchange: what training loses, and at least the cores' time.
+
+        Args:
+            step_seconds: of a step without one; 0: not known yet.
+        """
+        return max(self.lost_seconds(step_seconds), self.processor_seconds)
+
+    def lost_seconds(self, step_seconds: float) -> float:
+        """Seconds by which the steps beside one exchange are longer; 0 where that may be noise."""
+        if not self._steps or step_seconds <= 0:
+            return 0.0
+        longer = median(self._seconds) - step_seconds
+        return longer * median(self._steps) if longer > (_NOTICED - 1) * step_seconds else 0.0
 
 
 class StepSnapshots:
@@ -96,6 +157,8 @@ class StepSnapshots:
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
+        """Of steps beside which nothing went to a partner node."""
+        self._exchanges = Exchanges()
         self._taken = 0
         self._compare_seconds = 0.0
         """Of the newest snapshot."""
@@ -160,7 +223,8 @@ class StepSnapshots:
             return None
         silence = timedelta(seconds=job.cluster.hang_seconds)
         group = dist.new_group(backend="gloo", timeout=silence, group_desc="partner")
-        return Partner(images, worker.rank, worker.ranks_by_node, group)
+        busy = None if self._fixed is not None else lambda: self._state.parallel.communication.is_busy
+        return Partner(images, worker.rank, worker.ranks_by_node, group, busy)
 
     def settle(self) -> None:
         """Wait for the snapshot under way, before the ranks agree on a step and then change their state.
@@ -187,6 +251,7 @@ class StepSnapshots:
         cost = median(self._costs) if self._costs else 0.0
         step = median(self._step_seconds) if self._step_seconds else 0.0
         partner = self._snapshots.partner
+        cost += self._exchanges.cost_seconds(step) if self._costs else self._exchanges.lost_seconds(step)
         broken = partner is not None and bool(partner.problem)
         return cost, step, float(self._failure is not None), float(self._is_sending), float(broken)
 
@@ -209,7 +274,8 @@ class StepSnapshots:
         return dropped + self._set_interval(cost, step)
 
     def _set_interval(self, cost: float, step: float) -> list[str]:
-        if self._fixed is not None or not self._is_news or not self._costs or step <= 0:
+        is_news = self._is_news or self._exchanges.is_news
+        if self._fixed is not None or not is_news or cost <= 0 or step <= 0:
             return []
         if not self._interval.consider(cost, step):
             return []
@@ -231,9 +297,13 @@ class StepSnapshots:
         """
         if self._snapshots is None:
             return
-        self._step_seconds.append(max(seconds - self._hidden_seconds, 0.0))
+        alone = max(seconds - self._hidden_seconds, 0.0)
+        if not self._exchanges.step_ended(alone, self._is_sending):
+            self._step_seconds.append(alone)
         step = self._state.step
         if is_last or step < self._last_step + self._every:
+            return
+        if self._compares and self._exchanges.steps_since < 2:
             return
         if self._is_sending:
             return  # until all nodes' copies of one step are whole, those of the step before are needed
@@ -274,6 +344,8 @@ class StepSnapshots:
     def _begin(self) -> None:
         assert self._snapshots is not None
         step = self._last_step = self._state.step
+        if self._snapshots.partner is not None:
+            self._exchanges.begin()
         began = time.perf_counter()
         self._compare()
         self._compare_seconds = time.perf_counter() - began
@@ -309,6 +381,12 @@ class StepSnapshots:
         return min(median(self._step_seconds), LONGEST_WAIT_SECONDS)
 
     @property
+    def _compares(self) -> bool:
+        """Whether steps without an exchange are still wanted, to know what one costs."""
+        has_partner = self._snapshots is not None and self._snapshots.partner is not None
+        return self._fixed is None and has_partner and len(self._step_seconds) < _COMPARED
+
+    @property
     def _every(self) -> int:
         """After a recovery, too, the first ones are taken step by step: what they cost is found out anew, and
         machines that are new hold copies at once."""
@@ -318,14 +396,14 @@ class StepSnapshots:
         """What it cost. On CPUs the background computes on cores that training would have."""
         self._taken += 1
         self._is_news = True
-        sent = 0.0
         if self._plan.device == "cpu":
             self._hidden_seconds = max(taken.processor_seconds - taken.settle_seconds, 0.0)
             if self._snapshots is not None and self._snapshots.partner is not None:
-                sent = self._snapshots.partner.processor_seconds  # for the one before: this one's goes on
+                # For the one before: this one's goes on.
+                self._exchanges.processor_seconds = self._snapshots.partner.processor_seconds
         if self._taken > _UNUSUAL:
             seconds = self._compare_seconds + taken.begin_seconds + taken.settle_seconds
-            self._costs.append(seconds + self._hidden_seconds + sent)
+            self._costs.append(seconds + self._hidden_seconds)
 
     def _require_memory(self, needed: int) -> None:
         needed *= self._worker.local_world_size
