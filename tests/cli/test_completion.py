@@ -51,7 +51,7 @@ def test_job_files_are_completed_and_other_files_are_not(folder: Path) -> None:
 
 
 def test_keys_of_the_job_file_are_completed(folder: Path) -> None:
-    assert offered("wanma train gpt.toml train.st", folder) == ["train.steps="]
+    assert offered("wanma train gpt.toml train.ste", folder) == ["train.steps="]
     assert set(offered("wanma train gpt.toml train.steps=4 parallel.dp", folder)) == {
         "parallel.dp_replicate=",
         "parallel.dp_shard=",
