@@ -120,8 +120,8 @@ def test_a_wish_to_stop_is_told_once(tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(JobError, match=r"Broken'> is no wanma.Callback but a class"):
+    with pytest.raises(JobError, match=r"callbacks: the class Broken is no wanma.Callback"):
         check_callbacks([Broken])
-    with pytest.raises(JobError, match=r"callbacks: <function .* is no wanma.Callback\n"):
+    with pytest.raises(JobError, match=r"callbacks: an object of function is no wanma.Callback\n"):
         check_callbacks(lambda: None)
     assert isinstance(named_callbacks([f"{__name__}:Broken"])[0], Broken)

@@ -46,6 +46,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["launch", "--ranks", "2", "none.py"], "error: there is no script none.py"),
         (["launch", __file__, "--ranks", "2"], f"give --ranks N, at least 1, before {__file__}"),
         (["launch", "--ranks", "0", __file__], f"`wanma launch --ranks 2 {__file__}` starts two processes"),
+        (["launch", "--ranks", "2", "--show", "5", __file__], "--show 5: there is no such rank"),
         (["launch", "--ranks", "x", "none.py"], "argument --ranks: invalid int value: 'x'"),
         (["launch", "--rank", "2", __file__], "unknown option --rank. Did you mean '--ranks'?"),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from wanma.checkpoint.image import Head, ImageFile, read_head
 from wanma.elastic.board import Board
 from wanma.elastic.images import ImageFiles
 from wanma.elastic.messages import HeldImage, Image
+from wanma.job.errors import WanmaError
 
 
 @pytest.fixture
@@ -29,6 +32,18 @@ def write(path: str, step: int, rank: int = 0, generation: int = 1, whole: bool 
         image.finish(8, xxhash.xxh3_128(content), b"{}")
     content.release()
     image.close()
+
+
+def test_more_ranks_than_files_may_be_open_are_refused() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with pytest.raises(WanmaError, match=r"1,000 ranks on one machine .*\(256\)") as caught:
+            ImageFiles(1000)
+        os.close(os.dup(0))  # those that it had are closed again
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "ulimit -n" in caught.value.hint
 
 
 def test_files_are_empty_at_first_and_can_be_opened_by_others(files: ImageFiles) -> None:

@@ -194,3 +194,10 @@ def test_what_waits_in_the_hosts_memory_must_fit_there() -> None:
     problem = problem_of(job(), small, decoder_workload(LARGE, 2048), LARGE)
     leanest = Plan(dp_shard=8, shard="parameters", recompute="full", precision="bf16", device="cuda")
     assert all("offload" not in str(change) or "disk" in str(change) for change in advice(problem, leanest))
+
+
+def test_a_plan_of_ones_own_beyond_single_changes_is_told_of_the_search() -> None:
+    replicas = job().model_copy(update={"parallel": type(job().parallel)(dp_replicate=32)})
+    huge = DecoderDimensions(126, 16384, 128, 8, 53248, 128256)
+    error = refused(replicas.model_copy(update={"cluster": job(4).cluster}), HALL, huge)
+    assert error.hint.startswith("let the planner search (parallel = 'auto'), shard more")

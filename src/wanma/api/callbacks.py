@@ -102,8 +102,11 @@ class Callbacks:
                     self._stop = f"callback {name} failed"
 
 
-def check_callbacks(callbacks: object) -> list[Callback]:
+def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callback]:
     """Refuse what is given as callbacks and is none.
+
+    Args:
+        source: argument or key that gave them.
 
     Raises:
         JobError: no sequence of `Callback` objects.
@@ -111,9 +114,9 @@ def check_callbacks(callbacks: object) -> list[Callback]:
     given: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):
+            said = f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
             raise JobError(
-                f"callbacks: {one!r} is no wanma.Callback"
-                + (" but a class" if isinstance(one, type) else ""),
+                f"{source}: {said} is no wanma.Callback",
                 "give objects of classes that inherit from wanma.Callback",
             )
     return given
@@ -125,14 +128,15 @@ def named_callbacks(paths: Sequence[str]) -> list[Callback]:
     Raises:
         JobError: one cannot be imported or made, or is no callback.
     """
-    made = []
+    made: list[Callback] = []
     for path in paths:
         found = import_object(path, "observe.callbacks")
         try:
-            made.append(found() if callable(found) and not isinstance(found, Callback) else found)
+            one = found() if callable(found) and not isinstance(found, Callback) else found
         except Exception as error:  # whatever the user's code raises
             raise JobError(f"observe.callbacks: '{path}' failed: {type(error).__name__}: {error}") from error
-    return check_callbacks(made)
+        made += check_callbacks([one], f"observe.callbacks = '{path}'")
+    return made
 
 
 def _record(event: Event, run: RunDirectory) -> tuple[str, Any] | None:

@@ -47,6 +47,10 @@ class Loaded:
     averaged: bool
     """The weights are averaged ones (train.weight_average)."""
 
+    def __repr__(self) -> str:
+        averaged = ", averaged weights" if self.averaged else ""
+        return f"<{type(self.model).__name__} of step {self.step}{averaged}, {self.checkpoint}>"
+
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's output."""
         return self.model(*inputs, **keywords)

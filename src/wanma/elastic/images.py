@@ -6,12 +6,15 @@ them is the checkpoint room's affair (`checkpoint.image`): here only their heads
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from collections.abc import Iterator, Sequence
 
 from wanma.checkpoint.image import Head, read_head
 from wanma.checkpoint.ring import guests_of
 from wanma.elastic.messages import HeldImage, Image
+from wanma.job.errors import WanmaError
 
 
 class ImageFiles:
@@ -21,10 +24,25 @@ class ImageFiles:
 
     Args:
         ranks: of this node, at first.
+
+    Raises:
+        WanmaError: the system allows fewer open files.
     """
 
     def __init__(self, ranks: int) -> None:
-        self._pairs = [_new_pair() for _ in range(ranks)]
+        self._pairs: list[tuple[int, ...]] = []
+        try:
+            while len(self._pairs) < ranks:
+                self._pairs.append(_new_pair())
+        except OSError as error:
+            self.close()
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise WanmaError(
+                f"{ranks:,} ranks on one machine need more open files than this system allows ({limit:,})",
+                "start fewer ranks, or raise the limit: `ulimit -n`",
+            ) from None
         self._guests: dict[int, int] = {}
         """By rank: which pair."""
 

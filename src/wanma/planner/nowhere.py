@@ -100,13 +100,14 @@ def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast, by_rule: str 
     """
     why = f" (planned by rule: {by_rule})" if by_rule is not None else ""
     changes = [str(change) for change in advice(problem, plan, keep=3)]
+    search = "" if problem.job.parallel.auto else "let the planner search (parallel = 'auto'), "
     return JobError(
         f"the plan does not fit{why}: a rank needs about {bytes_text(forecast.memory_bytes)} of "
         f"{bytes_text(problem.memory_bytes)}: {largest_kinds(forecast)}",
         f"would fit: {'; or '.join(changes)}"
         if changes
-        else "shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'auto', offload "
-        "(parallel.offload_*), or take a smaller model, micro-batch or sequence",
+        else f"{search}shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = 'auto', "
+        "offload (parallel.offload_*), or take a smaller model, micro-batch or sequence",
     )
 
 

@@ -64,6 +64,9 @@ class Report:
     problems: tuple[str, ...]
     """What could not be read, in words."""
 
+    def __repr__(self) -> str:
+        return f"<report of {self.run.path}: {self.state}, {self.last_step} of {self.total_steps} steps>"
+
     @property
     def total_steps(self) -> int:
         """Steps the run was to have; 0 when unknown."""

@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"wanma launch: give --ranks N, at least 1, before {script}",
             f"`wanma launch --ranks 2 {script}` starts two processes",
         )
+    _check_shown(arguments.show, arguments.ranks, nodes=arguments.nodes or "1")
     from wanma.api.launch import Program, launch_script
 
     option = "" if arguments.use_env else arguments.local_rank_option
@@ -105,6 +106,20 @@ def _ranks(text: str) -> list[int] | None:
     """Ranks of `--show`; None: all."""
     named: dict[str, list[int] | None] = {"all": None, "none": []}
     return named[text] if text in named else numbers(text)
+
+
+def _check_shown(shown: list[int] | None, ranks: int, nodes: str) -> None:
+    """Refuse ranks of `--show` that will not exist; of several machines the number may change.
+
+    Raises:
+        JobError: names the first such rank.
+    """
+    for rank in shown or ():
+        if rank < 0 or (nodes == "1" and rank >= ranks):
+            raise JobError(
+                f"wanma launch: --show {rank}: there is no such rank",
+                f"ranks are 0 to {ranks - 1}; or all, or none" if nodes == "1" else "ranks begin at 0",
+            )
 
 
 def _options_as_overrides(arguments: argparse.Namespace) -> list[str]:
