@@ -80,6 +80,14 @@ def test_a_stopped_run_is_as_if_never_stopped(stream: Any, tmp_path: Path) -> No
     same_numbers(whole, again, tolerance=0.0)
 
 
+def test_validation_without_a_validation_part_is_told(tmp_path: Path) -> None:
+    given = {"model": seeded(Plain), "data": Rows()}
+    run = run_here(tmp_path, job(steps=2, validate_every_steps=1), PLAN, given)
+    events = (run.directory / "events.jsonl").read_text()
+    told = "train.validate_every_steps = 1 without effect: the data has no validation part"
+    assert events.count(told) == 1
+
+
 def test_a_stream_that_splits_itself_is_refused(tmp_path: Path) -> None:
     given = {"model": seeded(Plain), "data": Split()}
     plan = Plan(dp_replicate=2, micro_batch=4, precision="fp64")

@@ -114,7 +114,9 @@ def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callba
     given: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
     for one in given:
         if not isinstance(one, Callback):
-            said = f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
+            said = (
+                f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
+            )
             raise JobError(
                 f"{source}: {said} is no wanma.Callback",
                 "give objects of classes that inherit from wanma.Callback",

@@ -12,6 +12,7 @@ from wanma.job.parallel_section import ParallelSection
 from wanma.job.plan import REDUCED_TOGETHER_BYTES, Plan
 from wanma.job.sections import Job
 from wanma.models.dimensions import DecoderDimensions
+from wanma.observe.units import count_text
 from wanma.planner.automatic import find_plans, reasons, run_worlds, why_not_by_time
 from wanma.planner.between_sites import check_sites, synchronization_of
 from wanma.planner.compression import plan_fields
@@ -301,7 +302,7 @@ def _by_rule(problem: Problem, plan: Plan, rows: int) -> tuple[Plan, list[str]]:
         micro_batch = next(fitting, sizes[-1])
         told.append(
             f"micro_batch {micro_batch}: the largest that fits, at most {largest} "
-            f"({rows} samples per rank and step)"
+            f"({count_text(rows, 'sample')} per rank and step)"
         )
     plan = replace(plan, micro_batch=micro_batch)
     check_micro_batches(job, plan)

@@ -19,6 +19,7 @@ from wanma.data.batch import IGNORED
 from wanma.job.errors import AgreedError, JobError, WanmaError
 from wanma.job.imports import import_object
 from wanma.job.user_code import users_line
+from wanma.observe.units import count_text
 from wanma.training.loss import right_classes, whole_output
 
 Value = Any
@@ -210,8 +211,8 @@ def counted(
         return total, count
     shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
     raise WanmaError(
-        f"metric '{name}' returned {type(values).__name__}{shape} for {rows} samples, which cannot be added "
-        "up over ranks and micro-batches",
+        f"metric '{name}' returned {type(values).__name__}{shape} for {count_text(rows, 'sample')}, which "
+        "cannot be added up over ranks and micro-batches",
         _WAYS,
     )
 
