@@ -45,6 +45,11 @@ class Broken(wanma.Callback):
         raise ZeroDivisionError(f"of step {event.step}")
 
 
+class StopsNever(wanma.Callback):
+    def on_stepp(self, event: object) -> None:
+        raise wanma.StopTraining
+
+
 def train(folder: Path, *callbacks: wanma.Callback, **train: Any) -> wanma.Result:
     job = {
         "train": {
@@ -125,3 +130,6 @@ def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(JobError, match=r"callbacks: an object of function is no wanma.Callback\n"):
         check_callbacks(lambda: None)
     assert isinstance(named_callbacks([f"{__name__}:Broken"])[0], Broken)
+    path = f"{__name__}:StopsNever"
+    with pytest.raises(JobError, match=f"'{path}': StopsNever.on_stepp would never be called.*'on_step'"):
+        named_callbacks([path])

@@ -19,7 +19,7 @@ from wanma.job.callbacks import (
     StopTraining,
     ValidationEnd,
 )
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, did_you_mean
 from wanma.job.imports import import_object
 from wanma.job.run_directory import RunDirectory
 from wanma.job.user_code import users_line
@@ -103,7 +103,7 @@ class Callbacks:
 
 
 def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callback]:
-    """Refuse what is given as callbacks and is none.
+    """Refuse what is given as callbacks and is none, and methods whose names are misspelled.
 
     Args:
         source: argument or key that gave them.
@@ -121,6 +121,14 @@ def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callba
                 f"{source}: {said} is no wanma.Callback",
                 "give objects of classes that inherit from wanma.Callback",
             )
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in dir(type(one)):
+            if name.startswith("on_") and name not in known:
+                raise JobError(
+                    f"{source}: {type(one).__name__}.{name} would never be called."
+                    f"{did_you_mean(name, known)}",
+                    f"methods of a wanma.Callback are {', '.join(known)}; names of others begin otherwise",
+                )
     return given
 
 

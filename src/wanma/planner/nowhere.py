@@ -106,8 +106,8 @@ def does_not_fit(problem: Problem, plan: Plan, forecast: Forecast, by_rule: str 
         f"{bytes_text(problem.memory_bytes)}: {largest_kinds(forecast)}",
         f"would fit: {'; or '.join(changes)}"
         if changes
-        else f"{search}shard more (parallel.dp_shard, shard = 'parameters'), "
-        "set parallel.recompute = 'auto', offload (parallel.offload_*), or take a smaller model, micro-batch or sequence",
+        else f"{search}shard more (parallel.dp_shard, shard = 'parameters'), set parallel.recompute = "
+        "'auto', offload (parallel.offload_*), or take a smaller model, micro-batch or sequence",
     )
 
 
