@@ -123,12 +123,13 @@ def test_what_a_resume_repeats_counts_once_and_lost_validations_are_gone(new_run
     sink.write(
         {"kind": "start", "time": time.time(), "step": 8, "steps": 12, "process": os.getpid(), "host": "x"}
     )
+    sink.write({"kind": "step", "time": time.time(), "step": 9, "loss": 1.0})
     sink.write({"kind": "validation", "time": time.time(), "step": 10, "loss": 1.0})
     sink.close()
     report = read_report(run)
     assert [event["step"] for event in report.validations] == [2, 4, 6, 8, 10]
     assert [event["step"] for event in report.checkpoints] == [4, 8]
-    assert report.steps["step"][-1] == 8
+    assert report.steps["step"][-2:] == [8, 9]
     assert len(report.starts) == 2
 
 

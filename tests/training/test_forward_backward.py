@@ -33,6 +33,7 @@ def test_the_logits_are_gone_when_backward_has_left_the_head() -> None:
         module=model,
         pipeline=None,
         modules=model.modules,
+        computing=model.parameters,
         clock=WorkClock("cpu", lambda: 0.0, by_piece=False),
         begin_micro_batch=lambda **_: None,
         end_backward=lambda: None,
