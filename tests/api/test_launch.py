@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk
-from wanma.api.launch import Program, _agreed, cluster_section
+from wanma.api.launch import Program, _agreed, cluster_section, launch_script
 from wanma.hardware.discover import discover
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import load_job
+from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import ClusterSection
 
 SCRIPT = """\
@@ -164,3 +165,18 @@ def test_only_the_cluster_is_for_the_command_to_say() -> None:
         cluster_section(["cluster.hang_seconds=9", "train.steps=3"])
     with pytest.raises(JobError, match=r"hang_second.*Did you mean 'cluster\.hang_seconds'"):
         cluster_section(["cluster.hang_second=9"])
+
+
+def test_a_launch_that_cannot_start_is_recorded_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise WanmaError("no place to run")
+
+    monkeypatch.setattr("wanma.api.launch.run_local", refuse)
+    (tmp_path / "plain.py").write_text("")
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(WanmaError, match="no place to run"):
+        launch_script(Program(str(tmp_path / "plain.py")), 2, run_directory=run.path)
+    record = json.loads(run.script.read_text())
+    assert (record["exit_code"], record["failure"]) == (1, "no place to run")

@@ -25,7 +25,7 @@ from wanma.engines.local import run as run_local
 from wanma.hardware.discover import discover
 from wanma.hardware.interfaces import check_interface
 from wanma.hardware.position import position_of
-from wanma.job.errors import JobError
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.load import job_from, parse_override
 from wanma.job.observe_section import ObserveSection
 from wanma.job.plan import Plan
@@ -101,7 +101,11 @@ def launch_script(
     with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown) as console:
         record = ScriptRecord(run, program.script, program.arguments, ranks, section.nodes)
         earlier = events_so_far(run)
-        outcome = run_local(_launch(run, program, ranks, section), console.write)
+        try:
+            outcome = run_local(_launch(run, program, ranks, section), console.write)
+        except WanmaError as error:  # no rank was started
+            record.end(error.exit_code, error.message, console.write)
+            raise
         failure = outcome.message if outcome.failure is not None else None
         exit_code = (outcome.failure.left_with if outcome.failure is not None else 0) or outcome.exit_code
         record.end(exit_code, failure or "", console.write)

@@ -47,8 +47,6 @@ def device_name(node: Node, plan: Plan) -> str:
 
 
 def machine_text(node: Node) -> str:
-    """What was measured, in words."""
-    return (
-        f"{node}, {cpu_model()}, {node.cores} cores, {platform.system()} {platform.release()}, "
-        f"torch {version('torch')}"
-    )
+    """Devices, processor and versions that were measured, in words; each once."""
+    processor = "" if cpu_model() in str(node) else f"{cpu_model()}, {node.cores} cores, "
+    return f"{node}, {processor}{platform.system()} {platform.release()}, torch {version('torch')}"

@@ -1,0 +1,15 @@
+"""This machine in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wanma.hardware.discover import discover
+from wanma.hardware.limits import cpu_model
+from wanma.planner.measure.here import machine_text
+
+
+def test_a_processor_is_named_once() -> None:
+    (node,) = discover().nodes
+    for one in (node, replace(node, cpu=None)):
+        assert machine_text(one).count(cpu_model()) == 1
