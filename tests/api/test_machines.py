@@ -19,6 +19,7 @@ from wanma.job.errors import JobError
 from wanma.job.load import job_from
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
+from wanma.planner.without_effect import without_effect
 
 
 def job(**sections: dict[str, Any]) -> Job:
@@ -76,6 +77,8 @@ def test_a_device_s_name_imagines_as_many_as_the_job_has_ranks() -> None:
 def test_a_layout_runs_on_as_much_of_an_imagined_cluster_as_it_needs() -> None:
     some = job(parallel={"dp_shard": 16})
     assert imagined(some, cluster="64x8 H100")[0].cluster.nodes == 2
+    one_machine = imagined(job(parallel={"dp_shard": 8}), cluster="64x8 H100")[0]
+    assert without_effect(one_machine, Plan(dp_shard=8)) == []
     everything = job(parallel={"auto": True})
     assert imagined(everything, cluster="64x8 H100 + 32x8 A100")[0].cluster.nodes == 96
     on_cpus = imagined(everything, cluster="4x2 EPYC 9654, 25G")[0].cluster

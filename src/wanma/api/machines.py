@@ -102,7 +102,7 @@ def run_on(job: Job, cluster: Cluster) -> Job:
     section = job.cluster.model_copy(
         update={
             "nodes": nodes,
-            "rendezvous": "imagined:1",
+            "rendezvous": "imagined:1" if nodes > 1 else None,
             "device": "cuda" if accelerated else "cpu",
             "node_rank": None,
         }
