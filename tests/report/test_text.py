@@ -67,3 +67,12 @@ def test_runs_are_listed_one_a_line(new_run: NewRun) -> None:
     assert heads.split() == ["run", "state", "steps", "loss", "tokens/s", "MFU", "memory", "last", "sign"]
     assert long.split()[:4] == ["long", "finished", "300/300", "2.069"]
     assert odd.split()[:3] == ["[b]odd", "interrupted", "5/10"]
+
+
+def test_names_of_runs_can_be_read_on_a_narrow_terminal(new_run: NewRun) -> None:
+    runs = [new_run(300, name="several-targets"), new_run(5, name="odd", total=10_000, finish="interrupted")]
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(runs_table(runs))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("several") for line in lines)

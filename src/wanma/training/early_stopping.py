@@ -9,6 +9,7 @@ from typing import Any
 
 from wanma.job.errors import JobError, did_you_mean
 from wanma.job.sections import TrainSection
+from wanma.observe.units import count_text
 
 
 @dataclass
@@ -48,8 +49,8 @@ class EarlyStopping:
             "none is a number" if self.best is None else f"{self.best:.6g} of step {self.best_step:,} is best"
         )
         return (
-            f"step {step:,}: the run ends, for {train.stop_metric} has not improved in {self.waited} "
-            f"validations (train.stop_patience = {train.stop_patience}); {best}"
+            f"step {step:,}: the run ends, for {train.stop_metric} has not improved in "
+            f"{count_text(self.waited, 'validation')} (train.stop_patience = {train.stop_patience}); {best}"
         )
 
     def is_over(self, train: TrainSection) -> bool:
