@@ -28,8 +28,7 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
     ran = running.end()
     assert (ran.code, running.left(1)) == (1, [])
     assert ran.text.count("error: rank 1 (") == ran.text.count("error: ") == 1
-    assert ran.text.count("Traceback") == 1
-    assert "failed: ValueError: no such column: prize" in ran.text
+    assert "ValueError: no such column: prize" in ran.text
     assert "faulty.py" in ran.text
     assert f"log: {training.path}/logs/rank-1.log" in ran.text
     assert training.checkpoints() == ["step-00000002"], "the one that was being written is finished"
@@ -40,7 +39,8 @@ def test_an_exception_in_one_rank_is_told_once_everywhere_and_costs_no_checkpoin
     page = (training.path / "report.html").read_text()
     assert "ValueError: no such column: prize" in page
 
-    again = desk.run("train", "own.toml", "--run-dir", "raised")
+    assert desk.run("train", "own.toml", "--run-dir", "raised").code == 1, "it is another model now"
+    again = desk.run("train", "own.toml", "--run-dir", "raised", "checkpoint.resume=changed")
     assert again.code == 0, "the same command, the cause removed"
     assert "carrying on from step 2" in again.out
     assert [step["step"] for step in training.metrics] == list(range(1, 9))
@@ -133,17 +133,19 @@ def test_an_error_that_explains_itself_comes_out_of_a_rank_without_traceback(des
 def test_a_sample_that_is_always_wrong_is_named_and_tried_twice(desk: Desk, broken: str, told: str) -> None:
     """The steps before it are kept, though no checkpoint was due."""
     keys = (f"data.arguments={{broken='{broken}'}}", "train.steps=14", "checkpoint.every_steps=0")
-    ran = desk.run("train", "own.toml", "--run-dir", broken, *keys, "checkpoint.snapshots=1")
+    name = f"always-{broken}"
+    ran = desk.run("train", "own.toml", "--run-dir", name, *keys, "checkpoint.snapshots=1")
     assert ran.code == 1
     assert told in ran.told_once()
-    training = desk.training(broken)
+    training = desk.training(name)
     steps = len(training.metrics)
     assert steps > 0
     assert f"the same error came again after step {steps}: the run is not started a third time" in ran.text
     [saved] = training.checkpoints()
     assert int(saved.removeprefix("step-")) >= steps - 1
     logs = (training.path / "logs" / "rank-0.log").read_text()
-    assert logs.count("--- ") == 2 * logs.count(", generation 1, ") == 2 * logs.count(", generation 2, ")
+    started = [logs.count(f", generation {number}, ") for number in (1, 2, 3)]
+    assert started == [1, 1, 0]
 
 
 @pytest.mark.root

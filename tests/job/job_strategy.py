@@ -25,6 +25,8 @@ below_one = st.floats(0, 1, exclude_max=True)
 
 RULES: dict[type[Section], dict[str, st.SearchStrategy[Any]]] = {
     TrainSection: {
+        "optimizer_factory": st.none(),
+        "schedule_factory": st.none(),
         "validate_every_steps": st.integers(1, 99),  # as stop_patience needs
         "betas": st.tuples(below_one, below_one),
         "batch_ramp": st.dictionaries(st.integers(0, 99), st.integers(1, 99)).map(

@@ -234,3 +234,15 @@ def test_a_dataset_is_known_by_its_samples_unless_it_draws_them() -> None:
     nearly = Numbers()
     nearly.inputs *= 1 + 1e-7  # another machine's last digit
     assert dataset_fingerprint(nearly, read) == dataset_fingerprint(Numbers(), read)
+
+
+def test_changes_are_accepted_where_the_job_says_so_until_the_run_is_over(tmp_path: Path) -> None:
+    models = (seeded(functools.partial(WithRate, rate)) for rate in (0.1, 0.2))
+    before, now = (identity_of(model, seeded=True) for model in models)
+    with pytest.raises(WanmaError, match="another model"):
+        checked(now, before, tmp_path)
+    kept, notes = checked(now, before, tmp_path, accepts=True)
+    assert kept == now
+    assert "another model than this one; carrying on" in notes[0]
+    with pytest.raises(WanmaError, match="another model"):
+        checked(now, before, tmp_path, accepts=True, is_over=True)

@@ -41,8 +41,10 @@ class CheckpointSection(Section):
         le=1_000_000,
         description="newest uploaded ones kept, beside those of the two rules above; 0: all",
     )
-    resume: bool = Field(
-        True, description="carry on from the newest whole checkpoint: the run directory's, else `upload`'s"
+    resume: Literal["changed"] | bool = Field(
+        True,
+        description="carry on from the newest whole checkpoint: the run directory's, else `upload`'s; "
+        "changed: also where the code of the model, the data or the loss is another by now",
     )
     start_from: str | None = Field(
         None, description="folder whose weights start a new run: a checkpoint, or published safetensors"

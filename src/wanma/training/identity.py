@@ -6,7 +6,7 @@ Weights are compared because a run that has ended returns its own, whatever mode
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ _WAYS_OUT = (
     "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new "
     "ones; either may take that run's weights with checkpoint.start_from"
 )
+CHANGED = "changed"
+"""`checkpoint.resume` of a run that carries on with what has been changed meanwhile."""
+_CARRY_ON = "; if the change is meant, as of a mended error, carry on with checkpoint.resume = 'changed'"
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,14 @@ def note_returned(run: RunDirectory, model: nn.Module) -> None:
 
 
 def check_identity(
-    mine: Identity, values: Mapping[str, Any], name: str, directory: Path, *, is_over: bool, is_retry: bool
+    mine: Identity,
+    values: Mapping[str, Any],
+    name: str,
+    directory: Path,
+    *,
+    is_over: bool,
+    is_retry: bool,
+    accepts: bool = False,
 ) -> tuple[Identity, list[str]]:
     """Compare with what a checkpoint keeps.
 
@@ -122,6 +132,8 @@ def check_identity(
         name: of the checkpoint.
         is_over: the run has no step left.
         is_retry: the same program has been started again after a failure.
+        accepts: the run carries on with another model of the same tensors, other data or another loss, unless
+            it is over.
 
     Returns:
         the identity that the run's next checkpoints keep, and what to tell.
@@ -130,18 +142,16 @@ def check_identity(
         WanmaError: the run is of another model, of other data or with another loss.
     """
     saved = Identity(**{**values.get("identity", {}), "data": values["data_fingerprint"]})
-    if saved.data and mine.data and saved.data != mine.data:
-        raise WanmaError(
-            f"{name} was saved while training on other data than there are now",
-            f"put the data back as it was; or {_WAYS_OUT}",
-        )
-    for what, before, now in (("model", saved.model, mine.model), ("loss", saved.loss, mine.loss)):
-        if before and now and not same_code(before, now):
-            raise WanmaError(
-                f"{name} was saved while training "
-                + ("another model than this one" if what == "model" else "with another loss than this one"),
-                f"put the {what} back as it was; or {_WAYS_OUT}",
-            )
+    changed = dict(_changed(mine, saved))
+    if changed and (is_over or not accepts):
+        what, words = next(iter(changed.items()))
+        carry_on = "" if is_over else _CARRY_ON
+        way_out = f"put the {what} back as it was; or {_WAYS_OUT}{carry_on}"
+        raise WanmaError(f"{name} was saved while training {words}", way_out)
+    told = [f"{name} was saved while training {words}; carrying on" for words in changed.values()]
+    if accepts and not is_over:
+        known = {field: value for field, value in asdict(mine).items() if value}
+        return Identity(**{**asdict(saved), **known, "seeded": mine.seeded}), told
     kept = Identity(
         mine.data or saved.data,
         mine.model or saved.model,
@@ -167,6 +177,16 @@ def check_identity(
         "the model begins with other weights than at this run's first start, as one does that is drawn "
         f"without a seed; the run goes on from {name}"
     ]
+
+
+def _changed(mine: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
+    """(what differs, words for what was trained on or with)."""
+    if saved.data and mine.data and saved.data != mine.data:
+        yield "data", "on other data than there are now"
+    if saved.model and mine.model and not same_code(saved.model, mine.model):
+        yield "model", "another model than this one"
+    if saved.loss and mine.loss and not same_code(saved.loss, mine.loss):
+        yield "loss", "with another loss than this one"
 
 
 def _seed(weights: str) -> str:

@@ -29,7 +29,7 @@ from wanma.observe.jsonl import last_record
 from wanma.parallel.freezing import LOW
 from wanma.training.between_sites import left_out
 from wanma.training.early_stopping import EarlyStopping
-from wanma.training.identity import Identity, check_identity
+from wanma.training.identity import CHANGED, Identity, check_identity
 from wanma.training.published import published_names, start_from_published
 from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
 from wanma.training.snapshots import EVERY, layout_of
@@ -95,7 +95,7 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity:
     if path is not None or snapshot is not None:
         source, label = (on_disk(path), path.name) if path is not None else (snapshot, "its snapshot")
         assert source is not None
-        identity, notes = _carry_on(state, source, label, job.train, plan, worker, identity)
+        identity, notes = _carry_on(state, source, label, job, plan, worker, identity)
         if worker.restart is None:  # else the record of the recovery tells it
             messages.append(f"carrying on from step {state.step} ({label})")
         messages += notes
@@ -202,7 +202,7 @@ def _carry_on(
     state: TrainingState,
     source: Source,
     label: str,
-    train: TrainSection,
+    job: Job,
     plan: Plan,
     worker: Worker,
     identity: Identity,
@@ -212,7 +212,7 @@ def _carry_on(
     Returns:
         what the next checkpoints keep of what is trained, and what to tell beside that.
     """
-    values, saved = source.manifest.state, source.manifest.tensors
+    train, values, saved = job.train, source.manifest.state, source.manifest.tensors
     _check_position(values, source.name, train)
     _allocate(state, saved)
     tensors = state.tensors()
@@ -251,6 +251,7 @@ def _carry_on(
         worker.run_directory,
         is_over=values["step"] >= train.steps or EarlyStopping.of(values).is_over(train),
         is_retry=worker.restart is not None,
+        accepts=job.checkpoint.resume == CHANGED,
     )
     notes += told_of_identity
     take_over_remainders({name: tensors[name] for name in of_others if name in tensors}, source)
