@@ -38,4 +38,6 @@ def main(run: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/use_model.py RUN, such as runs/gpt")
+    main(sys.argv[1])

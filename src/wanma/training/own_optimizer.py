@@ -134,9 +134,10 @@ def check_schedule(schedule: object, steps: int) -> Schedule:
     Raises:
         JobError: it is none, or remembers what it was asked before.
     """
-    if not callable(schedule) or isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+    kind = schedule if isinstance(schedule, type) else type(schedule)
+    if not callable(schedule) or issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         raise JobError(
-            f"schedule is a {type(schedule).__name__}",
+            f"schedule is a {kind.__name__}",
             "give a function (step) or (step, steps) -> share of train.learning_rate, as LambdaLR takes one: "
             "a run that carries on asks for the rate of its step and no other",
         )

@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest; default: 0.8"
     )
     parser.add_argument(
-        "--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens; default: all"
+        "--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens; default: 0, all"
     )
     parser.add_argument(
         "--top-p",
