@@ -32,7 +32,7 @@ from wanma.training.early_stopping import check_stop_metric
 from wanma.training.labels import default_losses
 from wanma.training.loss import user_loss
 from wanma.training.main import choose_spec, own_loss
-from wanma.training.metrics import check_metrics, own_metrics
+from wanma.training.metrics import Metrics, check_metrics, own_metrics
 from wanma.training.optimizer import check_patterns, group_rules
 from wanma.training.own_loss import check_loss
 from wanma.training.own_optimizer_check import tried_update
@@ -151,7 +151,7 @@ def _check_start(model: nn.Module, folder: Path) -> None:
 
 
 def _run(model: nn.Module, batch: Batch, loss: Any, job: Job) -> None:
-    """Forward and loss of the first samples of training."""
+    """Forward, loss and metrics of the first samples of training."""
     model.eval()
     with torch.no_grad(), explaining_doubles(batch, job.train.precision), _cast(job):
         try:
@@ -165,6 +165,10 @@ def _run(model: nn.Module, batch: Batch, loss: Any, job: Job) -> None:
             user_loss(loss)(output, batch)
         else:
             default_losses(model, output, batch)
+        metrics = Metrics(own_metrics(None, job.train.metrics))
+        metrics.checks = True
+        metrics.begin()
+        metrics.add(output, batch.given_targets, batch.real)
 
 
 def _cast(job: Job) -> AbstractContextManager[Any]:
