@@ -13,7 +13,7 @@ from wanma.cli.main import main
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^ {4}wanma (plan [^\n]*)$|^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SEARCHED = re.compile(r"(plans in ).*")
-"""Of the plans that were looked at, the time varies."""
+"""The time of looking at plans, which varies."""
 
 
 def shown() -> list[tuple[str, str]]:

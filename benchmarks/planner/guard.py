@@ -19,7 +19,7 @@ from benchmarks.planner.rows import TABLES, read_cases
 
 RECORDED = TABLES / "recorded.csv"
 MOST_GROWTH = 0.01
-"""Of a mean error, as a share of the measurement."""
+"""Growth of a mean error that is let pass, as a share of the measurement."""
 
 Errors = dict[tuple[str, str], float]
 """Mean error by ('time' or 'memory', source), as a share of the measurement."""
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def mean_errors(tables: Path = TABLES) -> Errors:
-    """Of all rows that are forecast: by source, of mixtures of experts, and of all."""
+    """Mean errors of all rows that are forecast: by source, of mixtures of experts, and of all."""
     cases, _ = read_cases(tables / "published.csv")
     judged, _ = memory.read(tables / "published.csv")
     entries = [("time", case.source, abs(run.error(case, run.forecast(case)))) for case in cases]

@@ -24,7 +24,7 @@ names += [name for name in os.environ if name.startswith(("TORCHELASTIC", "TORCH
 print("told " + json.dumps({name: os.environ[name] for name in names}), flush=True)
 print("words " + json.dumps(sys.argv[1:]), "torch" in sys.modules, __name__, flush=True)
 """
-"""What a launcher tells a script; without torch, so that it starts at once."""
+"""Program that prints what a launcher tells a script; without torch, so that it starts at once."""
 ENDINGS = """\
 import os, signal, sys, time
 rank, how = int(os.environ["RANK"]), sys.argv[1]
@@ -118,7 +118,7 @@ def write(desk: Desk, name: str, source: str) -> str:
 
 
 def lines(ran: Ran, rank: int) -> list[str]:
-    """What the terminal shows of a rank."""
+    """Lines that the terminal shows of a rank."""
     mark = f"[rank {rank}] "
     return [line.removeprefix(mark) for line in ran.out.splitlines() if line.startswith(mark)]
 

@@ -1,4 +1,4 @@
-"""What ranks print, on its way from their logs to the terminal."""
+"""Output of ranks, on its way from their logs to the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job freezes is held once, in the precision that computes; numbers stay as they were."""
+"""Weights that a job freezes are held once, in the precision that computes; numbers stay as they were."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _SCALES: dict[str, Any] = {
 }
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 _KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-"""Of layers, which no cut of a pipeline shows in the same order."""
+"""Kinds of layers, which no cut of a pipeline shows in the same order."""
 _SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10_000.0}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 3.0, "rope_theta": 10_000.0}},

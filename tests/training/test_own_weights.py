@@ -51,7 +51,7 @@ def test_weights_of_a_loops_loss_are_refused_before_the_first_step(
 
 
 def penalised(model: nn.Module, batch: wanma.Batch) -> Tensor:
-    """Of the model's weights, of a teacher's, and of the gradient of inputs."""
+    """Loss of the model's weights, of a teacher's, and of the gradient of inputs."""
     x = batch.inputs[0].requires_grad_()
     with torch.no_grad():
         wanted = criteria.line(model(x))

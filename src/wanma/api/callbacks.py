@@ -38,7 +38,7 @@ class Callbacks:
         self._stop = ""
         self._step, self._has_begun = 0, False
         self.failure = ""
-        """What went wrong in a callback, with its name and line; empty while nothing has."""
+        """Error of a callback, with its name and line; empty while there is none."""
 
     def see(self, event: Event) -> str | None:
         """Hand an event on.

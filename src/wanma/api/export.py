@@ -213,7 +213,7 @@ def _holders(model: nn.Module, saved: Saved) -> _Holders:
 
 
 def _saved_name(saved: Saved, parameter: str) -> str:
-    """Of its average, where there is one: what is frozen has none."""
+    """Name of a parameter's average in the checkpoint, or of itself: what is frozen has no average."""
     average = f"average.{parameter}"
     return average if average in saved.tensors else f"model.{parameter}"
 

@@ -40,7 +40,7 @@ PRELOAD = ("torch", "torch._dynamo", "wanma.api.script", "wanma.api.session", "w
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank runs."""
+    """Program of each rank."""
 
     script: str
     """Path of a Python file, or a module's name."""
@@ -58,7 +58,7 @@ class Program:
         return self.script.encode() if self.is_module else Path(self.script).read_bytes()
 
     def imports_wanma(self) -> bool:
-        """Whether the source says so; what other modules of the user's import is not followed."""
+        """Return whether the source says so; imports of the user's other modules are not followed."""
         try:
             tree = ast.parse(b"" if self.is_module else self.content())
         except (SyntaxError, ValueError):

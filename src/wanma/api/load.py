@@ -38,7 +38,7 @@ class Loaded:
     model: nn.Module
     """Plain module in evaluation mode, with the trained weights."""
     tokenizer: Tokenizer | None
-    """What made the text's tokens; None of a run that read no text."""
+    """Tokenizer of the run's text; None for a run that read none."""
     config: Job
     """The job that the run was trained with."""
     step: int
@@ -198,7 +198,7 @@ def _model(
 
 
 def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Module:
-    """What `model.factory` makes; of an object that `wanma.train` was given, only if its class takes no
+    """Model that `model.factory` makes; of an object that `wanma.train` was given, only if its class takes no
     arguments, for with others it may be another model with weights of the same shapes.
 
     Raises:

@@ -220,7 +220,7 @@ def job_workload(job: Job, objects: dict[str, Any] | None = None) -> Workload | 
 
 
 def peak_flops_per_second(plan: Plan, cluster: Cluster) -> float | None:
-    """Of one rank's device in the plan's precision, the mean over unlike devices; None when nobody has
+    """Peak of one rank's device in the plan's precision, the mean over unlike devices; None when nobody has
     measured or published it."""
     if plan.device == "cuda":
         return mean_peak(cluster, plan.precision)

@@ -73,5 +73,5 @@ def _name(order: Mapping[str, Any]) -> str:
 
 
 def _was_asked_to(worker: Worker, error: BaseException) -> bool:
-    """Whether the script ends because it was asked to stop: what it then raises is no failure."""
+    """Return whether the script ends because it was asked to stop: what it then raises is no failure."""
     return worker.control.stop_requested() and not in_session.get() and not isinstance(error, WanmaError)

@@ -1,4 +1,4 @@
-"""What `wanma launch` writes down of the script that it runs: script.json, read by `report.script`."""
+"""Record of the script that `wanma launch` runs: script.json, read by `report.script`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ with 256 MB each way (0.07 of 0.2 s)."""
 CHUNK_SECONDS = 0.02
 """Longest that training waits behind one message of an exchange that yields."""
 YIELD_SHARE = 0.01
-"""Of the time, what messages take at most while training never leaves the link to them."""
+"""Share of the time that messages take at most while training never leaves the link to them."""
 LONGEST_YIELD_SECONDS = 5.0
 """Between two messages: the other side's patience is longer."""
 _POLL_SECONDS = 0.002

@@ -20,9 +20,9 @@ import xxhash
 from wanma.checkpoint.image import PACKED_BYTES, FoundImage, Head, ImageFile, unpack_head
 
 CHUNK_BYTES = 4 << 20
-"""Of one message at most: small beside what training sends, so that it never waits long behind one."""
+"""Most bytes of one message: small beside what training sends, so that it never waits long behind one."""
 LEAST_CHUNK_BYTES = 64 << 10
-"""Of one message where the sender wants short ones."""
+"""Most bytes of one message where the sender wants short ones."""
 
 Talk = Generator[dist.Work, None, str]
 """Yields what it has posted and returns what went wrong, in words; nothing if nothing did."""

@@ -47,7 +47,7 @@ class Stopwatch:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is under way; may be asked by another thread."""
+        """True while something is under way; may be asked by another thread."""
         return bool(self._open)
 
     def begin(self, kind: Kind, now: float) -> None:

@@ -34,7 +34,7 @@ class Batch:
     target_key: str | None = None
     """Key under which a dict sample gives the target."""
     named_targets: dict[str, Tensor] | None = None
-    """Of samples whose target is a dict: each of its tensors; `targets` is the first of them then."""
+    """Targets by name, of samples whose target is a dict; `targets` is the first of them then."""
     class_range: tuple[int, int] | None = None
     """Least and largest target that is not `IGNORED`, where targets are integers; None: not known, or none.
     It is known on the host, so that a loss may look without waiting for a device."""

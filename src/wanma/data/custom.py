@@ -285,7 +285,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _odd_one(samples: list[Sample], rows: Numbers) -> str:
-    """Which sample has other shapes than the most, in words; empty where that is not the reason."""
+    """Words for the sample that has other shapes than the most; empty where that is not the reason."""
     try:
         shapes = [
             [tuple(np.shape(value)) for value in (*sample.inputs, sample.target, *sample.keywords.values())]

@@ -36,7 +36,7 @@ _TELL = 1_000
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a dataset can only be iterated over."""
+    """Return whether a dataset can only be iterated over."""
     if isinstance(dataset, torch.utils.data.IterableDataset | torch.utils.data.DataLoader):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
@@ -92,13 +92,13 @@ def first_samples(dataset: Any, count: int, draws: SeededDraws) -> list[Any]:
 
 @dataclass(frozen=True)
 class _State:
-    """Where an iteration stands."""
+    """Position of an iteration."""
 
     position: int
     """Samples read, over all epochs."""
     epoch: int
     state: Any
-    """What the dataset says of it."""
+    """State of the dataset itself."""
 
 
 class StreamReader:
@@ -242,12 +242,12 @@ class StreamReader:
             self._states.popitem(last=False)
 
     def _is_mark(self, position: int) -> bool:
-        """Whether a step that is saved ends here."""
+        """Return whether a step that is saved ends here."""
         step = step_of(self._train, position)
         return samples_before(self._train, step) == position and step % self.every_steps == 0
 
     def _can_go_on(self, first: list[Any]) -> bool:
-        """Whether an iteration from the dataset's own state gives the samples that come next.
+        """Return whether an iteration from the dataset's own state gives the samples that come next.
 
         A shuffle buffer, for one, is often not in it: then the stream is read from the beginning.
         """

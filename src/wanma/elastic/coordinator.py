@@ -87,7 +87,7 @@ class Coordinator:
         self._stop_until: float | None = None
         """When everything will be killed that was asked to stop; None: nobody has said so."""
         self._last_copy: LastCopy | None = None
-        """What is being written before the end."""
+        """Last copy that is being written before the end."""
         self._is_failed = False
         """No ranks are started any more."""
         self._started = 0

@@ -39,7 +39,7 @@ def turn_deaf() -> None:
 
 
 def hear() -> None:
-    """What Python does: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process."""
+    """Restore what Python does: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -9,7 +9,7 @@ from wanma.elastic.grace import share_images
 from wanma.elastic.messages import Abort, HeldImage, Rescue, Rescued
 
 GIVE_UP_SECONDS = 600.0
-"""How long the nodes of a failed run may take to write their copies."""
+"""Seconds that the nodes of a failed run may take to write their copies."""
 
 
 class LastCopy:

@@ -14,7 +14,7 @@ from wanma.job.plan import Plan
 from wanma.job.worker import Event
 
 OnEvent = Callable[[Event], str | None]
-"""What is called with a run's events; what it returns asks for an orderly end, in words."""
+"""Function that gets a run's events; a text that it returns asks for an orderly end."""
 
 
 class Replanner(Protocol):
@@ -68,7 +68,7 @@ class Launch:
     """The ranks run a user's script, which may never speak to the supervisor: it is then not judged by steps,
     finds its peers by the variables of torchrun, and its output is shown."""
     silent_retries: int = 0
-    """How often ranks that have never finished a step are started again; at most `retries`."""
+    """Most new starts of ranks that have never finished a step; at most `retries`."""
     replanner: Replanner | None = None
     """Plans for however many machines there are, from `min_nodes` to `nodes`; None: it is always `nodes`."""
     min_nodes: int = 0

@@ -1,4 +1,4 @@
-"""What ranks print, on its way from their logs to the terminal.
+"""Output of ranks, on its way from their logs to the terminal.
 
 The ranks write into files, so none ever waits for a reader. The supervisor reads behind them, a few times a
 second, and hands on whole lines. A progress bar that redraws itself is shown now and then.
@@ -107,13 +107,13 @@ class _Tail:
         os.lseek(self._file, 0, os.SEEK_END)
         self._pending = b""
         self._since = time.monotonic()
-        """When the pending line began, or was shown last."""
+        """Time at which the pending line began, or was shown last."""
         self._shown = b""
         self._ended = False
         """The traceback of the rank's end follows."""
 
     def chunks(self) -> int:
-        """How many calls of `read` take in what there is."""
+        """Number of calls of `read` that take in what there is."""
         left = os.fstat(self._file).st_size - os.lseek(self._file, 0, os.SEEK_CUR)
         return -(-left // CHUNK_BYTES)
 
@@ -150,7 +150,7 @@ class _Tail:
         os.close(self._file)
 
     def _text(self, line: bytes) -> str | None:
-        """What a terminal would show of a line in the end; None: nothing of it is the script's."""
+        """Text that a terminal would show of a line in the end; None: nothing of it is the script's."""
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         if _BORN.match(text):
             self._ended = False

@@ -30,4 +30,4 @@ class Terms:
     past: Past | None = None
     """The run of a coordinator that has been lost, to be carried on."""
     silent_retries: int = 0
-    """Of `retries`, recoveries of ranks that have never finished a step."""
+    """Most recoveries, of `retries`, of ranks that have never finished a step."""

@@ -66,7 +66,7 @@ class Place:
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
-        """How many ranks each machine has; torchrun starts equally many on all."""
+        """Ranks of each machine; torchrun starts equally many on all."""
         return (self.local_world_size,) * (self.world_size // self.local_world_size)
 
     @property

@@ -71,7 +71,7 @@ class CheckpointEnd:
 
     step: int
     path: Path
-    """What `wanma.load(run, step=step)` reads."""
+    """Folder that `wanma.load(run, step=step)` reads."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class ObserveSection(Section):
 
 
 def why_no_name(name: str) -> str | None:
-    """What keeps `name` from being a run's: it names one folder in `runs`, which commands take too."""
+    """Reason why `name` is no name of a run: one folder in `runs`, and an argument of commands; or None."""
     if not name.strip() or name != name.strip() or not name.isprintable():
         return f"must be text without blanks around it and without control characters (given: {name!r})"
     if name in (".", "..") or "/" in name:

@@ -42,7 +42,7 @@ class RunDirectory:
 
     @property
     def script(self) -> Path:
-        """What `wanma launch` has run here; a script without a session leaves this instead of a job."""
+        """Record of a script of `wanma launch`; one without a session leaves this instead of a job."""
         return self.path / "script.json"
 
     @property
@@ -137,10 +137,10 @@ def list_runs(folder: Path) -> list[RunDirectory]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a training, or a script of `wanma launch`, has run in folder `path`."""
+    """Return whether a training, or a script of `wanma launch`, has run in folder `path`."""
     return any(file.is_file() for file in (RunDirectory(path).job, RunDirectory(path).script))
 
 
 def _begun(run: RunDirectory) -> float:
-    """When the newest job or script was written down here, in unix seconds."""
+    """Unix time at which the newest job or script was written down here, in seconds."""
     return max(file.stat().st_mtime for file in (run.job, run.script) if file.is_file())

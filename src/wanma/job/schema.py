@@ -34,7 +34,7 @@ class Key:
     path: str
     """Dotted, without list positions: 'train.steps', 'data.sources.weight'."""
     allowed: str
-    """What may be written, after "must be": 'a number >= 0 and < 1'."""
+    """Values that may be written, after "must be": 'a number >= 0 and < 1'."""
     choices: tuple[str, ...]
     """The values of an enumeration, as written on the command line; empty for anything else."""
     text: bool

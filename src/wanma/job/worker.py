@@ -201,4 +201,4 @@ current_worker: ContextVar[Worker | None] = ContextVar("current_worker", default
 launched_cluster: ContextVar[Mapping[str, Any] | None] = ContextVar("launched_cluster", default=None)
 """Set in processes that `wanma launch` started: the keys of `[cluster]` that the command was given."""
 in_session: ContextVar[bool] = ContextVar("in_session", default=False)
-"""Whether this process has a session open, or has left one by an exception that nobody caught."""
+"""True if this process has a session open, or has left one by an exception that nobody caught."""

@@ -155,7 +155,7 @@ def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) 
 
 
 def build_plain(section: ModelSection, seed: int) -> nn.Module:
-    """What `model.factory` makes, as it makes it, on CPU.
+    """Model that `model.factory` makes, as it makes it, on CPU.
 
     Raises:
         JobError: it cannot be imported, failed, or returned no module.

@@ -105,7 +105,7 @@ def _short(module: nn.Module) -> str:
 
 
 def _raised_in(traceback: TracebackType | None, folders: Sequence[Path]) -> bool:
-    """Whether the innermost frame is code of one of `folders`."""
+    """Return whether the innermost frame is code of one of `folders`."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:

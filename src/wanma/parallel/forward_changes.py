@@ -26,8 +26,8 @@ WATCHED_STEPS = 3
 """First steps in which values are compared: a teacher begins as its student, and follows it from the second
 on."""
 _STEPS_BETWEEN_LOOKS = 100
-"""Likewise later, for changes that begin with training under way. To read all weights twice in so many steps
-costs less than a thousandth of them."""
+"""Steps from one later comparison to the next, for changes that begin with training under way. To read all
+weights twice in so many steps costs less than a thousandth of them."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BETWEEN_STEPS = "change weights between two steps, in a loop of your own (wanma.session)"
 

@@ -115,7 +115,7 @@ class FrozenWeights:
                 raise refuse_lost_change(held.full_name, on_cpu=self._on_cpu)
 
     def computing(self) -> Iterator[Tensor]:
-        """As of `Sharded`."""
+        """Tensors as of `Sharded.computing`."""
         yield from (held.computing for held in self._held if held.computing is not None)
 
     def rest(self) -> None:

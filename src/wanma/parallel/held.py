@@ -54,7 +54,7 @@ def hold(
 
 
 def is_of_experts(parameter: Tensor) -> bool:
-    """Whether `ep` splits it: ranks that hold the same part are others than of the rest of the model."""
+    """True if `ep` splits it: ranks that hold the same part are others than of the rest of the model."""
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
@@ -74,7 +74,7 @@ class Held:
     """In the model, as the first of those modules has it."""
     state: nn.Parameter
     tensor_ranks: tuple[DeviceMesh, tuple[Placement, ...]] | None
-    """How `tp` splits it, and `ep`."""
+    """Splits of it by `tp` and `ep`."""
     named: list[tuple[nn.Module, str]] = field(default_factory=list)
     computing: nn.Parameter | None = None
     is_fixed: bool = False
@@ -84,7 +84,7 @@ class Held:
 
     @property
     def is_early(self) -> bool:
-        """Whether the gradient is complete once backward has made it: tensor ranks have no parts of it."""
+        """True if the gradient is complete once backward has made it: tensor ranks have no parts of it."""
         return self.tensor_ranks is None or all(place.is_shard() for place in self.tensor_ranks[1])
 
     def put(self, parameter: nn.Parameter) -> None:
@@ -93,7 +93,7 @@ class Held:
             module._parameters[name] = parameter
 
     def alias(self, on_gradient: Callable[[Tensor], None] | None = None) -> nn.Parameter:
-        """What computes, in the memory of the state; made anew where that has moved since.
+        """Tensor that computes, in the memory of the state; made anew where that has moved since.
 
         Args:
             on_gradient: to be called when a backward has made its gradient.
@@ -154,7 +154,7 @@ class Held:
 
 
 def is_owed(gradient: Tensor) -> bool:
-    """Whether each tensor rank has a summand of it."""
+    """True if each tensor rank has a summand of it."""
     return isinstance(gradient, DTensor) and gradient.placements[0].is_partial("sum")
 
 

@@ -75,7 +75,7 @@ class RecomputedAttributes:
 
 
 def _value(value: Any, depth: int) -> Any:
-    """What is compared of a value: numbers, texts and their containers; None where it is something else."""
+    """Comparable form of a value: numbers, texts and their containers; None for anything else."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -244,7 +244,7 @@ class Sharded:
             yield from self.frozen.computing()
 
     def refuse_changes(self) -> None:
-        """As of `Whole`."""
+        """Act as `Whole` does."""
         self.order.refuse_changes()
         if self.scalars is not None:
             self.scalars.refuse_changes()

@@ -26,7 +26,7 @@ class Strays:
         ]
 
     def given(self) -> Iterator[Tensor]:
-        """Those that are still there."""
+        """Objects that are still there."""
         yield from (parameter for _, one, _ in self._given if (parameter := one()) is not None)
 
     def refuse(self) -> None:

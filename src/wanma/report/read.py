@@ -211,7 +211,7 @@ def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> St
 
 
 def is_alive(process: Any) -> bool:
-    """Whether a process of this machine lives, by its number as a record has it."""
+    """Return whether a process of this machine lives, by its number as a record has it."""
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, TypeError, ValueError):

@@ -16,7 +16,7 @@ from wanma.report.read import State, is_alive
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What script.json tells. Times are unix seconds."""
+    """Content of script.json. Times are unix seconds."""
 
     run: RunDirectory
     script: str
@@ -40,7 +40,7 @@ class ScriptRun:
 
     @property
     def last_sign(self) -> float:
-        """When a rank last wrote into its log, or the script ended."""
+        """Time at which a rank last wrote into its log, or the script ended."""
         logs = [path.stat().st_mtime for path in self.run.path.glob("logs/rank-*.log")]
         return max([self.started, self.ended or 0.0, *logs])
 
@@ -69,7 +69,7 @@ def read_script(run: RunDirectory) -> ScriptRun | None:
 
 
 def script_summary(script: ScriptRun) -> str:
-    """How a script went: plain text of some ten lines."""
+    """Summary of a script's run: plain text of some ten lines."""
     took = duration_text(script.seconds)
     sentences = {
         "running": f"Going on for {took}.",

@@ -54,7 +54,7 @@ class EarlyStopping:
         )
 
     def is_over(self, train: TrainSection) -> bool:
-        """Whether the patience is at its end."""
+        """Return whether the patience is at its end."""
         return 0 < train.stop_patience <= self.waited
 
     def values(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class EarlyStopping:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EarlyStopping:
-        """As of a checkpoint's state; older ones have none."""
+        """Read it from a checkpoint's state; older ones have none."""
         return cls(**values.get("early_stopping", {}))
 
 

@@ -23,7 +23,7 @@ from wanma.job.sections import TrainSection
 from wanma.job.user_code import users_line
 
 Reach = Literal["elements", "tensors", "model"]
-"""What one element's update depends on: itself alone, its whole tensor, or other tensors too."""
+"""Scope that one element's update depends on: itself alone, its whole tensor, or other tensors too."""
 Schedule = Callable[[int], float]
 """Optimizer step (from 0) -> share of `train.learning_rate`."""
 
@@ -78,7 +78,7 @@ class OwnOptimizer:
 
 @dataclass(frozen=True)
 class OwnUpdate:
-    """What the user has given for the update; None: the job's own."""
+    """Optimizer and schedule that the user has given; None: the job's own."""
 
     optimizer: OwnOptimizer | None = None
     schedule: Schedule | None = None
@@ -195,7 +195,7 @@ def refuse_split(optimizer: OwnOptimizer, reach: Reach, plan: Plan) -> None:
 
 
 def reach_of(optimizer: OwnOptimizer) -> Reach:
-    """What the optimizer couples, found out on small tensors.
+    """Find out on small tensors what the optimizer couples.
 
     Raises:
         JobError: it fails, or draws random numbers, which would differ between ranks.

@@ -91,7 +91,7 @@ def preflight(job: Job, plan: Plan) -> str | None:
 
 
 def _check_own(job: Job, plan: Plan, data: Data) -> None:
-    """What the job names of the user's own beside model, data and loss."""
+    """Check the user's own code that the job names beside model, data and loss."""
     tried_update(job.train, {}, plan)
     check_metrics(own_metrics(None, job.train.metrics))
     own = job.train.stop_metric in job.train.metrics

@@ -20,7 +20,7 @@ class Request:
     peak_flops_per_second: float | None = None
     """Of one rank's device."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """What a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function),
+    """Objects that a user passed in Python: `model` (an nn.Module), `data` (a dataset), `loss` (a function),
     `metrics` (functions by name), `optimizer` (its factory), `schedule` (a function)."""
     parameter_hooks: dict[str, Any] = field(default_factory=dict)
     """Hooks of that model's parameters, which are sent without them."""

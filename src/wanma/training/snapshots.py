@@ -63,22 +63,22 @@ class Interval:
 
 
 class Exchanges:
-    """What sending copies to a partner node costs: steps that go on beside it take longer.
+    """Cost of sending copies to a partner node: steps that go on beside it take longer.
 
     They share cores and the network with it. All ranks see the same steps, and so count alike.
     """
 
     def __init__(self) -> None:
         self.processor_seconds = 0.0
-        """Of a core, that the newest one took, where training computes on the same cores."""
+        """Seconds of a core that the newest one took, where training computes on the same cores."""
         self.steps_since = 0
         """Steps that ended without one since the newest."""
         self.is_news = False
         """One ended in the newest step."""
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        """Of steps beside one."""
+        """Seconds of steps beside one."""
         self._steps: deque[int] = deque(maxlen=_COSTS)
-        """How many steps the newest ones went on beside."""
+        """Number of steps that the newest ones went on beside."""
         self._count: int | None = None
         """Steps so far beside the one under way; None: none is."""
 
@@ -157,7 +157,7 @@ class StepSnapshots:
         self._buffers = frozenset(f"model.{name}" for name, _ in state.parallel.named_buffers())
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
-        """Of steps beside which nothing went to a partner node."""
+        """Seconds of steps beside which nothing went to a partner node."""
         self._exchanges = Exchanges()
         self._taken = 0
         self._compare_seconds = 0.0
@@ -382,7 +382,7 @@ class StepSnapshots:
 
     @property
     def _compares(self) -> bool:
-        """Whether steps without an exchange are still wanted, to know what one costs."""
+        """Return whether steps without an exchange are still wanted, to know what one costs."""
         has_partner = self._snapshots is not None and self._snapshots.partner is not None
         return self._fixed is None and has_partner and len(self._step_seconds) < _COMPARED
 

@@ -43,7 +43,7 @@ class TrainingState:
     anomalies: Anomalies = field(default_factory=Anomalies)
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
     stream: StreamReader | None = None
-    """Where data can only be iterated over."""
+    """Position in data that can only be iterated over."""
     stream_values: dict[str, Any] = field(default_factory=dict)
     """The state of that iteration in the checkpoint that the run has begun at."""
     sites: BetweenSites | None = None
@@ -123,7 +123,7 @@ class TrainingState:
         return self.parallel.divisor * self.scale.value
 
     def is_over(self, train: TrainSection) -> bool:
-        """Whether the run has no step left: all are done, or it was stopped early."""
+        """Return whether the run has no step left: all are done, or it was stopped early."""
         return self.step >= train.steps or self.stopping.is_over(train)
 
     def complete_ties(self) -> None:

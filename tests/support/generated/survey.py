@@ -28,7 +28,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "loss": tuple(LOSSES),
     "output": tuple(name for name in OUTPUTS if name != "tensor"),
 }
-"""Of the tables: their titles and rows."""
+"""Titles and rows of the tables."""
 _OF_ONE_CASE = {
     r"\b(blocks?\.?0|block0|first|head|heads)\.[a-z_.0-9]+|\btie\b": "WEIGHT",
     r"\b(Model|Sequential)\b": "MODEL",
@@ -41,7 +41,7 @@ _OF_ONE_CASE = {
 }
 """Patterns of words, and what the page has in their place."""
 KINDS = ("equal", "refused", "late", "void", "wrong")
-"""Of verdicts."""
+"""Kinds of verdicts."""
 
 
 @dataclass

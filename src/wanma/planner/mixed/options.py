@@ -70,7 +70,7 @@ class MixedSpace:
     """Most replicas that span two kinds and fit into memory, looked at for one set of groups and time
     of a step; what could do the most samples comes first. None: all that a bound does not rule out."""
     single_looks: int | None = None
-    """Likewise of replicas on one kind."""
+    """Choices likewise of replicas on one kind."""
 
     @classmethod
     def of_kinds(cls, number: int) -> MixedSpace:

@@ -33,7 +33,7 @@ class Found:
     """The outcome of a search."""
 
     candidates: tuple[Candidate, ...]
-    """Those that fit: first what wanma runs, then what is a forecast only; of each the fastest first."""
+    """Plans that fit: first what wanma runs, then what is a forecast only; of each the fastest first."""
     pareto: tuple[Candidate, ...]
     """No plan is both faster and smaller than one of these; the fastest first. Where wanma runs any plan, of
     those alone."""
