@@ -4,7 +4,6 @@ import signal
 
 import pytest
 
-from wanma.elastic.environment import worker_environment
 from wanma.elastic.failure import (
     LESS_MEMORY,
     clip,
@@ -14,8 +13,6 @@ from wanma.elastic.failure import (
     sigkill_text,
 )
 from wanma.job.errors import AgreedError, WanmaError
-from wanma.job.plan import Plan
-from wanma.job.sections import ClusterSection
 
 
 def raised(error: BaseException) -> BaseException:
@@ -129,19 +126,6 @@ def test_a_compiler_s_long_message_is_told_by_its_first_lines_and_its_errors() -
     assert text.count("kernel.cpp:3:9: error: 'in_ptr' was not declared") == 3
     assert f"... ({len(message):,} characters in all: the log has them)" in text
     assert "log: /run/rank-1.log" in text
-
-
-def test_the_allocator_is_tuned_on_cpu_only_and_only_when_wanted() -> None:
-    plan = Plan(threads_per_rank=3)
-    tuned = worker_environment(ClusterSection(), plan)
-    assert tuned == {
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592"
-        ":glibc.malloc.trim_threshold=17179869184:glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0",
-        "MKL_DISABLE_FAST_MM": "1",
-        "OMP_NUM_THREADS": "3",
-    }
-    assert worker_environment(ClusterSection(allocator="system"), plan) == {"OMP_NUM_THREADS": "3"}
-    assert worker_environment(ClusterSection(), Plan(device="cuda")) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_what_all_ranks_found_together_blames_nobody_and_says_what_to_make_again() -> None:
