@@ -209,7 +209,7 @@ class TrainSection(Section):
         le=1_000_000,
         description="how far: robust standard deviations (from the median absolute deviation)",
     )
-    loss_scale: float = Field(16384.0, gt=0, le=2**32, description="fp16: initial loss scale")
+    loss_scale: float = Field(16384.0, gt=0, le=2**60, description="fp16: initial loss scale")
     validate_every_steps: int = Field(0, ge=0, le=1_000_000_000_000, description="0: only at the end")
     validation_samples: int = Field(
         256, gt=0, le=1_000_000_000_000, description="samples per validation, fixed by the seed"
