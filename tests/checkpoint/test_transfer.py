@@ -199,6 +199,7 @@ def _exchange_without_memory_on_rank_0(worker: Worker, files: list[Images]) -> s
     return _exchange(worker, files, (1, 1), 5)
 
 
+@pytest.mark.full  # gloo's own abort in the leaving rank may leave the other one waiting: to be found out
 def test_a_partner_that_is_gone_ends_the_exchange_and_leaves_the_copy_before(pair: Any) -> None:
     _, kept, files = pair
     began = time.monotonic()
