@@ -28,6 +28,8 @@ Talk = Generator[dist.Work, None, str]
 """Yields what it has posted and returns what went wrong, in words; nothing if nothing did."""
 _YES, _NO = 1, 0
 _CHUNK = struct.Struct("<Q")
+FIRST_BYTES = PACKED_BYTES + _CHUNK.size
+"""Bytes of a talk's first message: the head, and the size of the chunks."""
 
 
 def converse(talks: Iterable[Talk], before_round: Callable[[], None] = lambda: None) -> list[str]:
@@ -90,7 +92,7 @@ def send_image(
 
 def receive_image(file: ImageFile, owner: int, source: int, group: dist.ProcessGroup | None = None) -> Talk:
     """Take the image of rank `owner` that rank `source` sends; what `file` had counts for nothing then."""
-    packed = torch.empty(PACKED_BYTES + _CHUNK.size, dtype=torch.uint8)
+    packed = torch.empty(FIRST_BYTES, dtype=torch.uint8)
     yield _post(dist.irecv(packed, source, group, owner))
     head = unpack_head(packed[:PACKED_BYTES].numpy().tobytes())
     (chunk_bytes,) = _CHUNK.unpack(packed[PACKED_BYTES:].numpy().tobytes())
