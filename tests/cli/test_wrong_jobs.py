@@ -14,6 +14,7 @@ from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE, JobError
 from wanma.job.load import job_from
 from wanma.job.schema import Key, keys
+from wanma.training import preflight
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +81,26 @@ def test_every_key_refuses_what_it_cannot_be(path: str) -> None:
         with pytest.raises(JobError) as refusal:
             job_from({"model": {"preset": "gpt-1m"}} | {section: {**given, name: value}})
         assert path in str(refusal.value), (value, str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "says"),
+    [
+        ("train.parameter_groups=[{match='zzz*'}]", EXIT_USAGE, "matches no parameter"),
+        ("checkpoint.start_from=/nowhere", EXIT_USAGE, "there is no such folder"),
+        ("model.factory=own_code:Looks", 0, "the model was not run: it has 15 parameters"),
+    ],
+)
+def test_a_model_too_large_to_run_here_is_checked_without_storage(
+    folder: Path,
+    override: str,
+    code: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "SMALL", 0)
+    monkeypatch.setattr(preflight, "LARGEST", 0)
+    assert main(["train", "own.toml", "--dry-run", override]) == code
+    told = capsys.readouterr()
+    assert says in told.err + " ".join(told.out.split())

@@ -152,9 +152,9 @@ class Recovery:
     retried_steps: tuple[int, ...] = ()
     """As `Restart` has it."""
     change: Change | None = None
-    """Likewise."""
+    """As `Restart` has it."""
     kept_step: int | None = None
-    """Likewise."""
+    """As `Restart` has it."""
 
 
 @dataclass(frozen=True)

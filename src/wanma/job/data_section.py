@@ -21,7 +21,7 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """What to train on: text, images, or one's own dataset."""
+    """Training data: text, images, or one's own dataset."""
 
     text: Texts = Field(
         default_factory=list,

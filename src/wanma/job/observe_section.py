@@ -13,7 +13,7 @@ LONGEST_NAME = 200
 
 
 class ObserveSection(Section):
-    """What is shown and kept."""
+    """Display and records of a run."""
 
     name: str | None = Field(None, description="run name; default: the job file's name")
     runs: str = Field("runs", description="folder of run directories")

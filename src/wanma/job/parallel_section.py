@@ -19,7 +19,7 @@ OuterCompression = Literal["nothing", "bf16", "int8"]
 SiteKind = Literal["local_sgd", "diloco", "stale"]
 OuterPlace = Literal["nothing", "host"]
 Approximation = Literal["bf16", "fp8", "compression"]
-"""What changes the mathematics, and so is never chosen unless a job allows it by name."""
+"""Approximations, which change the mathematics and are never chosen unless a job allows them by name."""
 
 
 class CompressionGroupSection(Section):
@@ -35,7 +35,7 @@ def _pair(value: Any) -> Any:
 
 
 class ParallelSection(Section):
-    """How it is spread. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
+    """Layout over the ranks. Rank order: pp outermost, then dp_replicate, dp_shard, cp, tp innermost."""
 
     auto: bool = Field(False, description='let wanma choose; also written `parallel = "auto"`')
     allow: list[Approximation] = Field(

@@ -24,7 +24,7 @@ def without_effect(job: Job, plan: Plan) -> list[str]:
         section, name = path.split(".")
         value = getattr(getattr(job, section), name)
         if not _is_default(path, value):
-            told.append(f"{path} = {toml_value(_plain(value))} has no effect: {reason}")
+            told.append(f"{path} = {toml_value(value)} has no effect: {reason}")
     return told + list(_in_part(job, plan))
 
 
@@ -111,7 +111,3 @@ def _in_part(job: Job, plan: Plan) -> Iterator[str]:
 
 def _is_default(path: str, value: Any) -> bool:
     return bool(value == keys()[path].default)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

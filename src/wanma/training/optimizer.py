@@ -7,7 +7,7 @@ before each step; state is exposed by parameter name, so that checkpoints do not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -282,8 +282,7 @@ def build_updater(
     if trainable is None:
         trainable = [name for name in parameters if not is_frozen(name, train.parameter_groups)]
     trainable = set(trainable)
-    if not trainable:
-        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
+    require_trained(trainable)
     if own is None and (error := split_factors(train.optimizer, plan)):
         raise error
     roles = {name: role for name, role in roles.items() if name in trainable}
@@ -295,6 +294,19 @@ def build_updater(
         else:
             parameter.requires_grad_(False)
     return Updater(parameters, rules, train, copies, home, own)
+
+
+def require_trained(names: Collection[str]) -> None:
+    """Refuse a job that freezes all of its model.
+
+    Args:
+        names: of the parameters that are left to train.
+
+    Raises:
+        JobError: there is none.
+    """
+    if not names:
+        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
 
 
 def check_patterns(names: Iterable[str], train: TrainSection) -> None:

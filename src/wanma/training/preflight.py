@@ -27,13 +27,15 @@ from wanma.models.build import ModelSpec, with_frozen
 from wanma.models.fake import without_storage
 from wanma.models.forward_error import forward_error
 from wanma.models.roles import is_frozen, parameter_roles
+from wanma.parallel.freezing import LOW
+from wanma.parallel.shard import DTYPES
 from wanma.training.doubles import explaining_doubles
 from wanma.training.early_stopping import check_stop_metric
 from wanma.training.labels import default_losses
 from wanma.training.loss import user_loss
 from wanma.training.main import choose_spec, own_loss
 from wanma.training.metrics import Metrics, check_metrics, own_metrics
-from wanma.training.optimizer import check_patterns, group_rules
+from wanma.training.optimizer import check_patterns, group_rules, require_trained
 from wanma.training.own_loss import check_loss
 from wanma.training.own_optimizer_check import tried_update
 from wanma.training.published import check_published
@@ -71,18 +73,17 @@ def preflight(job: Job, plan: Plan) -> str | None:
         return None
     batch = data.batch(range(min(_SAMPLES, data.train_samples)))
     size = _parameters(spec)
-    cause = "its factory"
     if size is not None and size > SMALL:
-        try:
-            with without_storage():
-                model = spec.make()
-                _check_model(model, job, plan)
+        with without_storage():
+            model = spec.make()
+            _check_model(model, job, plan)
+            try:
                 _run(model, batch, loss, job)
-            return None
-        except Exception as error:  # of the user's code: perhaps it does not bear tensors without storage
-            cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    if size is not None and size > LARGEST:
-        return f"the model was not run: it has {size:,} parameters, and without storage it fails with {cause}"
+                return None
+            except Exception as error:  # of the user's code: perhaps it does not bear tensors without storage
+                cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        if size > LARGEST:
+            return f"the model was not run: it has {size:,} parameters, and without storage it fails: {cause}"
     with torch.random.fork_rng(devices=[]):
         model = spec.make()
         _check_model(model, job, plan)
@@ -124,8 +125,7 @@ def _check_model(model: nn.Module, job: Job, plan: Plan) -> None:
 
 def _check_trained(model: nn.Module, names: Iterable[str], train: TrainSection) -> None:
     trained = {name for name in names if not is_frozen(name, train.parameter_groups)}
-    if not trained:
-        raise JobError("train.parameter_groups freezes every parameter", "leave at least one to train")
+    require_trained(trained)
     group_rules({name: role for name, role in parameter_roles(model).items() if name in trained}, train)
 
 
@@ -173,6 +173,5 @@ def _run(model: nn.Module, batch: Batch, loss: Any, job: Job) -> None:
 
 def _cast(job: Job) -> AbstractContextManager[Any]:
     """The precision of a forward, as ranks compute it."""
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = job.train.precision
-    return torch.autocast("cpu", dtype=kinds[precision]) if precision in kinds else nullcontext()
+    dtype = DTYPES[job.train.precision]
+    return torch.autocast("cpu", dtype=dtype) if dtype in LOW else nullcontext()

@@ -209,7 +209,7 @@ def test_experts_exchange_tokens_there_and_back_in_both_passes(routes_once: bool
 
 
 def test_experts_that_tensor_parallel_leaves_whole_go_over_its_ranks_too() -> None:
-    """Of 8 ranks with tp = 2, four are data ranks; ep = 8 needs whole experts on each of the eight."""
+    """Four of 8 ranks with tp = 2 are data ranks; ep = 8 needs whole experts on each of the eight."""
     plan = replace(PLAN, dp_replicate=4, tp=2, ep=8, sequence=True)
     eight = Machine(CHIP, (Link(8, 1e-6, 100e9),), start_seconds=0.0)
     with pytest.raises(ValueError, match="spans 15 ranks, and there are 8"):

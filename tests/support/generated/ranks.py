@@ -28,7 +28,7 @@ SECONDS = 150
 PATIENCE = 10
 """For the other ranks, after one has failed."""
 PATIENCE_AFTER_REFUSAL = 2
-"""Likewise, where nothing that they say goes before what one has said."""
+"""Patience likewise, where nothing that they say goes before what one has said."""
 
 
 @dataclass(frozen=True)
