@@ -23,7 +23,7 @@ from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Images, Worker
-from wanma.observe.units import bytes_text
+from wanma.observe.units import bytes_text, duration_text
 from wanma.planner.snapshots import steps_between
 from wanma.training.identity import Identity
 from wanma.training.state import TrainingState, random_state
@@ -282,7 +282,7 @@ class StepSnapshots:
         every = self._interval.steps or 1
         return [
             f"snapshots in memory: every {f'{every} steps' if every > 1 else 'step'} "
-            f"({cost * 1000:.3g} ms beside {step * 1000:.3g} ms a step: {cost / (every * step):.2%})"
+            f"({duration_text(cost)} beside {duration_text(step)} a step: {cost / (every * step):.2%})"
         ]
 
     def step_ended(self, seconds: float, is_last: bool) -> None:
