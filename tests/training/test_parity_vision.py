@@ -131,7 +131,7 @@ def test_rows_that_are_no_whole_groups_are_refused_with_the_keys_to_change(tmp_p
 
 
 def test_statistics_of_a_skipped_step_are_forgotten(tmp_path: Path) -> None:
-    job = numbers_job(non_finite="skip", steps=2, precision="fp32", learning_rate=1e30, gradient_clip=0.0)
+    job = numbers_job(non_finite="skip", steps=2, precision="fp32", learning_rate=1000.0, gradient_clip=0.0)
     run = one_process(
         tmp_path / "run", job, 8, objects={"model": seeded(Normalised), "data": Poisoned(bad=range(48))}
     )

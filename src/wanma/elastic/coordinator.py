@@ -380,7 +380,8 @@ class Coordinator:
         replaceable = failure.unfit and self._nodes > 1 and not self._exit_code
         helps = replaceable or (self._retries.may_help(failure) and not failure.unfit)
         self._is_failed = (self._exit_code and not preempted) or not helps
-        if self._is_failed and not self._terms.retries:  # nobody keeps copies
+        if self._is_failed and (failure.unfit or not self._terms.retries):
+            # Copies of a machine that errs are not trusted; without retries nobody keeps any.
             self._end(Abort(failure.exit_code, failure, report))
             return
         self._halt(failure, now, report)
