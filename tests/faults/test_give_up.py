@@ -42,7 +42,7 @@ def check_step_7_is_kept(desk: Desk, met: Met, whole: Training) -> None:
     assert [step["step"] for step in training.metrics] == list(range(1, 8))
     assert training.events[-1]["outcome"] == "failed"
     ran = again(desk, training.path.name, NO_CHECKPOINT)
-    assert f"carrying on at step 8 of {STEPS}" in ran.out
+    assert f"carrying on from step 7 of {STEPS}" in ran.out
     check_whole(ran, training, whole)
 
 
@@ -112,5 +112,5 @@ def test_a_full_disk_and_kills_cost_no_step(desk: Desk, whole: Training, tmp_pat
         assert list(disk.iterdir()) == []
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         ran = again(desk, "both")
-        assert f"carrying on at step 8 of {STEPS}" in ran.out
+        assert f"carrying on from step 7 of {STEPS}" in ran.out
         check_whole(ran, met.training, whole)

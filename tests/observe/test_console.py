@@ -62,8 +62,12 @@ def test_plain_lines_tell_the_run_from_start_to_end(run: RunDirectory) -> None:
 
 
 def test_a_resumed_run_says_where_it_carries_on(run: RunDirectory) -> None:
-    lines = shown(run, "plain", [{"kind": "start", "step": 20, "steps": 30}, step(21)])
-    assert lines[1] == "carrying on at step 21 of 30"
+    start = {"kind": "start", "step": 20, "steps": 30, "source": "step-00000020"}
+    lines = shown(run, "plain", [start, step(21)])
+    assert [line for line in lines if "carrying on" in line] == [
+        "carrying on from step 20 of 30 (step-00000020)"
+    ]
+    assert lines[1].startswith("carrying on")
     assert lines[2].startswith("step 21/30")
 
 

@@ -60,7 +60,7 @@ def test_carrying_on_between_two_exchanges_is_bitwise_as_never_having_stopped(
     whole = run(tmp_path / "whole", text(), plan)
     interrupted(tmp_path / "parts", text(), plan)
     parts = run(tmp_path / "parts", text(), plan)
-    assert "carrying on from step 3" in messages(parts)
+    assert '"step": 3, "steps"' in messages(parts)
     assert parts.losses == whole.losses
     equal(whole, parts)
 

@@ -144,12 +144,13 @@ def recovery_message(event: Event) -> Event:
 
 
 def start_text(progress: Progress) -> str:
-    """'training 300 steps'; after a resume, where it carries on."""
+    """'training 300 steps'; after a resume, 'carrying on from step 200 of 300 (step-00000200)'."""
     if progress.first_step > progress.steps:
         return (
             f"nothing is left to do: the run is at step {progress.first_step - 1:,} of {progress.steps:,}; "
             "raise train.steps to go on"
         )
     if progress.first_step > 1:
-        return f"carrying on at step {progress.first_step:,} of {progress.steps:,}"
+        source = f" ({progress.source})" if progress.source else ""
+        return f"carrying on from step {progress.first_step - 1:,} of {progress.steps:,}{source}"
     return f"training {progress.steps:,} steps"

@@ -54,6 +54,8 @@ class Progress:
 
     steps: int
     first_step: int = 1
+    source: str = ""
+    """Name of the checkpoint or copy that the run carries on from."""
     elsewhere: bool = False
     """Another node has rank 0, and shows the steps."""
     rate_unit: str = "tokens/s"
@@ -77,6 +79,7 @@ class Progress:
                 self.losses.add(loss)
         elif kind == "start":
             self.first_step = event.get("step", 0) + 1
+            self.source = event.get("source", "")
             self.steps = event.get("steps", self.steps)
             self.rate_unit = event.get("rate_unit", self.rate_unit)
             self._window.clear()  # a run that starts again begins a new measurement

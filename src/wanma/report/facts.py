@@ -116,7 +116,9 @@ def event_text(event: Event) -> str:
         return finish_text(event)
     if kind == "start":
         done = event.get("step", 0)
-        return f"carrying on after step {done:,}" if done else f"start, {event.get('plan', '')}".rstrip(", ")
+        source = f" ({event['source']})" if event.get("source") else ""
+        plan = event.get("plan", "")
+        return f"carrying on from step {done:,}{source}" if done else f"start, {plan}".rstrip(", ")
     if kind in ("message", "slow_rank", "shares", "health", START_FAILED):
         return str(event.get("text", ""))
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))

@@ -35,17 +35,26 @@ def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> Non
 
 
 def tell_start(
-    recorder: Recorder, step: int, steps: int, plan: Plan, targets_per_sample: int, *, again: bool
+    recorder: Recorder,
+    step: int,
+    steps: int,
+    plan: Plan,
+    targets_per_sample: int,
+    *,
+    again: bool,
+    source: str = "",
 ) -> None:
     """Record that the ranks begin after `step` of so many steps.
 
     Args:
         targets_per_sample: where it is 1, speed is in samples rather than tokens.
         again: they were started again.
+        source: name of the checkpoint or copy that a run carries on from; empty at its beginning.
     """
     fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
     rate_unit = "samples/s" if targets_per_sample == 1 else "tokens/s"
-    recorder.event("start", **fields, rate_unit=rate_unit, **({"again": True} if again else {}))
+    fields |= {"rate_unit": rate_unit} | ({"source": source} if source else {})
+    recorder.event("start", **fields, **({"again": True} if again else {}))
 
 
 def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:

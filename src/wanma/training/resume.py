@@ -54,6 +54,8 @@ class Resumed:
     """What to tell the user, on rank 0."""
     identity: Identity
     """Identity that the run's next checkpoints keep."""
+    label: str = ""
+    """Name of the checkpoint or snapshot; empty at the beginning."""
     snapshots_every: int | None = None
     """Steps between the snapshots of the ranks before, where those had found out; told already."""
 
@@ -96,13 +98,11 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity:
         source, label = (on_disk(path), path.name) if path is not None else (snapshot, "its snapshot")
         assert source is not None
         identity, notes = _carry_on(state, source, label, job, plan, worker, identity)
-        if worker.restart is None:  # else the record of the recovery tells it
-            messages.append(f"carrying on from step {state.step} ({label})")
         messages += notes
         memory: Literal["memory", "partner"] = "partner" if helped else "memory"
         if path is not None:
-            return Resumed("checkpoint", messages, identity)
-        return Resumed(memory, messages, identity, source.manifest.state.get(EVERY))
+            return Resumed("checkpoint", messages, identity, label)
+        return Resumed(memory, messages, identity, label, source.manifest.state.get(EVERY))
 
     start = Path(choice.start_from).expanduser() if choice.start_from is not None else None
     state.begin(published_names(state.parallel) if start is not None and is_published(start) else ())

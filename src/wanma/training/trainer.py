@@ -159,7 +159,7 @@ class Trainer:
         if worker.rank == 0:
             self._recorder = open_recorder(job, worker, first_step=self.state.step + 1)
             of_run = (self.state.step, train.steps, plan, targets_per_sample)
-            tell_start(self._recorder, *of_run, again=worker.restart is not None)
+            tell_start(self._recorder, *of_run, again=worker.restart is not None, source=resumed.label)
             for text in [*resumed.messages, *self._snapshots.notes, *self._shares.notes]:
                 self._recorder.message(text)
         if parallel.compression is not None and parallel.compression.note:
