@@ -104,3 +104,15 @@ def test_a_model_too_large_to_run_here_is_checked_without_storage(
     assert main(["train", "own.toml", "--dry-run", override]) == code
     told = capsys.readouterr()
     assert says in told.err + " ".join(told.out.split())
+
+
+def test_a_dry_run_warns_of_validations_without_data_as_the_run_does(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["train.validate_every_steps=1", "data.validation_fraction=0", "train.steps=1"]
+    assert main(["train", "own.toml", "--dry-run", *asked]) == 0
+    said = "train.validate_every_steps = 1 without effect: the data has no validation part; set data."
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["train", "own.toml", "--run-dir", "run", "observe.console=plain", *asked]) == 0
+    told = capsys.readouterr()
+    assert said in " ".join((told.out + told.err).split())

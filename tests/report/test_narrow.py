@@ -48,6 +48,6 @@ def test_text_that_is_piped_keeps_its_lines(
 
 
 def test_wrapped_text_continues_below_its_first_line() -> None:
-    assert wrapped("  time: forward 91 %, optimizer 3 %", 24) == "  time: forward 91 %,\n        optimizer 3 %"
+    assert wrapped("  time: forward 9 %, optimizer 3 %", 24) == "  time: forward 9 %,\n        optimizer 3 %"
     assert wrapped("  peak  6 MiB  (forecast 5 MiB)", 24) == "  peak  6 MiB  (forecast\n        5 MiB)"
     assert wrapped("  /a/path/longer/than/the/window", 12) == "  /a/path/longer/than/the/window"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.compare import same_numbers
 from support.own import Numbers, Plain, seeded
 from support.own_loop import session_job
 from support.ranks import Outcome, run_here, run_job
+from wanma.checkpoint.inventory import in_folder
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
 from wanma.job.sections import TrainSection
@@ -84,6 +86,44 @@ def test_a_loop_of_ones_own_ends_too(tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     assert len(Outcome(tmp_path).steps) == 8
     assert "finished" in events(tmp_path)
+
+
+def error(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, targets, reduction="none")
+
+
+def validations(run: Path) -> dict[int, float]:
+    """The error by step."""
+    told = [json.loads(line) for line in events(run).splitlines()]
+    return {event["step"]: event["metrics"]["error"] for event in told if event["kind"] == "validation"}
+
+
+def test_the_best_checkpoint_is_that_of_the_named_metric_in_its_direction(tmp_path: Path) -> None:
+    asked = job(steps=10, stop_patience=0)
+    given = {**objects(), "metrics": {"error": error}}
+    kept = {"every_steps": 2, "keep": 1, "best_metric": "error"}
+    for mode, best in (("min", min), ("max", max)):
+        chosen = {**asked, "checkpoint": {**kept, "best_mode": mode}}
+        run = run_here(tmp_path / mode, chosen, PLAN, given)
+        errors = validations(run.directory)
+        expected = best(errors, key=errors.__getitem__)
+        found = in_folder(run.directory / "checkpoints")
+        assert {entry.step for entry in found} == {expected, 10}
+        assert [entry.step for entry in found if entry.is_best] == [expected]
+    # Values of one metric are not compared with those of another.
+    other = {**asked, "train": {**asked["train"], "steps": 12}, "checkpoint": {**kept, "best_metric": "loss"}}
+    run = run_here(tmp_path / "max", other, PLAN, given)
+    assert [entry.step for entry in in_folder(run.directory / "checkpoints")] == [12]
+
+
+def test_a_metric_that_chooses_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    asked = {**job(stop_patience=0), "checkpoint": {"best_metric": "eror"}}
+    given = {**objects(), "metrics": {"error": error}}
+    with pytest.raises(JobError, match=r"best_metric = 'eror': .*Did you mean 'error'") as refused:
+        run_here(tmp_path / "a", asked, PLAN, given)
+    assert "it gives loss, accuracy, error" in str(refused.value)
+    with pytest.raises(JobError, match="best_metric = 'eror', but the data has no validation part"):
+        run_here(tmp_path / "b", {**asked, "data": {"validation_fraction": 0}}, PLAN, given)
 
 
 def test_what_counts_as_better() -> None:

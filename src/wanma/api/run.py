@@ -161,11 +161,11 @@ def dry_run(job: Job, run_directory: Path | None = None) -> RenderableType:
         start = first_layout(job)
         with show_preparing(quiet=False) as progress:
             prepared = prepare_job(job, start, progress=progress, read_own=True)
-        unchecked = preflight(job, prepared.plan)
+        told = preflight(job, prepared.plan)
     except WanmaError as error:
         error.exit_code = EXIT_USAGE  # whatever it is, nothing was started
         raise
-    return describe(job, prepared, unchecked)
+    return describe(job, prepared, told)
 
 
 def _launch(run: RunDirectory, job: Job, prepared: Prepared, objects: dict[str, Any]) -> Launch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.syntax import Syntax
 from rich.table import Table
@@ -17,18 +19,18 @@ from wanma.job.write import to_toml
 from wanma.observe.units import bytes_text
 
 
-def describe(job: Job, prepared: Prepared, unchecked: str | None = None) -> RenderableType:
+def describe(job: Job, prepared: Prepared, told: Sequence[str] = ()) -> RenderableType:
     """The validated job, the plan, the memory of the fullest rank and the model's sizes.
 
     Args:
-        unchecked: note on what was not looked at.
+        told: notes of the checks before the start.
     """
     parts = [
         _head("Job"),
         Syntax(to_toml(job).rstrip(), "toml", background_color="default"),
         describe_plan(job, prepared),
     ]
-    return Group(*parts, *([Text(f"· {unchecked}", style="dim")] if unchecked is not None else []))
+    return Group(*parts, *(Text(f"· {note}", style="dim") for note in told))
 
 
 def describe_plan(job: Job, prepared: Prepared) -> RenderableType:

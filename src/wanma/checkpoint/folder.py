@@ -10,15 +10,15 @@ Names tell the state, and each change of state is one rename:
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from wanma.checkpoint.best import BestBy, best_by, best_step
 from wanma.checkpoint.format import MANIFEST, Manifest, parse_manifest, step_name
 from wanma.job.errors import EXIT_USAGE, WanmaError
 
@@ -148,25 +148,20 @@ class Keep:
     newest: int = 3
     """At least 1."""
     best: bool = True
-    """Also the one with the lowest metric."""
+    """Also the one with the best metric."""
     every_steps: int = 0
     """Also those of every multiple of so many steps; 0: none."""
+    best_by: BestBy = field(default_factory=BestBy)
 
-    def choose(self, metrics: Mapping[int, float | None]) -> set[int]:
-        """The steps that stay, of those given with their metric."""
-        newest_first = sorted(metrics, reverse=True)
+    def choose(self, scores: Mapping[int, float | None]) -> set[int]:
+        """The steps that stay, of those given with their score by `best_by`."""
+        newest_first = sorted(scores, reverse=True)
         stay = set(newest_first[: self.newest])
         if self.every_steps:
             stay.update(step for step in newest_first if step % self.every_steps == 0)
-        if self.best and (lowest := best_step(metrics)) is not None:
+        if self.best and (lowest := best_step(scores)) is not None:
             stay.add(lowest)
         return stay
-
-
-def best_step(metrics: Mapping[int, float | None]) -> int | None:
-    """The step with the lowest metric, the newest of equals; None if none has one."""
-    scored = [(value, -step) for step, value in metrics.items() if value is not None and math.isfinite(value)]
-    return -min(scored)[1] if scored else None
 
 
 class Retention:
@@ -178,7 +173,7 @@ class Retention:
 
     def __init__(self, keep: Keep) -> None:
         self._keep = keep
-        self._metrics: dict[Path, float | None] = {}
+        self._scores: dict[Path, float | None] = {}
 
     def prune(self, folder: Path, step: int, metric: float | None, in_use: Collection[Path] = ()) -> None:
         """Remove what does not stay, now that `step` is committed with `metric`.
@@ -187,30 +182,39 @@ class Retention:
             in_use: checkpoints that somebody reads; they wait for the next call.
         """
         past = {at: path for at, path in committed(folder) if at <= step}
-        self._metrics[folder / step_name(step)] = metric
+        self._scores[folder / step_name(step)] = self._keep.best_by.score(metric)
         for path in past.values():
-            if path not in self._metrics:
-                self._metrics[path] = read_metric(path)
-        stay = self._keep.choose({at: self._metrics[path] for at, path in past.items()})
+            if path not in self._scores:
+                self._scores[path] = read_score(path, self._keep.best_by)
+        stay = self._keep.choose({at: self._scores[path] for at, path in past.items()})
         gone = {at: path for at, path in past.items() if at not in stay and path not in in_use}
         for at, path in gone.items():
             removed = folder / f"{step_name(at)}.removed-{step}"
             path.rename(removed)  # so that a kill while deleting leaves no half checkpoint
             shutil.rmtree(removed)
-        self._metrics = {path: self._metrics[path] for at, path in past.items() if at not in gone}
+        self._scores = {path: self._scores[path] for at, path in past.items() if at not in gone}
 
 
 def best(folder: Path) -> Path | None:
-    """The committed checkpoint with the lowest metric, the newest of equals; None if none has one."""
+    """The committed checkpoint with the best metric, as the newest one's run counts it; the newest of
+    equals; None if none has one."""
     found = dict(committed(folder))
-    lowest = best_step({step: read_metric(path) for step, path in found.items()})
+    rules = [rule for path in found.values() if (rule := _rule(path)) is not None]
+    lowest = best_step({step: read_score(path, rules[0]) for step, path in found.items()}) if rules else None
     return None if lowest is None else found[lowest]
 
 
-def read_metric(path: Path) -> float | None:
-    """Of the checkpoint at `path`; a damaged one has none: it is never the best."""
+def read_score(path: Path, rule: BestBy) -> float | None:
+    """Score of the checkpoint at `path`; a damaged one has none: it is never the best."""
     try:
-        return read_manifest(path).metric
+        return rule.score_of(read_manifest(path))
+    except WanmaError:
+        return None
+
+
+def _rule(path: Path) -> BestBy | None:
+    try:
+        return best_by(read_manifest(path))
     except WanmaError:
         return None
 

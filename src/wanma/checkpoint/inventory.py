@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wanma.checkpoint.folder import best_step, committed, unfinished
+from wanma.checkpoint.best import BestBy, best_by, best_step
+from wanma.checkpoint.folder import committed, unfinished
 from wanma.checkpoint.format import MANIFEST, Manifest, parse_manifest, step_name
 from wanma.checkpoint.remote import Remote
 from wanma.checkpoint.scan import Files, FolderFiles, quick_problem
@@ -27,7 +28,7 @@ class Entry:
     """Unix time of its completion; None where nobody knows."""
     manifest: Manifest | None = None
     is_best: bool = False
-    """It has the lowest metric of those listed."""
+    """It has the best metric of those listed, as the newest one's run counts it."""
     uploaded: str | None = None
     """URL that it was uploaded to."""
 
@@ -86,10 +87,8 @@ def _entry(step: int, path: Path, record: dict[str, object] | None) -> Entry:
 
 
 def _with_best(entries: list[Entry]) -> list[Entry]:
-    scored = {
-        entry.step: entry.manifest.metric
-        for entry in entries
-        if entry.manifest is not None and entry.problem is None
-    }
+    whole = {entry.step: entry.manifest for entry in entries if entry.manifest and entry.problem is None}
+    rule = best_by(whole[max(whole)]) if whole else BestBy()
+    scored = {step: rule.score_of(manifest) for step, manifest in whole.items()}
     best = best_step(scored)
     return [replace(entry, is_best=entry.step == best and entry.step in scored) for entry in entries]

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from wanma.checkpoint.best import BestBy, best_by
 from wanma.checkpoint.folder import Keep, publish, sync_folder
 from wanma.checkpoint.format import MANIFEST, FileEntry, Manifest, parse_manifest, step_name
 from wanma.checkpoint.storage import Storage
@@ -37,7 +38,7 @@ class Remote:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._metrics: dict[int, float | None] = {}
+        self._metrics: dict[int, tuple[BestBy, float | None]] = {}
         """Of checkpoints that are known to be whole there."""
 
     @property
@@ -77,7 +78,7 @@ class Remote:
         if known != content:
             _each(lambda name: self.storage.put(path / name, f"{step_name(step)}/{name}"), manifest.files)
             self.storage.write(there, content)
-        self._metrics[step] = manifest.metric
+        self._metrics[step] = (best_by(manifest), manifest.metric)
         return 0 if known == content else manifest.bytes + len(content)
 
     def fetch(self, step: int, folder: Path) -> Path:
@@ -145,7 +146,8 @@ class Remote:
             if step > last:
                 continue
             if step in self._metrics or self._is_whole(step):
-                whole[step] = self._metrics[step]
+                rule, metric = self._metrics[step]
+                whole[step] = rule.score(metric) if rule == keep.best_by else None
             else:
                 half.append(step)
         stay = keep.choose(whole)
@@ -164,7 +166,7 @@ class Remote:
         except DamagedError:
             return False
         if manifest is not None:
-            self._metrics[step] = manifest.metric
+            self._metrics[step] = (best_by(manifest), manifest.metric)
         return manifest is not None
 
     def _fetch(self, step: int, name: str, entry: FileEntry, partial: Path) -> None:

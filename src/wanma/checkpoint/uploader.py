@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wanma.checkpoint.folder import Keep, committed, read_metric
+from wanma.checkpoint.folder import Keep, committed, read_score
 from wanma.checkpoint.format import MANIFEST, step_name
 from wanma.checkpoint.remote import Remote
 from wanma.checkpoint.storage import Storage
@@ -158,7 +158,9 @@ class Uploader:
         # Later ones are left from before the run went back, and perhaps damaged.
         here = {step: path for step, path in committed(self._folder) if step <= self._last}
         if self._keep is not None:  # what would not stay there need not go there
-            stay = self._keep.choose({step: read_metric(path) for step, path in here.items()})
+            stay = self._keep.choose(
+                {step: read_score(path, self._keep.best_by) for step, path in here.items()}
+            )
             here = {step: path for step, path in here.items() if step in stay}
         for step, path in here.items():
             try:

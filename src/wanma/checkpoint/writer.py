@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from wanma.checkpoint.best import BestBy
 from wanma.checkpoint.buffer import FileBuffer, Room
 from wanma.checkpoint.commit import commit
 from wanma.checkpoint.disk import write_file
@@ -87,7 +88,8 @@ class Checkpointer:
         folder: shared by all ranks.
         generation: tells this set of processes from earlier ones of the run; the same on all ranks.
         keep: how many of the newest checkpoints stay.
-        keep_best: whether the one with the lowest metric stays too.
+        keep_best: whether the one with the best metric stays too.
+        best_by: that metric and its direction.
         keep_every_steps: those of multiples of so many steps stay too; 0: none.
         in_use: gives the checkpoints that somebody reads at the moment: they are removed later (rank 0).
         replicas: ranks that hold the same plain tensors (not DTensors) under the same names as this
@@ -110,6 +112,7 @@ class Checkpointer:
         generation: int = 0,
         keep: int = 3,
         keep_best: bool = True,
+        best_by: BestBy | None = None,
         keep_every_steps: int = 0,
         in_use: Callable[[], Collection[Path]] = tuple,
         replicas: Sequence[int] | None = None,
@@ -126,7 +129,8 @@ class Checkpointer:
         self._world_size = world_size
         self._generation = generation
         self._deadline_seconds = deadline_seconds
-        self._retention = Retention(Keep(keep, keep_best, keep_every_steps))
+        self._best_by = best_by or BestBy()
+        self._retention = Retention(Keep(keep, keep_best, keep_every_steps, self._best_by))
         self._in_use = in_use
         self._still_mine = still_mine
         self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), room)
@@ -161,7 +165,7 @@ class Checkpointer:
             tensors: full name -> tensor or DTensor, of all that this rank holds.
             state: JSON-able, the same on all ranks (rank 0's is written, and its `metric`).
             rank_state: JSON-able, of this rank alone; loaded again only in a world of the same size.
-            metric: lower is better; decides which checkpoint is the best. NaN counts as none.
+            metric: value by `best_by`; decides which checkpoint is the best. NaN counts as none.
 
         Raises:
             WanmaError: this state cannot be saved, or an earlier save failed and nobody has taken
@@ -178,7 +182,7 @@ class Checkpointer:
                 raise forgotten[0]
             job = _Job(
                 step=step,
-                state_json=to_json(dict(state), "the training state"),
+                state_json=to_json({**state, **self._best_by.values()}, "the training state"),
                 rank_state_json=None if rank_state is None else to_json(dict(rank_state), "the rank's state"),
                 metric=metric if metric is not None and math.isfinite(metric) else None,
                 partial=partial,

@@ -16,7 +16,9 @@ class CheckpointSection(Section):
 
     every_steps: int = Field(100, ge=0, le=1_000_000_000_000, description="0: only at the end")
     keep: int = Field(3, ge=1, le=1_000_000, description="newest checkpoints kept")
-    keep_best: bool = Field(True, description="also keep the one with the best validation loss")
+    keep_best: bool = Field(True, description="also keep the one with the best metric of validation")
+    best_metric: str = Field("loss", description="keep_best: the metric of validation that counts")
+    best_mode: Literal["min", "max"] = Field("min", description="keep_best: lower or higher is better")
     snapshots: Literal["auto", "off"] | Annotated[int, Gt(0), Le(1_000_000_000_000)] = Field(
         "auto", description="steps between copies in memory, for recovery; auto: cost at most 1 % of the time"
     )

@@ -65,6 +65,12 @@ def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
         yield "train.spike_deviations", "spikes are not looked for (train.spike = 'ignore')"
     if train.schedule == "constant":
         yield "train.final_learning_rate_share", "the rate stays (train.schedule = 'constant')"
+    if train.stop_patience == 0:
+        for name in ("stop_metric", "stop_mode", "stop_min_delta"):
+            yield f"train.{name}", "the run does not end early (train.stop_patience = 0)"
+    if not checkpoint.keep_best:
+        for name in ("best_metric", "best_mode"):
+            yield f"checkpoint.{name}", "the best one is not kept (checkpoint.keep_best = false)"
     if checkpoint.upload is None:
         yield "checkpoint.upload_keep", "nothing is uploaded (checkpoint.upload)"
     if cluster.nodes == 1:
@@ -100,6 +106,12 @@ def _in_part(job: Job, plan: Plan) -> Iterator[str]:
     if job.train.validate_every_steps > steps:
         every = job.train.validate_every_steps
         yield f"train.validate_every_steps = {every:,}: {end}, so it validates at the end only"
+    best = job.checkpoint
+    if best.keep_best and best.best_metric != "loss" and job.train.validate_every_steps == 0:
+        yield (
+            f"checkpoint.best_metric = '{best.best_metric}' compares nothing: it validates at the end only "
+            "(train.validate_every_steps = 0)"
+        )
     every = job.checkpoint.every_steps
     if every > steps and not _is_default("checkpoint.every_steps", every):
         yield f"checkpoint.every_steps = {every:,}: {end}, so it saves at the end only"

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wanma.job.errors import JobError, did_you_mean
-from wanma.job.sections import TrainSection
+from wanma.job.errors import JobError
+from wanma.job.sections import Job, TrainSection
 from wanma.observe.units import count_text
+from wanma.training.best_checkpoint import check_best_metric, check_metric
 
 
 @dataclass
@@ -84,9 +85,38 @@ def check_stop_metric(train: TrainSection, known: Iterable[str] | None, validati
             f"train.stop_patience = {train.stop_patience}, but the data has no validation part",
             "set data.validation_fraction, or give a pair (training, validation)",
         )
-    if known is not None and train.stop_metric not in (names := list(known)):
-        raise JobError(
-            f"train.stop_metric = '{train.stop_metric}': validation gives no such metric."
-            f"{did_you_mean(train.stop_metric, names)}",
-            f"it gives {', '.join(names)}; own ones: metrics= of wanma.train, train.metrics of a job",
-        )
+    if known is not None:
+        check_metric("train.stop_metric", train.stop_metric, known)
+
+
+def check_validation_keys(job: Job, known: Iterable[str] | None, validation_samples: int) -> None:
+    """Refuse keys that wait for a metric that validation does not give.
+
+    Args:
+        known: names of the metrics; None: not known yet.
+        validation_samples: of the data.
+
+    Raises:
+        JobError: names the key.
+    """
+    names = None if known is None else list(known)
+    check_stop_metric(job.train, names, validation_samples)
+    check_best_metric(job.checkpoint, names, validation_samples)
+
+
+def without_validation(job: Job, validation_samples: int, has_metrics: bool) -> str | None:
+    """Note on the keys that have no effect on data without a validation part; None where there are none.
+
+    Args:
+        has_metrics: the user has given some.
+    """
+    every = job.train.validate_every_steps
+    idle = [f"train.validate_every_steps = {every:,}"] if every else []
+    idle += ["metrics"] if has_metrics else []
+    if validation_samples > 0 or not idle:
+        return None
+    way_out = "" if job.data.validation_fraction else "set data.validation_fraction, or "
+    return (
+        f"{' and '.join(idle)} without effect: the data has no validation part; {way_out}give a pair "
+        "(training, validation)"
+    )

@@ -16,6 +16,7 @@ from wanma.data.batch import Batch, not_finite
 from wanma.data.data import Data
 from wanma.data.loader import Loader
 from wanma.parallel.global_batch import GlobalBatch
+from wanma.training.best_checkpoint import best_value
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.trainer import Trainer
 from wanma.training.undisturbed import undisturbed
@@ -87,7 +88,7 @@ def end_step(trainer: Trainer, agreement: Agreement, measure: Callable[[], float
     """Validate and save where the job says so, and record the step that was just finished.
 
     Args:
-        measure: validates, and returns the loss if there is one.
+        measure: validates, and returns the metric by which checkpoints are compared, if there is one.
 
     Returns:
         whether the state was saved.
@@ -124,7 +125,10 @@ def validate(
         names: of the metrics, called when they have been computed.
 
     Returns:
-        the loss, or None when the data has no validation part.
+        the metric by which checkpoints are compared, or None when the data has no validation part.
+
+    Raises:
+        JobError: validation gives no metric of that name.
     """
     count = min(trainer.job.train.validation_samples, data.validation_samples)
     if count == 0:
@@ -144,7 +148,7 @@ def validate(
     pairs = zip(names(), sums[::2], sums[1::2], strict=True)
     metrics = {name: total / count for name, total, count in pairs if count}
     trainer.validated(loss, int(targets), known | metrics)
-    return loss
+    return best_value(trainer.job.checkpoint, {"loss": loss, **known, **metrics})
 
 
 def try_metrics(

@@ -30,7 +30,7 @@ from wanma.parallel.unit_errors import explaining
 from wanma.training.carried_state import model_passes, refuse_carried_state
 from wanma.training.code_fingerprint import code_fingerprint
 from wanma.training.coupling import Checked, refuse_coupling
-from wanma.training.early_stopping import check_stop_metric
+from wanma.training.early_stopping import check_validation_keys, without_validation
 from wanma.training.forward_backward import ForwardBackward
 from wanma.training.health import before_joining, together
 from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of, noting_identity
@@ -104,9 +104,9 @@ def train(worker: Worker, request: Request) -> str:
             loss = choose_loss(request, spec, data, parallel, grid.device)
             metrics = choose_metrics(request, data, loss)
             usual = ("loss", "perplexity") if data.kind == "tokens" else ("loss",)
-            check_stop_metric(job.train, (*usual, *metrics.names), data.validation_samples)
-            if data.validation_samples == 0:
-                warn_of_no_validation(trainer, has_own_metrics(request))
+            check_validation_keys(job, (*usual, *metrics.names), data.validation_samples)
+            if idle := without_validation(job, data.validation_samples, has_own_metrics(request)):
+                trainer.message(idle, "warning")
             forward_backward = ForwardBackward(parallel, job, plan, grid, loss, metrics)
             gathering = GlobalBatch(grid, job.train.global_batch)
             if checked := own_code(request, spec, forward_backward):
@@ -119,21 +119,6 @@ def train(worker: Worker, request: Request) -> str:
                 progress(trainer.state.step, "checking the metrics")
                 try_metrics(trainer, data, forward_backward, gathering)
             return run_loop(trainer, data, forward_backward, gathering)
-
-
-def warn_of_no_validation(trainer: Trainer, has_metrics: bool) -> None:
-    """Name the keys that have no effect on data without a validation part."""
-    job = trainer.job
-    every = job.train.validate_every_steps
-    idle = [f"train.validate_every_steps = {every:,}"] if every else []
-    idle += ["metrics"] if has_metrics else []
-    if idle:
-        way_out = "" if job.data.validation_fraction else "set data.validation_fraction, or "
-        trainer.message(
-            f"{' and '.join(idle)} without effect: the data has no validation part; {way_out}give a pair "
-            "(training, validation)",
-            "warning",
-        )
 
 
 def longest_silence(job: Job) -> float:

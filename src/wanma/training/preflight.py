@@ -30,7 +30,7 @@ from wanma.models.roles import is_frozen, parameter_roles
 from wanma.parallel.freezing import LOW
 from wanma.parallel.shard import DTYPES
 from wanma.training.doubles import explaining_doubles
-from wanma.training.early_stopping import check_stop_metric
+from wanma.training.early_stopping import check_validation_keys, without_validation
 from wanma.training.labels import default_losses
 from wanma.training.loss import user_loss
 from wanma.training.main import choose_spec, own_loss
@@ -51,11 +51,11 @@ LARGEST = 1 << 30
 _SAMPLES = 4
 
 
-def preflight(job: Job, plan: Plan) -> str | None:
+def preflight(job: Job, plan: Plan) -> list[str]:
     """Refuse a job that no rank could train.
 
     Returns:
-        a note on what was left unchecked; None: nothing.
+        notes: on keys without effect, and on what was left unchecked.
 
     Raises:
         WanmaError: what the ranks would find before their first step, or in it.
@@ -64,13 +64,13 @@ def preflight(job: Job, plan: Plan) -> str | None:
     data = open_data(job.data, job.train)
     if (loss := own_loss(request)) is not None:
         check_loss(loss)
-    _check_own(job, plan, data)
+    notes = _check_own(job, plan, data)
     spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
     if spec.kind != "custom":
         with torch.device("meta"):
             model = spec.make()
         _check_model(model, job, plan)
-        return None
+        return notes
     batch = data.batch(range(min(_SAMPLES, data.train_samples)))
     size = _parameters(spec)
     if size is not None and size > SMALL:
@@ -79,25 +79,27 @@ def preflight(job: Job, plan: Plan) -> str | None:
             _check_model(model, job, plan)
             try:
                 _run(model, batch, loss, job)
-                return None
+                return notes
             except Exception as error:  # of the user's code: perhaps it does not bear tensors without storage
                 cause = f"{type(error).__name__}: {error}".splitlines()[0]
         if size > LARGEST:
-            return f"the model was not run: it has {size:,} parameters, and without storage it fails: {cause}"
+            text = f"the model was not run: it has {size:,} parameters, and without storage it fails: {cause}"
+            return [*notes, text]
     with torch.random.fork_rng(devices=[]):
         model = spec.make()
         _check_model(model, job, plan)
         _run(model, batch, loss, job)
-    return None
+    return notes
 
 
-def _check_own(job: Job, plan: Plan, data: Data) -> None:
-    """Check the user's own code that the job names beside model, data and loss."""
+def _check_own(job: Job, plan: Plan, data: Data) -> list[str]:
+    """Check the user's own code that the job names beside model, data and loss; returns notes."""
     tried_update(job.train, {}, plan)
     check_metrics(own_metrics(None, job.train.metrics))
-    own = job.train.stop_metric in job.train.metrics
-    known = None if own else ("loss", "perplexity" if data.kind == "tokens" else "accuracy")
-    check_stop_metric(job.train, known, data.validation_samples)
+    known = ("loss", "perplexity" if data.kind == "tokens" else "accuracy", *job.train.metrics)
+    check_validation_keys(job, known, data.validation_samples)
+    idle = without_validation(job, data.validation_samples, bool(job.train.metrics))
+    return [] if idle is None else [idle]
 
 
 def _parameters(spec: ModelSpec) -> int | None:

@@ -47,7 +47,7 @@ from wanma.training.carried_state import FirstForward
 from wanma.training.counting import Counting, Losses
 from wanma.training.coupling import Checked, is_cut, refuse_coupling
 from wanma.training.dependence import Dependence
-from wanma.training.early_stopping import check_stop_metric
+from wanma.training.early_stopping import check_validation_keys, without_validation
 from wanma.training.identity import Identity, identity_of, is_seeded
 from wanma.training.labels import default_losses
 from wanma.training.lone_samples import has_lone_samples, refuse_lone_samples
@@ -184,8 +184,10 @@ class Session:
         self.worker.control.progress(0, "opening data")
         data = open_data(self.job.data, self.job.train, dataset=dataset)
         data.padding_has_targets = True
-        check_stop_metric(self.job.train, None, data.validation_samples)
+        check_validation_keys(self.job, None, data.validation_samples)
         self._trainer = trainer = self._begin(self._parallel, data)
+        if (idle := without_validation(self.job, data.validation_samples, has_metrics=False)) is not None:
+            trainer.message(idle, "warning")
         take_up_stream(trainer, data)
         self._saved_at = trainer.state.step
         if validate is not None:

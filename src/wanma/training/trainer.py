@@ -30,6 +30,7 @@ from wanma.parallel.scratch import Scratch
 from wanma.training.anomaly import Policy, check_policy
 from wanma.training.average import WeightAverage
 from wanma.training.batch_statistics import commit_statistics
+from wanma.training.best_checkpoint import best_rule
 from wanma.training.between_sites import BetweenSites
 from wanma.training.health import Health
 from wanma.training.identity import UNKNOWN, Identity
@@ -125,6 +126,7 @@ class Trainer:
             generation=worker.generation,
             keep=job.checkpoint.keep,
             keep_best=job.checkpoint.keep_best,
+            best_by=best_rule(job.checkpoint),
             keep_every_steps=job.checkpoint.keep_every_steps,
             in_use=self._uploads.in_use,
             replicas=same_tensors,

@@ -18,6 +18,7 @@ from wanma.job.checkpoint_section import CheckpointSection
 from wanma.job.errors import WanmaError
 from wanma.job.worker import Worker
 from wanma.observe.units import bytes_text, duration_text
+from wanma.training.best_checkpoint import best_rule
 
 Result = TypeVar("Result")
 
@@ -39,7 +40,9 @@ class Uploads:
         if section.upload is not None and worker.rank == 0:
             keep = None
             if section.upload_keep:
-                keep = Keep(section.upload_keep, section.keep_best, section.keep_every_steps)
+                keep = Keep(
+                    section.upload_keep, section.keep_best, section.keep_every_steps, best_rule(section)
+                )
             self._uploader = Uploader(worker.run_directory / "checkpoints", section.upload, keep)
 
     def in_use(self) -> list[Path]:
