@@ -11,8 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wanma.api.callbacks import check_callbacks
+from wanma.api.called_control import calling
 from wanma.api.elastic import refuse_elastic
 from wanma.api.own_model import name_own_model
+from wanma.api.own_update import check_update
 from wanma.api.planning import Prepared, finish, first_layout, notes, peak_flops_per_second
 from wanma.api.records import (
     changes,
@@ -25,6 +28,7 @@ from wanma.api.records import (
 )
 from wanma.elastic.dispositions import deaf
 from wanma.elastic.torchrun import Place, place_among
+from wanma.job.callbacks import Callback
 from wanma.job.errors import WanmaError
 from wanma.job.forecast import Workload
 from wanma.job.load import job_from
@@ -58,6 +62,9 @@ STARTERS = (
 def session(
     job: Job | Mapping[str, Any] | str | Path,
     *,
+    optimizer: Any = None,
+    schedule: Any = None,
+    callbacks: Sequence[Callback] = (),
     overrides: Sequence[str] = (),
     run_directory: Path | str | None = None,
 ) -> Iterator[Session]:
@@ -70,6 +77,9 @@ def session(
     Args:
         job: a job, its sections as nested mappings, or the path of a job file. `[model]` may be left
             out: of it only `statistics_group` and `lora` count here.
+        optimizer: function or class that makes a torch.optim.Optimizer of parameter groups.
+        schedule: function (step) or (step, steps) -> share of `train.learning_rate`; steps count from 0.
+        callbacks: called in the process of rank 0 as the run goes on, in a thread of their own.
         overrides: 'train.steps=500' and so on.
         run_directory: default: `observe.runs` / `observe.name`. An unfinished run there is carried on.
 
@@ -84,7 +94,9 @@ def session(
             "this process is in a torch.distributed process group already",
             "leave init_process_group to wanma.session, and open one session after the other",
         )
+    callbacks = check_callbacks(callbacks)
     job = job_from(job, name_own_model(job, overrides, OWN_MODEL))
+    objects = check_update(job, optimizer, schedule)
     model_kind(job.model)  # refuses a preset that does not exist
     refuse_elastic(job, "a training loop of one's own")
     worker, given = current_worker.get(), launched_cluster.get()
@@ -106,7 +118,7 @@ def session(
             rank.control.event(told)
         for text in late:
             _tell(rank, text, "warning")
-        with _joined(job, prepared, rank) as made:
+        with calling(callbacks, job, rank) as heard, _joined(job, prepared, heard, objects) as made:
             yield made
 
 
@@ -125,7 +137,7 @@ def _inside(worker: Worker) -> Iterator[Worker]:
 
 
 @contextmanager
-def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
+def _joined(job: Job, prepared: Prepared, worker: Worker, objects: Mapping[str, Any]) -> Iterator[Session]:
     """The session of one rank, in the run's process group."""
     from wanma.parallel.mesh import process_grid
     from wanma.training.main import longest_silence
@@ -143,7 +155,9 @@ def _joined(job: Job, prepared: Prepared, worker: Worker) -> Iterator[Session]:
     set_numerics(job, plan)
     with process_grid(worker, plan, longest_silence(job), job.parallel.collectives) as grid:
         peak = prepared.peak_flops_per_second
-        made = Session(job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start)
+        made = Session(
+            job, plan, worker, grid, peak_flops_per_second=peak, on_start=on_start, objects=objects
+        )
         if worker.rank == 0:
             for note in [*changes(run, job), *notes(job, prepared.planned)]:
                 _tell(worker, note, "info")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wanma.api.callbacks import check_callbacks
 from wanma.api.own_model import name_own_model
+from wanma.api.own_update import check_update
 from wanma.api.records import run_directory_of
 from wanma.api.run import train_job
 from wanma.elastic.torchrun import place_among
@@ -105,10 +106,8 @@ def train(
         "data": data,
         "loss": loss,
         "metrics": metrics,
-        "optimizer": optimizer,
-        "schedule": schedule,
+        **check_update(job, optimizer, schedule),
     }
-    _check_update(job, optimizer, schedule)
     failures: list[str] = []
     exit_code = train_job(
         job,
@@ -141,22 +140,6 @@ def _refuse_ranks() -> None:
             "run the script with plain `python`, the job's [parallel] says how many ranks; a loop around "
             "wanma.session takes ranks that are there",
         )
-
-
-def _check_update(job: Job, optimizer: Any, schedule: Any) -> None:
-    """Refuse an optimizer or a schedule that is none, or that the job names, too."""
-    for key, given, names in (
-        ("optimizer", optimizer, ("optimizer", "optimizer_factory")),
-        ("schedule", schedule, ("schedule", "schedule_factory")),
-    ):
-        if given is not None and (named := job.train.model_fields_set.intersection(names)):
-            raise JobError(
-                f"{key}= is given, and the job has train.{named.pop()}, too", "leave one of them out"
-            )
-    if optimizer is not None or schedule is not None:
-        from wanma.training.own_optimizer import own_update
-
-        own_update(job.train, {"optimizer": optimizer, "schedule": schedule})
 
 
 def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:

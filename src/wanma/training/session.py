@@ -71,6 +71,7 @@ class Session:
         peak_flops_per_second: of one rank's device; None when unknown.
         on_start: called when the run begins, after its checkpoint has accepted it, with the model's
             workload if it is known.
+        objects: `optimizer` and `schedule` that the user passed in Python.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Session:
         *,
         peak_flops_per_second: float | None = None,
         on_start: Callable[[Workload | None], None] = lambda _: None,
+        objects: Mapping[str, Any] | None = None,
     ) -> None:
         if plan.pp > 1:
             raise JobError(
@@ -89,7 +91,7 @@ class Session:
                 "use wanma.train for pipelines, or pp = 1 in your own loop",
             )
         self.job, self.plan, self.worker, self.grid = job, plan, worker, grid
-        self._peak, self._on_start = peak_flops_per_second, on_start
+        self._peak, self._on_start, self._own = peak_flops_per_second, on_start, objects or {}
         self._workload: Workload | None = None
         self._parallel: Parallel | None = None
         self._trainer: Trainer | None = None
@@ -329,7 +331,7 @@ class Session:
             parallel,
             targets_per_sample=data.targets_per_sample,
             identity=replace(self._identity, data=data.fingerprint),
-            own=tried_update(self.job.train, {}, self.plan),
+            own=tried_update(self.job.train, self._own, self.plan),
             flops_per_sample=self._workload.flops_per_sample if self._workload else None,
             peak_flops_per_second=self._peak,
         )
