@@ -88,7 +88,7 @@ def test_a_callback_sees_the_run_stops_it_and_is_named_when_it_fails(tmp_path: P
         train(tmp_path, again, Broken(), steps=len(steps) + 2)
     assert "test_callbacks.py" in str(told.value)
     assert again.told[0].step == len(steps)
-    # The last checkpoint's callback failed: the request to stop may come before the ranks have left, or after.
+    # The last checkpoint's callback failed: the request to stop may come before the ranks leave, or after.
     assert again.told[-1].outcome in {"finished", "interrupted"}
 
 

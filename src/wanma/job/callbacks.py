@@ -90,7 +90,8 @@ class Callback:
 
     They run on no rank, but in the process that called `wanma.train` (of several machines: on that of rank
     0), one after the other in a thread of their own. So they may take their time, keep what they like, and
-    change nothing of the training: they have the run's records, not its tensors.
+    change nothing of the training: they have the run's records, not its tensors. Those of a `wanma.session`
+    run in the process of rank 0.
     """
 
     def on_start(self, event: RunStart) -> None:
