@@ -109,19 +109,20 @@ def _judge(record: Record) -> Judged:
 
 
 def _workload(case: Case, meaning: Meaning) -> Workload:
-    """With two matrices in a feed-forward network where the program has two."""
+    """With biases where the program has GPT's."""
     dimensions = case.dimensions
     workload = decoder_workload(dimensions, case.sequence)
-    if case.software.gated:
+    if case.software.architecture == "llama":
         return workload
-    hidden, wide = dimensions.hidden, dimensions.feed_forward
-    matrices = 4 * hidden * hidden + 2 * hidden * wide
-    vectors = 9 * hidden + wide  # biases, and gains of two normalisations
     first, blocks, last = workload.layers
+    # Beside the gains of two normalisations, which RMS normalisations have as well.
+    biases = 7 * dimensions.hidden + dimensions.feed_forward
     ends = (
         (first, last) if meaning != "blocks" else (replace(first, parameters=0), replace(last, parameters=0))
     )
-    return replace(workload, layers=(ends[0], replace(blocks, parameters=matrices + vectors), ends[1]))
+    return replace(
+        workload, layers=(ends[0], replace(blocks, parameters=blocks.parameters + biases), ends[1])
+    )
 
 
 # ---------------------------------------------------------------- habits by source

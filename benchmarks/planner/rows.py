@@ -86,7 +86,10 @@ def case_of(record: Record) -> Case:
     if habits is None:
         raise UnusableRowError("different devices in one run, which this forecast does not take")
     case = _plain_case(record)
-    return habits(record, case)
+    case = habits(record, case)
+    if case.software.architecture == "gpt":
+        case = replace(case, dimensions=replace(case.dimensions, activation_function="gelu"))
+    return case
 
 
 def _plain_case(record: Record) -> Case:
@@ -184,7 +187,7 @@ def _machine(record: Record) -> Machine:
 
 
 MEGATRON_2021 = Software(
-    gated=False,
+    architecture="gpt",
     attention="scores",
     selective="attention",
     data_overlap=False,
@@ -249,7 +252,9 @@ _FLASH_2_ON_HOPPER = 0.6
 
 def _foundry(record: Record, case: Case) -> Case:
     # Composer's FSDP in bf16 throughout, eager PyTorch; FlashAttention in Triton (its first version).
-    software = Software(gated=False, attention_efficiency=_FLASH_1[record["gpu"][:4]], gradient_bytes=2)
+    software = Software(
+        architecture="gpt", attention_efficiency=_FLASH_1[record["gpu"][:4]], gradient_bytes=2
+    )
     return replace(case, software=software)
 
 
@@ -276,10 +281,10 @@ def _megascale(_: Record, case: Case) -> Case:
 def _nemo(_: Record, case: Case) -> Case:
     # Transformer Engine's fused operators; tensor parallel's exchanges overlap with products by its user
     # buffers; attention by cuDNN; gradients and parameters overlap (the performance guide's defaults).
-    gated = case.dimensions.feed_forward != 4 * case.dimensions.hidden
+    is_gpt = case.dimensions.feed_forward == 4 * case.dimensions.hidden
     software = replace(
         case.software,
-        gated=gated,
+        architecture="gpt" if is_gpt else "llama",
         fused=True,
         selective="attention",
         tensor_overlap=0.7,

@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -67,11 +68,19 @@ def reference(model: Decoder, ids: Tensor) -> Tensor:
             heads.append(scores.softmax(-1) @ v)
         x = x + torch.cat(heads, -1) @ attention.output.weight.T
         y, feed = norm(x, block.feed_forward_norm.weight), block.feed_forward
-        x = x + (F.silu(y @ feed.gate.weight.T) * (y @ feed.up.weight.T)) @ feed.down.weight.T
+        up = y @ feed.up.weight.T
+        if dimensions.activation_function == "gelu":
+            # Radford et al. 2019, `gelu` of their code.
+            inner = 0.5 * up * (1 + torch.tanh((2 / math.pi) ** 0.5 * (up + 0.044715 * up**3)))
+        else:
+            inner = F.silu(y @ feed.gate.weight.T) * up
+        x = x + inner @ feed.down.weight.T
     return norm(x, model.norm.weight) @ model.head.weight.T
 
 
-@pytest.mark.parametrize("keys", [{}, {"kv_heads": 4}, {"kv_heads": 1}, {"tie_embeddings": True}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"kv_heads": 4}, {"kv_heads": 1}, {"tie_embeddings": True}, {"activation_function": "gelu"}]
+)
 def test_logits_equal_those_of_a_decoder_written_out(keys: dict) -> None:
     model = decoder(**keys)
     torch.testing.assert_close(model(tokens()), reference(model, tokens()), rtol=1e-10, atol=1e-12)

@@ -60,6 +60,14 @@ def test_matrices_are_normal_and_those_that_add_to_the_residual_are_scaled_by_de
     assert abs(float(drawn.mean())) < 6 * deviation / drawn.numel() ** 0.5
 
 
+def test_gelu_s_two_matrices_begin_as_those_of_swiglu() -> None:
+    with torch.device("meta"):
+        model = Decoder(DecoderDimensions(8, 64, 4, 4, 192, 512, activation_function="gelu"))
+    for name in ("layers.7.feed_forward.up.weight", "layers.7.feed_forward.down.weight"):
+        shape = model.get_parameter(name).shape
+        assert torch.equal(initial_value(model, name, shape, torch.float32, 1), value(name))
+
+
 def test_norms_begin_at_one_and_biases_at_zero() -> None:
     for name in SHAPES:
         if name.rpartition(".")[0].endswith("norm"):

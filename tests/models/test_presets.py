@@ -67,6 +67,28 @@ def test_a_gpt_preset_has_about_the_parameters_of_its_name(preset: str) -> None:
     assert decoder_workload(GPT_PRESETS[preset], 1).parameters == pytest.approx(named, rel=0.12)
 
 
+def test_gpt_3_has_the_parameters_that_it_was_published_with_but_for_biases_and_positions() -> None:
+    hidden, layers = 12288, 96
+    left_out = layers * (9 * hidden + 4 * hidden - 2 * hidden) + hidden + 2048 * hidden
+    padding = (50304 - 50257) * hidden
+    found = decoder_workload(GPT_PRESETS["gpt-3-175b"], 2048)
+    assert found.parameters - padding + left_out == pytest.approx(174.6e9, rel=1e-4)  # table D.1
+    assert found.parameters == pytest.approx(174.6e9, rel=3e-4)
+    tokens = 300e9
+    flops = found.flops_per_sample / 2048 * tokens
+    assert flops == pytest.approx(3.14e23, rel=0.04)  # table D.1, which leaves attention's scores out
+
+
+def test_gelu_s_width_is_four_times_hidden_and_experts_have_none() -> None:
+    section = ModelSection(family="decoder", layers=2, hidden=96, heads=4, activation_function="gelu")
+    assert decoder_dimensions(section, 258).feed_forward == 384
+    preset = ModelSection(preset="gpt-3-175b", activation_function="swiglu", feed_forward=64)
+    assert decoder_dimensions(preset, None).network_matrices == 3
+    for keys in ({"preset": "mixtral-8x7b"}, {"preset": "gpt-1m", "experts": 4}):
+        with pytest.raises(JobError, match=r"activation_function = 'gelu' with model\.experts = \d, but"):
+            decoder_dimensions(ModelSection(**keys, activation_function="gelu"), None)
+
+
 def test_gpt_10m_with_bytes_has_a_vocabulary_of_320_and_about_10_million_parameters() -> None:
     dimensions = decoder_dimensions(ModelSection(preset="gpt-10m"), vocabulary=258)
     assert dimensions.vocabulary == 320
@@ -169,6 +191,7 @@ def test_a_vision_model_takes_its_sizes_from_the_data(preset: str) -> None:
         ({"preset": "resnet-18", "classes": 5}, "model.classes = 5, but the data has 10"),
         ({"preset": "resnet-18", "depth": 50}, "contradicts model.preset"),
         ({"preset": "resnet-18", "heads": 2}, "model.heads does not apply to a vision model"),
+        ({"preset": "resnet-18", "activation_function": "gelu"}, "activation_function does not apply"),
         ({"family": "resnet"}, "needs model.depth"),
         ({"family": "convnet", "depth": 18}, "model.depth does not apply"),
         ({"preset": "gpt-1m"}, "'gpt-1m' is no vision model"),

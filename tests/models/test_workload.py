@@ -23,6 +23,7 @@ SHAPES = {
     "qwen 2.5": DecoderDimensions(2, 64, 4, 2, 192, 320, attention_bias=True),
     "qwen 3": DecoderDimensions(2, 64, 4, 2, 192, 320, head_size=32, head_norm=True),
     "dropout": DecoderDimensions(2, 64, 4, 4, 192, 320, dropout=0.1),
+    "gelu": DecoderDimensions(2, 64, 4, 4, 256, 320, activation_function="gelu"),
 }
 MIXTURES = {
     "mixtral": DecoderDimensions(3, 64, 4, 2, 192, 320, experts=8, experts_per_token=2),
@@ -95,7 +96,7 @@ def test_the_formula_agrees_with_the_measured_decoder(dimensions: DecoderDimensi
     )
 
 
-@pytest.mark.parametrize("dimensions", [SHAPES["grouped and tied"], *MIXTURES.values()])
+@pytest.mark.parametrize("dimensions", [SHAPES["grouped and tied"], SHAPES["gelu"], *MIXTURES.values()])
 def test_the_formula_agrees_with_what_a_real_forward_keeps(dimensions: DecoderDimensions) -> None:
     sequence = 64
     model, kept = initialized(dimensions), {}

@@ -56,6 +56,13 @@ def test_the_blocks_linear_layers_compute_in_fp8_and_names_stay() -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
+def test_both_matrices_of_gelu_compute_in_fp8() -> None:
+    paths = convert(decoder(activation_function="gelu"))
+    assert {path for path in paths if "feed_forward" in path} == {
+        f"layers.{number}.feed_forward.{name}" for number in (0, 1) for name in ("up", "down")
+    }
+
+
 def test_dims_that_do_not_suit_are_left_alone() -> None:
     feed_forward = [f"layers.{n}.feed_forward.{name}" for n in (0, 1) for name in ("gate", "up", "down")]
     assert not set(feed_forward) & set(convert(decoder(feed_forward=90)))

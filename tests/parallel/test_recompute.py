@@ -19,6 +19,7 @@ from wanma.job.plan import Plan
 from wanma.models.decoder import Decoder
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import keyed_samples
+from wanma.models.workload import decoder_workload
 from wanma.parallel.recompute import recompute
 from wanma.parallel.recomputed_attributes import RecomputedAttributes
 
@@ -79,6 +80,26 @@ def test_every_mode_and_share_gives_the_same_bits_and_keeps_less_the_more_it_rec
             assert all(torch.equal(gradient[name], expected[name]) for name in expected)
     assert all_kept > held["selective", 0.5] > held["selective", 1.0] > held["full", 1.0]
     assert held["selective", 0.5] > held["full", 0.5] > held["full", 1.0]
+
+
+@pytest.mark.parametrize("function", ["swiglu", "gelu"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_block_keeps_as_many_elements_as_forecasts_count(function: Any, mode: Recompute) -> None:
+    tokens, held = torch.randint(64, (3, 16)), []
+    for layers in (2, 6):
+        dimensions = DecoderDimensions(layers, 32, 4, 4, 128, 64, activation_function=function)
+        model, losses = Decoder(dimensions), []
+        recompute(list(model.layers.values()), Plan(recompute=mode))
+        held.append(held_after(lambda model=model, losses=losses: losses.append(model(tokens).sum())))
+    layer = decoder_workload(dimensions, 16).layers[1]
+    assert layer.input_elements_per_sample is not None
+    assert layer.costly_elements_per_sample is not None
+    counted = {
+        "none": layer.activation_elements_per_sample,
+        "selective": layer.input_elements_per_sample + layer.costly_elements_per_sample,
+        "full": layer.input_elements_per_sample,
+    }
+    assert (held[1] - held[0]) / 4 == 4 * 3 * counted[mode]
 
 
 PLANS = {

@@ -18,6 +18,7 @@ _LIKE_LLAMA = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LIKE_LLAMA, "model_type": "llama"},
+    "arcee": {**_LIKE_LLAMA, "model_type": "arcee", "hidden_act": "gelu_pytorch_tanh"},
     "mistral": {**_LIKE_LLAMA, "model_type": "mistral", "sliding_window": None, "head_dim": 16},
     "qwen2": {**_LIKE_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**_LIKE_LLAMA, "model_type": "qwen3", "head_dim": 8},

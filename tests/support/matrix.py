@@ -54,6 +54,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
         "dropout": 0.1,
     },
+    "GELU": {
+        "family": "decoder",
+        "layers": 4,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "activation_function": "gelu",
+    },
     "experts, balanced by bias": {
         "family": "decoder",
         "layers": 4,
@@ -83,7 +91,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen 2 of transformers, tied": {"huggingface": "qwen2"},
 }
 """Model sections; a Hugging Face one names a config that the test writes."""
-DENSE = ("dense", "tied", "Llama of transformers", "Qwen 2 of transformers, tied")
+DENSE = ("dense", "tied", "GELU", "Llama of transformers", "Qwen 2 of transformers, tied")
 EXPERTS = ("experts, balanced by bias", "experts, balanced by loss")
 
 TRIPLES = (
@@ -107,8 +115,8 @@ FP32 = (
     (("ZeRO 2", "ring"), "dense"),
     (("replicate", "all-to-all"), "tied"),
     (("ZeRO 1", "1f1b"), "tied"),
-    (("tensor + sequence", "interleaved"), "dense"),
-    (("ring", "ZBV"), "dense"),
+    (("tensor + sequence", "interleaved"), "GELU"),
+    (("ring", "ZBV"), "GELU"),
     (("ZeRO 3", "recompute"), "experts, balanced by loss"),
     (("ZeRO 1", "experts"), "experts, balanced by bias"),
 )

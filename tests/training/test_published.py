@@ -30,6 +30,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 DECODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"family": "decoder", **_SIZES}, {"rms_norm_eps": 1e-5}),
+    "arcee": ({"family": "decoder", **_SIZES, "activation_function": "gelu"}, {"rms_norm_eps": 1e-5}),
     "qwen2": ({"preset": "qwen-2.5-0.5b", **_SIZES}, {"rope_parameters": _ROPE}),
     "qwen3": ({"preset": "qwen-3-8b", **_SIZES}, {"rope_parameters": _ROPE, "head_dim": 128}),
     "mixtral": (

@@ -44,7 +44,14 @@ class ModelSection(Section):
         None, gt=0, le=1_000_000, description="decoder: key/value heads; default: heads"
     )
     feed_forward: int | None = Field(
-        None, gt=0, le=100_000_000, description="decoder: inner width of the SwiGLU block"
+        None,
+        gt=0,
+        le=100_000_000,
+        description="decoder: inner width of the feed-forward network; default: 8/3 hidden, or 4 with 'gelu'",
+    )
+    activation_function: Literal["swiglu", "gelu"] | None = Field(
+        None,
+        description="decoder: 'swiglu' (default), a feed-forward network of three matrices; 'gelu', of two",
     )
     vocabulary: int | None = Field(
         None, gt=0, le=1_000_000_000, description="decoder: default: the tokenizer's, rounded up to 64"

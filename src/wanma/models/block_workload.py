@@ -69,7 +69,8 @@ def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
         4 feed_forward   gate, SiLU of gate, up, and their product
         1                the normalisation's scale
 
-    and with experts, for each of which a token's vector is copied to where the others of that expert are,
+    of which GELU's keeps 2 feed_forward instead of 4, its input and its output; and with experts, for each of
+    which a token's vector is copied to where the others of that expert are,
 
         2 hidden + 1                       as above
         choices · (hidden + 3 width + 1)   the copies; gate, up and their weighted product; the weights
@@ -79,8 +80,9 @@ def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
     hidden = dimensions.hidden
     if not experts:
         wide = dimensions.feed_forward
-        matrices = 3 * hidden * wide
-        return Half(matrices + hidden, (wide, wide, hidden), matrices, 2 * hidden + 4 * wide + 1)
+        into = dimensions.network_matrices - 1
+        matrices = (into + 1) * hidden * wide
+        return Half(matrices + hidden, (*[wide] * into, hidden), matrices, 2 * hidden + 2 * into * wide + 1)
     count, choices, width = dimensions.experts, dimensions.experts_per_token, dimensions.expert_width
     shared = dimensions.shared_experts * width
     one = 3 * hidden * width

@@ -1,4 +1,5 @@
-"""A Llama-style decoder (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+"""A Llama-style decoder (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU (or GELU),
+grouped-query attention.
 
 It knows no parallelism. What makes it splittable is only this: children may be absent (a pipeline
 stage holds some of them, under the same names), head counts are read off the projected tensors, and
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from wanma.models.attention import AttentionMask, DotProductAttention
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.dropout import KeyedDropout
-from wanma.models.feed_forward import FeedForward
+from wanma.models.feed_forward import feed_forward_network
 from wanma.models.latent_attention import LatentAttention
 from wanma.models.layout import Layout, TensorRole, tie_parameters
 from wanma.models.moe import MixtureOfExperts
@@ -123,9 +124,7 @@ class Block(nn.Module):
         self.attention_dropout = _dropout(dimensions.dropout, f"{name}.attention_dropout")
         self.feed_forward_norm = RMSNorm(hidden, eps=epsilon)
         is_dense = dimensions.experts == 0 or number < dimensions.dense_layers
-        self.feed_forward = (
-            FeedForward(hidden, dimensions.feed_forward) if is_dense else MixtureOfExperts(dimensions)
-        )
+        self.feed_forward = feed_forward_network(dimensions) if is_dense else MixtureOfExperts(dimensions)
         self.feed_forward_dropout = _dropout(dimensions.dropout, f"{name}.feed_forward_dropout")
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
@@ -221,12 +220,10 @@ def _feed_forward_roles(dimensions: DecoderDimensions) -> dict[str, TensorRole]:
         dense.append("layers.*.feed_forward.shared")
     roles: dict[str, TensorRole] = {"layers.*.feed_forward.router": "norm"}  # it acts on single tokens
     for network in dense:
-        roles |= {
-            network: "gathered",
-            f"{network}.gate": "column",
-            f"{network}.up": "column",
-            f"{network}.down": "row",
-        }
+        roles[network] = "gathered"
+        if dimensions.activation_function == "swiglu":
+            roles[f"{network}.gate"] = "column"
+        roles |= {f"{network}.up": "column", f"{network}.down": "row"}
     return roles
 
 

@@ -22,6 +22,7 @@ _DECODER_KEYS = (
     "vocabulary",
     "rope_theta",
     "tie_embeddings",
+    "activation_function",
     "dropout",
 )
 _EXPERT_KEYS = (
@@ -166,7 +167,9 @@ def _from_family(given: dict[str, Any]) -> DecoderDimensions:
     if missing:
         raise JobError(f"model.family = 'decoder' needs {', '.join(missing)}", "or name a preset")
     hidden, heads = given["hidden"], given["heads"]
-    feed_forward = -(-8 * hidden // (3 * 64)) * 64
+    # As many parameters and FLOPs either way, but for rounding.
+    is_gelu = given.get("activation_function") == "gelu"
+    feed_forward = 4 * hidden if is_gelu else -(-8 * hidden // (3 * 64)) * 64
     return DecoderDimensions(given["layers"], hidden, heads, heads, feed_forward, None)
 
 
@@ -194,6 +197,12 @@ def _with_experts(section: ModelSection, base: DecoderDimensions) -> DecoderDime
 
 
 def _check_experts(dimensions: DecoderDimensions) -> None:
+    if dimensions.activation_function != "swiglu":
+        raise JobError(
+            f"model.activation_function = '{dimensions.activation_function}' with model.experts = "
+            f"{dimensions.experts}, but experts are SwiGLU networks",
+            "remove model.activation_function, or use a decoder without experts",
+        )
     experts, per_token = dimensions.experts, dimensions.experts_per_token
     open_to_token = experts * dimensions.groups_per_token // dimensions.expert_groups
     if experts % dimensions.expert_groups:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ActivationFunction = Literal["swiglu", "gelu"]
+"""Function inside a feed-forward network. "swiglu": three matrices, of which one gates (Shazeer 2020).
+"gelu": the two of GPT, with GELU's approximation by tanh (Hendrycks and Gimpel 2016), as in GPT-2's code."""
+
 
 @dataclass(frozen=True)
 class DecoderDimensions:
@@ -16,7 +20,7 @@ class DecoderDimensions:
     kv_heads: int
     """Key and value heads; each serves `heads / kv_heads` query heads."""
     feed_forward: int
-    """Inner width of the SwiGLU block."""
+    """Inner width of the feed-forward network."""
     vocabulary: int | None
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
@@ -65,6 +69,8 @@ class DecoderDimensions:
     """Samples over which a balancing loss and capacity count."""
     capacity: float = 0.0
     """Tokens that an expert takes of such a group, times an even share; 0: all."""
+    activation_function: ActivationFunction = "swiglu"
+    """Of the feed-forward network; experts are SwiGLU networks."""
 
     @property
     def head_width(self) -> int:
@@ -83,6 +89,11 @@ class DecoderDimensions:
     def is_latent(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return self.key_value_rank > 0
+
+    @property
+    def network_matrices(self) -> int:
+        """Matrices of a feed-forward network of width `feed_forward`."""
+        return 3 if self.activation_function == "swiglu" else 2
 
     @property
     def expert_width(self) -> int:

@@ -79,7 +79,11 @@ def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
         None if ours has another architecture, or the config leaves sizes to transformers' defaults.
     """
     kind = config["model_type"]
-    if kind not in _LIKE_OURS or config.get("hidden_act", "silu") != "silu" or config.get("mlp_bias"):
+    if kind not in _LIKE_OURS or config.get("mlp_bias"):
+        return None
+    has_two_matrices = kind == "arcee"
+    default, known = ("relu2", _GELU) if has_two_matrices else ("silu", ("silu",))
+    if config.get("hidden_act", default) not in known:
         return None
     if kind != "qwen2" and config.get("attention_bias"):
         return None  # of the output projections too, where ours have none
@@ -93,7 +97,8 @@ def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
         return None
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        kv_heads = config.get("num_key_value_heads") if kind == "llama" else config["num_key_value_heads"]
+        may_leave_out = kind in ("llama", "arcee")
+        kv_heads = config.get("num_key_value_heads") if may_leave_out else config["num_key_value_heads"]
         width = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
         return DecoderDimensions(
             layers=int(config["num_hidden_layers"]),
@@ -103,11 +108,12 @@ def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
             feed_forward=int(config["intermediate_size"]),
             vocabulary=int(config["vocab_size"]),
             rope_theta=float(rope["rope_theta"]),
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+            norm_epsilon=float(config.get("rms_norm_eps", 1e-5 if has_two_matrices else 1e-6)),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             head_size=None if int(width) * heads == hidden else int(width),
             attention_bias=kind == "qwen2",
             head_norm=kind in ("qwen3", "qwen3_moe"),
+            activation_function="gelu" if has_two_matrices else "swiglu",
             **_experts(config, len(dense)),
         )
     except KeyError:
@@ -136,4 +142,6 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "rope_type": kind, "rope_theta": theta}
 
 
-_LIKE_OURS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+_LIKE_OURS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "arcee")
+_GELU = ("gelu_pytorch_tanh", "gelu_new")
+"""Names of GELU's approximation by tanh."""

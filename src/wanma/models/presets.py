@@ -7,10 +7,14 @@ from typing import Literal
 
 from wanma.models.dimensions import DecoderDimensions
 
-# Our own decoders, as wide and deep as the GPT of that size (Brown et al. 2020, table 2.1, from 125M to
-# 175B; nanoGPT's character model for 10M), but Llama-style: SwiGLU with an inner width of 8/3 hidden,
+# Our own decoders, as wide and deep as the GPT of that size (Brown et al. 2020, table 2.1, from 125M on;
+# nanoGPT's character model for 10M), but Llama-style: SwiGLU with an inner width of 8/3 hidden,
 # rounded up to 64, has the parameters of GPT's two matrices of 4 hidden. `vocabulary` is the one used
 # when the data does not say: bytes (256 and special tokens, rounded to 320) or GPT-2's, rounded.
+#
+# The last has all of GPT-3's matrices, in its shapes: 174.57B parameters, of its 174.60B, and its FLOPs. It
+# lacks GPT-3's biases and learned positions (0.04B), and has RMS normalisation, rotary positions, and dense
+# attention in every layer, where GPT-3 has layer normalisation and bands in every second layer.
 GPT_PRESETS: dict[str, DecoderDimensions] = {
     "gpt-1m": DecoderDimensions(4, 128, 4, 4, 384, 320),
     "gpt-10m": DecoderDimensions(6, 384, 6, 6, 1024, 320),
@@ -19,7 +23,9 @@ GPT_PRESETS: dict[str, DecoderDimensions] = {
     "gpt-125m": DecoderDimensions(12, 768, 12, 12, 2048, 50304, tie_embeddings=True),
     "gpt-350m": DecoderDimensions(24, 1024, 16, 16, 2752, 50304, tie_embeddings=True),
     "gpt-1b": DecoderDimensions(20, 2048, 16, 16, 5504, 50304, tie_embeddings=True),
-    "gpt-3-175b": DecoderDimensions(96, 12288, 96, 96, 32768, 50304, tie_embeddings=True),
+    "gpt-3-175b": DecoderDimensions(
+        96, 12288, 96, 96, 4 * 12288, 50304, tie_embeddings=True, activation_function="gelu"
+    ),
 }
 
 

@@ -65,7 +65,7 @@ class PublishedDecoder:
         values: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[family]],
             "model_type": family,
-            "hidden_act": "silu",
+            "hidden_act": "silu" if dimensions.activation_function == "swiglu" else "gelu_pytorch_tanh",
             "vocab_size": dimensions.vocabulary,
             "hidden_size": dimensions.hidden,
             "intermediate_size": dimensions.feed_forward,
@@ -109,13 +109,15 @@ def _family(dimensions: DecoderDimensions) -> str:
         and (dimensions.router, dimensions.weight_scale, dimensions.expert_groups) == ("softmax", 1, 1)
     )
     is_mixtral = dimensions.normalize_weights and dimensions.dense_layers == 0
-    kinds = {
+    gated: dict[tuple[bool, bool, bool], str | None] = {
         (False, False, False): "llama",
         (True, False, False): "qwen2",
         (False, True, False): "qwen3",
         (False, True, True): "qwen3_moe",
         (False, False, True): "mixtral" if is_mixtral else None,
     }
+    # Arcee's network has two matrices, and a function between them that its config names.
+    kinds = gated if dimensions.activation_function == "swiglu" else {(False, False, False): "arcee"}
     found = kinds.get((dimensions.attention_bias, dimensions.head_norm, dimensions.experts > 0))
     if not is_plain or found is None:
         raise WanmaError(
@@ -137,6 +139,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "arcee": "ArceeForCausalLM",
 }
 _ENDS = {
     "embedding.weight": "model.embed_tokens.weight",

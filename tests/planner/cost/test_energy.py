@@ -46,13 +46,13 @@ def test_mlperf_s_gpt_3_on_512_h100_used_415_kilowatt_hours() -> None:
     """Measured at the wall in 56.9 minutes. Assumed: DGX H100 with what its maker states; tensor 4, pipeline
     8 in six parts, 16 replicas of 64 micro-batches of two, in FP8 by Transformer Engine."""
     cluster = read_cluster("64x8 H100 SXM, 8x400G")
-    gpt3 = DecoderDimensions(96, 12288, 96, 96, 49152, 51200)
+    gpt3 = DecoderDimensions(96, 12288, 96, 96, 49152, 51200, activation_function="gelu")
     plan = Plan(
         pp=8, dp_shard=16, tp=4, shard="optimizer", sequence=True, micro_batch=2, schedule="interleaved_1f1b",
         virtual_stages=6, precision="bf16", fp8=True, device="cuda",
     )  # fmt: skip
     habits = Software(
-        gated=False,
+        architecture="gpt",
         fused=True,
         selective="attention",
         tensor_overlap=0.7,

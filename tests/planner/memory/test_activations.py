@@ -17,10 +17,10 @@ from wanma.planner.cost.operators import Software
 from wanma.planner.memory.activations import decoder_block, kept_tensors
 from wanma.planner.memory.ranks import memory_of_ranks
 
-MEGATRON = Software(gated=False, attention="scores", selective="attention", regathers=True)
+MEGATRON = Software(architecture="gpt", attention="scores", selective="attention", regathers=True)
 """As Korthikanti et al. 2022 count."""
 HIDDEN, HEADS, SEQUENCE = 1024, 16, 512
-GPT = DecoderDimensions(24, HIDDEN, HEADS, HEADS, 4 * HIDDEN, 51200)
+GPT = DecoderDimensions(24, HIDDEN, HEADS, HEADS, 4 * HIDDEN, 51200, activation_function="gelu")
 
 
 def block(plan: Plan, dimensions: DecoderDimensions = GPT, software: Software = MEGATRON) -> float:
@@ -75,6 +75,7 @@ def test_a_gpipe_rank_keeps_every_micro_batch() -> None:
 
 OURS = {
     "plain": DecoderDimensions(3, 64, 4, 2, 192, 320),
+    "gelu": DecoderDimensions(3, 64, 4, 2, 256, 320, activation_function="gelu"),
     "qwen 3": DecoderDimensions(2, 64, 4, 2, 192, 320, head_size=32, head_norm=True),
     "experts": DecoderDimensions(
         3, 64, 4, 4, 192, 320, experts=8, experts_per_token=3, shared_experts=2, expert_feed_forward=96

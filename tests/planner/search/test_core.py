@@ -27,7 +27,8 @@ OFFLOADS = [
     ("cpu", "nothing", "disk", "nothing"),
     ("cpu", "disk", "nothing", "disk"),
 ]
-MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), MIXTURE]
+GELU = replace(SMALL, activation_function="gelu", feed_forward=4 * SMALL.hidden)
+MODELS = [SMALL, replace(SMALL, layers=9, tie_embeddings=True, kv_heads=2), GELU, MIXTURE]
 
 
 @settings(max_examples=40, deadline=None)

@@ -102,8 +102,6 @@ def _block_parameters(
     attention = attention_half(dimensions).parameters
     half = feed_forward_half(dimensions, experts=experts)
     dense = half.parameters - half.experts
-    if not software.gated and not experts:
-        dense = 2 * dimensions.hidden * dimensions.feed_forward
     # Counted before `tp`, which takes nothing of experts that it does not split.
     experts_here = half.experts / plan.ep * (1 if software.splits_experts else plan.tp)
     return attention + dense + experts_here

@@ -28,8 +28,9 @@ from wanma.planner.cost.machine import Machine
 class Software:
     """Habits of the program that trains; those of our own runtime are the defaults."""
 
-    gated: bool = True
-    """Three matrices in a feed-forward network (SwiGLU); else the two of GPT."""
+    architecture: Literal["llama", "gpt"] = "llama"
+    """Around the matrices: RMS normalisation and rotary positions; or layer normalisation, biases, dropout
+    and learned positions. How many matrices a feed-forward network has, the model's dimensions say."""
     attention: Literal["fused", "scores"] = "fused"
     """'scores': every score is kept in memory, and computed also where a causal model needs none."""
     attention_efficiency: float = 1.0
@@ -125,6 +126,8 @@ CPU_LOSS_16_BITS = (27.0, 35.0)
 """On a CPU, bytes of forward and backward for each element in 16 bits (of the loss, for each logit): what
 these operators of our own decoder take, over the rate of a plain stream, measured one by one on a core of a
 Xeon with AVX-512. Exponentials and passes over a cache take longer than their bytes."""
+CPU_GELU, CPU_GELU_16_BITS = (16.0, 19.0), (22.0, 29.0)
+"""Likewise, of GELU by tanh, by its time beside SwiGLU's on such a core; in 16 bits its tanh is no faster."""
 
 
 @dataclass(frozen=True)
@@ -238,13 +241,14 @@ def block_time(
     precision = product_precision(plan, software)
 
     # Two normalisations, and two branches that join the residual stream (with bias and dropout in GPT).
-    join = (6.0, 4.0) if software.gated else (7.0, 5.0)
+    is_gpt = software.architecture == "gpt"
+    join = (7.0, 5.0) if is_gpt else (6.0, 4.0)
     # RMS normalisation has no kernel of its own in eager PyTorch: a square, a mean, a root and two products.
-    norm = (4.0, 8.0, 1) if software.fused or not software.gated else (14.0, 24.0, 5)
+    norm = (4.0, 8.0, 1) if software.fused or is_gpt else (14.0, 24.0, 5)
     if add.is_eager_on_cpu:
         join, norm = CPU_JOIN, (*CPU_NORM, 5)
         # Queries, keys and values, and both halves of SwiGLU, are products of one tensor each.
-        add.sum_gradients(between * hidden, 3)
+        add.sum_gradients(between * hidden, dimensions.network_matrices)
     for _ in range(2):
         add.stream(between * hidden, *norm, again=halves)
         add.stream(between * hidden, *join, 1, again=halves)
@@ -313,11 +317,13 @@ def _attention(
         add.product(tokens, hidden, heads * width, precision, again=second)
         # Rotary positions, in 32 bits, with casts from and to 16; GPT only puts queries, keys and values into
         # separate tensors.
-        turns = (20.0, 24.0, 5) if software.gated else (2.0, 2.0, 1)
-        if software.gated and add.width >= 2.0:
-            turns = (*CPU_TURN, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
-        if software.gated and software.fused:
+        turns = (20.0, 24.0, 5)
+        if software.architecture == "gpt":
+            turns = (2.0, 2.0, 1)
+        elif software.fused:
             turns = (4.0, 4.0, 2)
+        elif add.width >= 2.0:
+            turns = (*CPU_TURN, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
         add.stream(tokens * (heads + kv_heads) * width, *turns, again=second)
     chip = machine.chip
     if software.attention == "scores":
@@ -374,19 +380,26 @@ def _network(
     wide = width / plan.tp
     full = plan.recompute == "full"
     half = full or (plan.recompute == "selective" and software.selective == "products")
-    add.product(tokens, (2 if software.gated else 1) * wide, dimensions.hidden, precision, again=full)
+    into = dimensions.network_matrices - 1
+    add.product(tokens, into * wide, dimensions.hidden, precision, again=full)
     add.product(tokens, dimensions.hidden, wide, precision, again=half)
-    _activation(add, tokens * wide, software, again=half)
+    _activation(add, tokens * wide, dimensions, software, again=half)
 
 
-def _activation(add: _Adder, elements: float, software: Software, *, again: bool) -> None:
-    """SiLU of one half times the other, or bias and GELU."""
-    if add.is_eager_on_cpu and software.gated:
+def _activation(
+    add: _Adder, elements: float, dimensions: DecoderDimensions, software: Software, *, again: bool
+) -> None:
+    """SiLU of one half times the other; or GELU, in GPT after a bias."""
+    if dimensions.activation_function == "gelu":
+        alone = (4.0, 6.0, 1)
+        if add.is_eager_on_cpu:
+            alone = (*(CPU_GELU_16_BITS if add.width == 1.0 else CPU_GELU), 1)
+        with_bias = software.architecture == "gpt" and not software.fused
+        add.stream(elements, *((8.0, 10.0, 2) if with_bias else alone), again=again)
+    elif add.is_eager_on_cpu:
         add.stream(elements, *CPU_SWIGLU, 2, again=again)
-    elif software.gated:
-        add.stream(elements, *((6.0, 10.0, 1) if software.fused else (10.0, 16.0, 2)), again=again)
     else:
-        add.stream(elements, *((4.0, 6.0, 1) if software.fused else (8.0, 10.0, 2)), again=again)
+        add.stream(elements, *((6.0, 10.0, 1) if software.fused else (10.0, 16.0, 2)), again=again)
 
 
 def _experts(
@@ -420,7 +433,7 @@ def _experts(
         # Of two products, each expert's input, weight and gradient are cast on their own, along both sides.
         extra = 2 * (local - 1) * (6 if ELEMENT_BYTES[precision] < 2 else 1)
         add.launch(extra, 2 * extra, extra if full else 0)
-    _activation(add, rows * wide, software, again=again)
+    _activation(add, rows * wide, dimensions, software, again=again)
     if dimensions.shared_experts:
         _network(
             add,
@@ -464,7 +477,7 @@ def embedding_time(
     """Rows are fetched, and their gradients added up."""
     add = _Adder(machine, software, plan)
     tokens = plan.micro_batch * sequence / plan.cp
-    positions = 4.0 if not software.gated else 0.0
+    positions = 4.0 if software.architecture == "gpt" else 0.0
     add.stream(tokens * dimensions.hidden, 4.0 + positions, 8.0 + positions, 2)
     activation = tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision]
     return replace(add.part(), tensor_forward=_tensor_exchange(machine, plan, activation))

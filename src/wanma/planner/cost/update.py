@@ -74,6 +74,6 @@ def _matrices(workload: Workload, dimensions: DecoderDimensions | None) -> Itera
         return
     hidden, width = dimensions.hidden, dimensions.head_width
     queries, keys = dimensions.heads * width, dimensions.kv_heads * width
-    wide = [queries, keys, keys, queries, *[dimensions.feed_forward] * 3]
+    wide = [queries, keys, keys, queries, *[dimensions.feed_forward] * dimensions.network_matrices]
     for side in wide:
         yield float(min(side, hidden)), float(max(side, hidden))

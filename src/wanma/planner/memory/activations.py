@@ -102,15 +102,16 @@ def kept_tensors(
 ) -> list[Kept]:
     """What autograd keeps of one block, tensor by tensor.
 
-    Of GPT (`Software.gated` false) in 16 bits these are 34 bytes per token and hidden element, with the masks
-    of three dropouts, and 5 bytes per score where scores are kept (Korthikanti et al. 2022, equation 1).
+    Of GPT (`Software.architecture`, with GELU) in 16 bits these are 34 bytes per token and hidden element,
+    with the masks of three dropouts, and 5 bytes per score where scores are kept (Korthikanti et al. 2022,
+    equation 1).
     """
     tensors = [*_around("attention", dimensions, software), *_attention(dimensions, sequence, plan, software)]
     tensors += _around("feed_forward", dimensions, software)
     if experts:
         tensors += _experts(dimensions, software)
     else:
-        tensors += _network("feed_forward", dimensions.feed_forward, software)
+        tensors += _network("feed_forward", dimensions.feed_forward, dimensions, software)
     tensors[0] = tensors[0]._replace(recompute=("none", "selective", "full"))
     if software.selective == "attention":
         return [_unless_score(tensor) for tensor in tensors]
@@ -145,9 +146,9 @@ def _around(half: str, dimensions: DecoderDimensions, software: Software) -> lis
         Kept(f"{half} norm's input", hidden, "sequence"),
         Kept(f"{half}'s input", hidden, "sequence" if software.regathers else "nothing"),
     ]
-    if software.gated:
+    if software.architecture == "llama":
         tensors.append(Kept(f"{half} norm's scale", 1, "sequence", element_bytes=4))
-    if dimensions.dropout > 0 or not software.gated:
+    if dimensions.dropout > 0 or software.architecture == "gpt":
         tensors.append(Kept(f"{half} dropout's mask", hidden, "sequence", element_bytes=1))
     return tensors
 
@@ -184,7 +185,7 @@ def _attention(dimensions: DecoderDimensions, sequence: int, plan: Plan, softwar
         # Softmax, its dropout's mask, and what the mask leaves: 2 + 1 + 2 bytes.
         compute = BYTES[plan.precision]
         tensors.append(Kept(_SCORES, heads * sequence, "tp", element_bytes=2 * compute + 1))
-    elif software.gated:
+    elif software.architecture == "llama":
         tensors.append(Kept("log-sum-exp", heads, "tp", _COSTLY, element_bytes=4))
     return tensors
 
@@ -198,8 +199,8 @@ def kv_heads_seen(dimensions: DecoderDimensions, plan: Plan) -> int:
     return seen
 
 
-def _network(name: str, wide: int, software: Software) -> list[Kept]:
-    if not software.gated:
+def _network(name: str, wide: int, dimensions: DecoderDimensions, software: Software) -> list[Kept]:
+    if dimensions.activation_function == "gelu":
         return [Kept(f"{name}'s activation: input and output", 2 * wide, "tp")]
     if software.fused:
         return [Kept(f"{name}'s gate, up and their product", 3 * wide, "tp")]
@@ -217,7 +218,7 @@ def _experts(dimensions: DecoderDimensions, software: Software) -> list[Kept]:
         Kept("weights of experts", choices, "nothing", element_bytes=4),
     ]
     if dimensions.shared_experts:
-        tensors += _network("shared experts", dimensions.shared_experts * width, software)
+        tensors += _network("shared experts", dimensions.shared_experts * width, dimensions, software)
     return tensors
 
 
@@ -260,7 +261,8 @@ def _costly(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> list
             networks = 2
     else:
         wide = dimensions.feed_forward
-        products += [(wide, "tp"), (wide, "tp"), (hidden, "nothing")]
+        products += [(wide, "tp") for _ in range(dimensions.network_matrices - 1)]
+        products.append((hidden, "nothing"))
     only: tuple[Recompute, ...] = ("selective",)
     tensors = [Kept(f"product {2 * at}", size, split, only) for at, (size, split) in enumerate(products[::2])]
     if plan.sequence:

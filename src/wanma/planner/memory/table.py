@@ -135,7 +135,7 @@ def _matrices(dimensions: DecoderDimensions, plan: Plan, kind: BlockKind) -> tup
     if kind.experts:
         shared = hidden * dimensions.expert_width * dimensions.shared_experts / plan.tp
         return *attention, *(3 * (kind.experts / 3,)), *(3 * (shared,) if shared else ())
-    return *attention, *(3 * (hidden * dimensions.feed_forward / plan.tp,))
+    return *attention, *(dimensions.network_matrices * (hidden * dimensions.feed_forward / plan.tp,))
 
 
 def _whole_parameters(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> float:
