@@ -115,8 +115,8 @@ FP32 = (
     (("ZeRO 2", "ring"), "dense"),
     (("replicate", "all-to-all"), "tied"),
     (("ZeRO 1", "1f1b"), "tied"),
-    (("tensor + sequence", "interleaved"), "GELU"),
-    (("ring", "ZBV"), "GELU"),
+    (("tensor + sequence", "interleaved"), "dense"),
+    (("ring", "ZBV"), "dense"),
     (("ZeRO 3", "recompute"), "experts, balanced by loss"),
     (("ZeRO 1", "experts"), "experts, balanced by bias"),
 )
