@@ -31,6 +31,7 @@ from support.own import Normalised, Numbers, Plain, Tagger, seeded
 from support.ranks import Outcome, run_here, run_job, run_ranks
 from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
+from wanma.job.user_code import users_line
 from wanma.job.worker import Worker, current_worker
 from wanma.models.statistics import convert_batch_norm
 from wanma.training.undisturbed import undisturbed
@@ -223,3 +224,49 @@ def test_undisturbed_puts_everything_back() -> None:
     assert not hasattr(model, "cache")
     assert (loss.history, loss.scale.tolist()) == ([1], [1.0, 1.0])
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
+
+
+def picky(output: Tensor, targets: Tensor) -> Tensor:
+    """Takes no sample twice."""
+    if len(output.unique(dim=0)) < len(output):
+        raise ValueError("a sample came twice")
+    return nn.functional.cross_entropy(output, targets, reduction="none")
+
+
+def logarithms_of_distances(output: Tensor, targets: Tensor) -> Tensor:
+    """Couples samples; of a sample beside itself it is infinite."""
+    return -(output - output.flip(0)).square().sum(-1).log()
+
+
+def test_what_cannot_be_checked_is_told(tmp_path: Path) -> None:
+    run = train(tmp_path, ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=picky)
+    told = (run.directory / "events.jsonl").read_text()
+    assert told.count("it could not be checked") == 1
+    assert "the loss picky failed: ValueError: a sample came twice" in told
+    sound = train(
+        tmp_path / "sound", ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=cross_entropies
+    )
+    assert "it could not be checked" not in (sound.directory / "events.jsonl").read_text()
+
+
+def test_losses_that_only_copies_make_infinite_are_coupled(tmp_path: Path) -> None:
+    with pytest.raises(wanma.WanmaError, match="depends on which other samples share its micro-batch"):
+        train(tmp_path, ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=logarithms_of_distances)
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def bug_of_wanma(*_: Any) -> None:
+    users_line(None)  # type: ignore[arg-type]  # fails inside wanma
+
+
+@pytest.mark.parametrize("fails", [out_of_memory, bug_of_wanma])
+def test_a_check_that_fails_by_itself_names_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Any
+) -> None:
+    """Neither a bug nor lack of memory counts as a model that takes other samples only."""
+    monkeypatch.setattr("wanma.training.forward_backward.ForwardBackward.losses", fails)
+    with pytest.raises(wanma.WanmaError, match="the check that losses add up over micro-batches failed on 4"):
+        train(tmp_path, ACCUMULATING.but(micro_batch=4), model=seeded(Plain), loss=cross_entropies)

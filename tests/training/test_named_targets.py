@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from support.compare import same_numbers
 from support.own import Numbers, seeded
 from support.own_loop import session_job
 from support.ranks import Outcome, run_here, run_job
-from wanma.job.errors import WanmaError
+from wanma.data.open import open_data
+from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
+from wanma.job.sections import Job
+from wanma.training.loss_layouts import refuse_loss
 
 
 class TwoTargets(Numbers):
@@ -85,3 +89,29 @@ def test_a_dict_without_a_loss_is_refused(tmp_path: Path) -> None:
     plan = Plan(micro_batch=7, precision="fp64")
     with pytest.raises(WanmaError, match="target is a dict of class, norm, but cross entropy"):
         run_here(tmp_path, session_job(), plan, given)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says", "way_out"),
+    [
+        (Plan(pp=2), "a dict of class, norm, .* last stage computes cross entropy", "pp = 1 and give a loss"),
+        (Plan(cp=2), "a dict of class, norm, .* a part of each sequence", "cp = 1 .*one target by position"),
+    ],
+    ids=["pipeline", "context"],
+)
+def test_a_layout_that_takes_one_target_is_refused_before_the_first_step(
+    plan: Plan, says: str, way_out: str
+) -> None:
+    asked = Job.model_validate(session_job())
+    data = open_data(asked.data, asked.train, dataset=TwoTargets())
+    for has_loss in (False, True):
+        with pytest.raises(JobError, match=rf"parallel\.(pp|cp) = 2: .*{says}") as refused:
+            refuse_loss(plan, data, has_loss, lambda: data.batch(range(1)))
+        assert re.search(way_out, refused.value.hint)
+    refuse_loss(Plan(dp_replicate=2), data, True, lambda: data.batch(range(1)))
+
+
+def test_ranks_of_a_pipeline_refuse_a_dict(tmp_path: Path) -> None:
+    plan = Plan(pp=2, micro_batch=2, precision="fp64")
+    with pytest.raises(AssertionError, match="a dict of class, norm, which only a loss"):
+        run_job(tmp_path, session_job(), plan, objects())

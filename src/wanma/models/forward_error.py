@@ -38,9 +38,7 @@ def forward_error(
     Returns:
         None for an exception that is not the model's own: of wanma, of the network, or lack of memory.
     """
-    if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
-        return None
-    if type(model).__module__.startswith("wanma.") or _raised_in(error.__traceback__, _NOT_THE_MODELS):
+    if type(model).__module__.startswith("wanma.") or not is_users(error):
         return None
     first = ", ".join(map(str, samples[:_SHOWN]))
     numbers = f"{first}, ..." if len(samples) > _SHOWN else first
@@ -56,6 +54,16 @@ def forward_error(
         f"{type(model).__name__} was called with {', '.join(given) or 'nothing'}; mend the model or the "
         "samples. The rank's log has the whole traceback",
     )
+
+
+def is_users(error: BaseException) -> bool:
+    """Return whether an exception came from a user's model or loss: not from wanma, from what ranks exchange,
+    or for lack of memory."""
+    if isinstance(error, ForwardError):
+        return True
+    if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
+        return False
+    return not _raised_in(error.__traceback__, _NOT_THE_MODELS)
 
 
 def loss_error(error: Exception, loss: object, output: Any, targets: Any) -> ForwardError | None:

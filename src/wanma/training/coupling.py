@@ -22,8 +22,9 @@ from wanma.data.batch import Batch
 from wanma.data.data import Data
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.plan import Plan
-from wanma.models.forward_error import ForwardError
+from wanma.models.forward_error import ForwardError, is_users
 from wanma.models.statistics import GroupedBatchNorm, noting_modules
+from wanma.observe.units import count_text
 from wanma.parallel.global_batch import GlobalBatch, announce
 from wanma.parallel.parallelize import Parallel
 from wanma.training.trainer import Trainer
@@ -65,6 +66,8 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
         return
     plan, state, samples = trainer.plan, trainer.state, trainer.job.train.global_batch
     found: tuple[bool, bool] | None = None
+    failures: list[Exception] = []
+    usual = _usual_rows(plan, samples)
     with ExitStack() as stack:
         if plan.compile or "torch._dynamo" in sys.modules:
             # Compiled code is made for the shapes of the steps.
@@ -74,12 +77,15 @@ def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: G
             batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.grid.device)
             recorded = _Recorded(lambda: gathering.refuse(plan, samples))
             with undisturbed(state.parallel.parts, checked.others) as kept, announce(recorded):
-                passes = _Passes(state.parallel, checked, recorded, kept)
+                failures.clear()  # of fewer rows: those of more decide
+                passes = _Passes(state.parallel, checked, recorded, kept, usual, failures)
                 found = _compare(trainer, batch, passes)
                 passes.end()
             if found is not None:
                 break
     refuse_together(trainer, *(found or (False, False)))
+    if failures and usual > 1:  # a sample alone has no others
+        trainer.message(_unchecked(failures[0], trainer, found is None), "warning")
 
 
 def is_cut(trainer: Trainer) -> bool:
@@ -91,10 +97,18 @@ def is_cut(trainer: Trainer) -> bool:
 
 def _rows(plan: Plan, samples: int) -> list[int]:
     """Numbers of rows to try: few, and as many as a micro-batch has, if a user's code takes no others."""
+    largest = max(_usual_rows(plan, samples), 2)
     if plan.pp > 1:  # whose stages are told their shapes
-        return [max(plan.micro_batch, 2)]
-    largest = min(max(math.ceil(plan.most_rows(samples) / plan.accumulation(samples)), 2), samples)
+        return [largest]
+    largest = min(largest, samples)
     return list(dict.fromkeys((min(_ROWS, largest), largest)))
+
+
+def _usual_rows(plan: Plan, samples: int) -> int:
+    """Rows of a step's micro-batch, at most."""
+    if plan.pp > 1:
+        return plan.micro_batch
+    return math.ceil(plan.most_rows(samples) / plan.accumulation(samples))
 
 
 def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, bool] | None:
@@ -137,6 +151,10 @@ class _Passes:
     checked: Checked
     recorded: _Recorded
     kept: Undisturbed
+    usual_rows: int
+    """Rows of a step's micro-batch."""
+    failures: list[Exception]
+    """Exceptions of passes that the user's code did not take."""
 
     def run(self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0) -> Sums | None:
         """The losses of `rows` of a batch, in the places from `start` on; None where that fails.
@@ -145,7 +163,7 @@ class _Passes:
             seed: of generators, so that all ranks draw the same.
 
         Raises:
-            WanmaError: what training would raise.
+            WanmaError: what training would raise, or what fails and is not the user's model or loss.
         """
         given = _selected(batch, rows, start)
         self.recorded.begin(start)
@@ -156,17 +174,27 @@ class _Passes:
             with _uncoupling(self.parallel.parts, evaluates=not self.checked.model_is_own):
                 total, count = self.checked.losses(given)
             return float(total), float(count)
-        except ForwardError:
-            return None
-        except WanmaError:
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, WanmaError) and not isinstance(error, ForwardError):
+                raise
+            if not self._is_expected(error, len(rows)):
+                raise _broken(error, len(rows)) from error
+            self.failures.append(error)
             return None
         finally:
             for part in self.parallel.parts:
                 for module in noting_modules(part).values():
                     module.take()
             self.kept.put_back()
+
+    def _is_expected(self, error: Exception, rows: int) -> bool:
+        """Return whether a pass may fail so: the user's model or loss does not take these rows, or a split
+        not so many."""
+        if is_users(error):
+            return True
+        if isinstance(error, torch.OutOfMemoryError) or rows == self.usual_rows:
+            return False
+        return isinstance(error, RuntimeError | ValueError)
 
     def end(self) -> None:
         """After the last one; every rank calls it."""
@@ -230,6 +258,10 @@ def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
     )
 
 
+def _are_finite(sums: Iterable[Sums | None]) -> bool:
+    return all(one is not None and all(map(math.isfinite, one)) for one in sums)
+
+
 def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], tolerance: float) -> bool:
     """Return whether two sums of sums differ; false where one of them is not known."""
     known = [sums for sums in (*ones, *others) if sums is not None and all(map(math.isfinite, sums))]
@@ -242,8 +274,40 @@ def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], toleranc
     )
 
 
+def _broken(error: Exception, rows: int) -> WanmaError:
+    """Error of a check that fails for another reason than the user's code."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        hint = "it needs no more than a micro-batch without gradients: lower parallel.micro_batch"
+    else:
+        hint = "nothing was trained; the rank's log has the whole traceback"
+    return WanmaError(
+        f"the check that losses add up over micro-batches failed on {count_text(rows, 'sample')}: "
+        f"{type(error).__name__}: {error}",
+        hint,
+    )
+
+
+def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
+    """Warning of a check that could not be made, wholly or of some samples."""
+    what = "whether" if is_whole else "in part whether"
+    cause = (str(error).splitlines() or [""])[0]
+    if not isinstance(error, WanmaError):
+        cause = f"{type(error).__name__}: {cause}"
+    return (
+        f"it could not be checked {what} the loss of a sample depends on others of its micro-batch, for the "
+        f"model or the loss does not take the samples that are compared ({cause}); where it depends on them, "
+        "this layout trains another model: compare some steps with those of one rank and "
+        f"parallel.micro_batch = {trainer.job.train.global_batch}"
+    )
+
+
 def content_couples(ones: Sequence[Sums | None], others: Sequence[Sums | None], plan: Plan) -> bool:
-    """Return whether sums over batches of one shape, f(AB) + f(BA) and f(AA) + f(BB), differ."""
+    """Return whether sums over batches of one shape, f(AB) + f(BA) and f(AA) + f(BB), differ.
+
+    Those of samples beside copies of themselves differ, too, if they alone are not finite.
+    """
+    if None not in (*ones, *others) and _are_finite(ones) and not _are_finite(others):
+        return True
     low = plan.precision in ("bf16", "fp16") or plan.fp8
     return _differ(ones, others, _SAME_SHAPE_LOW if low else _SAME_SHAPE)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import nn
 
 from wanma.data.data import Data
 from wanma.data.open import open_data
-from wanma.job.errors import JobError
 from wanma.job.imports import import_object
 from wanma.job.sections import Job
 from wanma.job.worker import Worker
@@ -37,6 +37,7 @@ from wanma.training.identity import DEFAULT_LOSS, Identity, identity_of, noting_
 from wanma.training.labels import SampleLabels, default_loss
 from wanma.training.loop import run_loop, try_metrics
 from wanma.training.loss import Classification, LossFunction, user_loss
+from wanma.training.loss_layouts import refuse_loss
 from wanma.training.metrics import ACCURACY, Metrics, class_accuracy, own_metrics
 from wanma.training.numerics import set_numerics
 from wanma.training.own_loss import ready_loss
@@ -101,6 +102,8 @@ def train(worker: Worker, request: Request) -> str:
             take_up_stream(trainer, data)
             if health is not None:
                 trainer.tell_health(health)
+            first = partial(data.batch, range(trainer.state.samples, trainer.state.samples + 1))
+            refuse_loss(plan, data, own_loss(request) is not None, first)
             loss = choose_loss(request, spec, data, parallel, grid.device)
             metrics = choose_metrics(request, data, loss)
             usual = ("loss", "perplexity") if data.kind == "tokens" else ("loss",)
@@ -157,11 +160,6 @@ def choose_loss(
     """
     function = own_loss(request)
     if function is not None:
-        if request.plan.pp > 1:
-            raise JobError(
-                f"parallel.pp = {request.plan.pp}: pipelines compute cross entropy, not a loss of one's own",
-                "set parallel.pp = 1, or leave the loss out",
-            )
         data.padding_has_targets = True
         double = torch.float64 if request.plan.precision == "fp64" else None
         function = ready_loss(function, parallel.module, device, double)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from wanma.training.doubles import explaining_doubles
 from wanma.training.early_stopping import check_validation_keys, without_validation
 from wanma.training.labels import default_losses
 from wanma.training.loss import user_loss
+from wanma.training.loss_layouts import refuse_loss
 from wanma.training.main import choose_spec, own_loss
 from wanma.training.metrics import Metrics, check_metrics, own_metrics
 from wanma.training.optimizer import check_patterns, group_rules, require_trained
@@ -64,6 +66,8 @@ def preflight(job: Job, plan: Plan) -> list[str]:
     data = open_data(job.data, job.train)
     if (loss := own_loss(request)) is not None:
         check_loss(loss)
+    first = partial(data.batch, range(1))
+    refuse_loss(plan, data, loss is not None, first)
     notes = _check_own(job, plan, data)
     spec = with_frozen(choose_spec(request, data), job.train.parameter_groups)
     if spec.kind != "custom":
