@@ -228,6 +228,10 @@ def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     assert lines(ran, 0) == ["attempt 0 of 1: 2 ranks", "attempt 1 of 1: 2 ranks"]
     assert ran.out.count("warning: rank 1 (") == 1
     assert "the first time only" in ran.out
+    shown = desk.run("show", "again").out
+    assert re.search(r"^  restarts +1$", shown, re.MULTILINE), shown
+    assert "started again after: rank 1 (" in shown
+    assert ", 1 restart" in " ".join(desk.run("runs").out.split())
 
 
 # ------------------------------------------------------------------ how a script ends

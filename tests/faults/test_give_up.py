@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from support.command import Desk, Ran, Training, small_disk
 from support.fault_table import Row
-from support.injection import Fault
+from support.injection import Fault, injected, struck
+from support.nodes import SHARDED, Machines
 from support.recovered import COMMON, STEPS, Met, check_whole, meet
 
 IN_STEP_8: dict[str, Any] = {"step": 8, "phase": "forward and backward"}
@@ -26,6 +28,11 @@ def in_step_8(what: str, *generations: int) -> list[Fault]:
         for number in generations
         for one in ("sleep", what)
     ]
+
+
+def in_rescue(what: str, times: int = 1, rank: int = 1) -> list[Fault]:
+    """Half way through the file of a rank's copy, at so many attempts."""
+    return [Fault(what, rank, phase="rescue") for _ in range(times)]
 
 
 def again(desk: Desk, name: str, *overrides: str) -> Ran:
@@ -114,3 +121,110 @@ def test_a_full_disk_and_kills_cost_no_step(desk: Desk, whole: Training, tmp_pat
         ran = again(desk, "both")
         assert f"carrying on from step 7 of {STEPS}" in ran.out
         check_whole(ran, met.training, whole)
+
+
+def test_the_process_that_writes_the_last_copy_may_be_killed_half_way(
+    desk: Desk, whole: Training, note: Callable[[Row], None]
+) -> None:
+    faults = [*in_step_8("raise", 1, 2), *in_rescue("kill")]
+    met = meet(desk, "writer", *faults, overrides=(NO_CHECKPOINT,))
+    check_step_7_is_kept(desk, met, whole)
+    note(Row("the process that writes the last copy killed half way", "2 replicas", "checkpoint", 0, None))
+
+
+@pytest.mark.full
+def test_where_it_is_killed_again_the_newest_checkpoint_counts(
+    desk: Desk, whole: Training, note: Callable[[Row], None]
+) -> None:
+    met = meet(desk, "killer", *in_step_8("raise", 1, 2), *in_rescue("kill", 2))
+    assert met.ran.code == 1
+    told = "the copy in memory of step 7 could not be saved: the process that writes it was killed by SIGKILL"
+    assert met.ran.text.count(told) == 1, met.ran.text
+    assert met.training.checkpoints() == ["step-00000005"], "no half one is left"
+    check_step_5_counts(desk, met, whole)
+    note(Row("that process killed half way, twice", "2 replicas", "checkpoint", 2, None))
+
+
+@pytest.mark.full
+def test_the_supervisor_may_be_killed_while_the_run_gives_up(
+    desk: Desk, whole: Training, note: Callable[[Row], None]
+) -> None:
+    """Its copies go with it; nothing that was written does, and the half one is no checkpoint."""
+    met = meet(desk, "supervisor", *in_step_8("raise", 1, 2), *in_rescue("kill supervisor"))
+    assert met.ran.code == -signal.SIGKILL
+    check_step_5_counts(desk, met, whole)
+    note(Row("the supervisor killed while the run gives up", "2 replicas", "checkpoint", 2, None))
+
+
+def check_step_5_counts(desk: Desk, met: Met, whole: Training) -> None:
+    ran = again(desk, met.training.path.name)
+    assert f"carrying on at step 6 of {STEPS}" in ran.out
+    assert met.training.checkpoints() == ["step-00000005", "step-00000010", "step-00000012"]
+    check_whole(ran, met.training, whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("node", [0, 1])
+def test_one_of_two_supervisors_may_be_killed_while_the_run_gives_up(
+    desk: Desk, untroubled: Training, note: Callable[[Row], None], node: int
+) -> None:
+    """Its partner has its copies. The one that holds the meeting place (node 0) may come back at once."""
+    faults = [*in_step_8("raise", 1, 2), *in_rescue("kill supervisor", rank=node)]
+    marks = desk.folder / "marks-two"
+    both = Machines(desk, "two", *SHARDED, NO_CHECKPOINT, **injected(marks, *faults))
+    both.start(0)
+    both.start(1)
+    assert both.running.pop(node).end().code == -signal.SIGKILL
+    assert len(struck(marks)) == len(faults)
+    if node == 1:
+        [left] = both.end()
+        assert left.code == 1
+        assert SAVED in left.text
+        assert both.training.checkpoints() == ["step-00000007"]
+        both.running.clear()
+        both.start(0)
+    both.start(node)
+    ended = both.end()
+    assert [one.code for one in ended] == [0, 0], ended[0].text + ended[1].text
+    check_whole(ended[0], both.training, untroubled)
+    who = "the supervisor that holds the meeting place" if node == 0 else "the other supervisor"
+    restored = "partner" if node == 0 else "checkpoint"
+    note(Row(f"{who} killed while the run gives up", "ZeRO-3 on 2 machines", restored, 0, None))
+
+
+@pytest.mark.root
+def test_full_disks_on_two_machines_at_once_cost_no_step(
+    desk: Desk, untroubled: Training, note: Callable[[Row], None], tmp_path: Path
+) -> None:
+    """Each machine keeps its part; together they are the checkpoint, once there is room."""
+    both = Machines(desk, "disks", *SHARDED, NO_CHECKPOINT, WANMA_SECRET="s" * 32)
+    states = [tmp_path / f"state-{node}" for node in (0, 1)]
+
+    def run() -> list[Ran]:
+        for node, state in enumerate(states):
+            both.start(node, ("env", f"XDG_STATE_HOME={state}"))
+        return both.end()
+
+    both.training.path.mkdir()
+    with small_disk(both.training.path / "checkpoints", "60k") as disk:
+        ended = run()
+        assert [one.code for one in ended] == [1, 1]
+        assert "the copy in memory was saved: in parts, for " in ended[0].text, ended[0].text
+        assert "the same command on the same machines carries on from it" in ended[0].text
+        assert [len(list(state.glob(f"wanma/rescued/*/part-step-{STEPS:08d}-*"))) for state in states] == [
+            1,
+            1,
+        ]
+        assert list(disk.iterdir()) == [], "nothing half is left behind"
+
+        still_full = run()
+        assert [one.code for one in still_full] == [1, 1]
+        assert "cannot be brought together: " in still_full[0].text, still_full[0].text
+        assert "free space on " in still_full[0].text
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        ended = run()
+        assert "that was saved in parts is now " in ended[0].out
+        check_whole(ended[0], both.training, untroubled)
+        assert both.training.checkpoints() == [f"step-{STEPS:08d}"]
+        assert [list(state.glob("wanma/rescued/*")) for state in states] == [[], []]
+    note(Row("full disks on two machines at the last save", "ZeRO-3 on 2 machines", "checkpoint", 0, None))

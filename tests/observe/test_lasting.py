@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +15,7 @@ import pytest
 from wanma.job.observe_section import ObserveSection
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.console import open_console
+from wanma.observe import lasting
 from wanma.observe.lasting import LastingStream
 
 
@@ -61,3 +64,65 @@ def test_a_log_goes_on_once_its_disk_has_room_again() -> None:
     stream.write("three\n")
     stream.let_go()
     assert disk.getvalue() == "one\nthree\n"
+
+
+def test_a_terminal_that_is_not_read_keeps_nobody_waiting_and_is_told_what_it_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-S, or a pipe into a program that does something else."""
+    monkeypatch.setattr(lasting, "KEPT_BYTES", 1 << 18)
+    reader, writer = os.pipe()
+    stream = LastingStream(os.fdopen(writer, "w"))
+    began = time.monotonic()
+    for number in range(10_000):
+        stream.write(f"line {number} of many that nobody reads for now{'.' * 50}\n")
+        stream.flush()
+    assert time.monotonic() - began < 3, "it waits for nobody"
+
+    said: list[bytes] = []
+
+    def read() -> None:
+        while data := os.read(reader, 1 << 16):
+            said.append(data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    stream.let_go()
+    os.close(writer)
+    thread.join(5)
+    text = b"".join(said).decode()
+    shown = [line for line in text.splitlines() if line.startswith("line ")]
+    assert [int(line.split()[1]) for line in shown] == list(range(len(shown))), "in order, none torn"
+    dropped = 10_000 - len(shown)
+    assert 0 < dropped < 9_000
+    assert f"warning: {dropped:,} lines were dropped: the terminal or pipe was not read" in text
+    os.close(reader)
+
+
+def test_a_reader_that_keeps_up_sees_every_line() -> None:
+    reader, writer = os.pipe()
+    said: list[bytes] = []
+
+    def read() -> None:
+        while data := os.read(reader, 1 << 16):
+            said.append(data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    stream = LastingStream(os.fdopen(writer, "w"))
+    for number in range(20_000):
+        stream.write(f"line {number} of a script that prints a lot, as fast as it can\n")
+    stream.let_go()
+    os.close(writer)
+    thread.join(5)
+    os.close(reader)
+    assert b"".join(said).count(b"\n") == 20_000
+
+
+def test_the_end_of_a_run_does_not_wait_for_ever_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting, "LAST_SECONDS", 0.1)
+    reader, writer = os.pipe()
+    stream = LastingStream(os.fdopen(writer, "w"))
+    stream.write("x" * (1 << 20))
+    stream.let_go()
+    os.close(reader)

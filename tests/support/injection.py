@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +39,8 @@ class Fault:
     each forward and backward takes `argument` seconds more), slow upload (each file takes so much longer),
     wrong product (of the matrices that the health check multiplies). What shows only later: flip snapshot
     (all of the rank's), flip checkpoint, tear checkpoint (`argument`: of which step), fill disk, free disk,
-    deny and allow (writing into the folder of checkpoints)."""
+    deny and allow (writing into the folder of checkpoints). At the phase rescue, half way through the rank's
+    file: kill (the process that writes it), kill supervisor (which is its parent)."""
     rank: int = 1
     step: int = 3
     phase: str = "forward and backward"
@@ -110,7 +113,7 @@ class Probe:
         os.write(self._trace, json.dumps(asdict(report)).encode() + b"\n")
         making = step + (phase in ("waiting for data", "forward and backward", "update"))
         for number, fault in self._faults.items():
-            if (making, phase) == (fault.step, fault.phase) and self._is_first(number):
+            if (making, phase) == (fault.step, fault.phase) and _mark(self._folder, number):
                 self._await(fault.together)
                 strike(fault.what, fault.argument, making, self._spec)
 
@@ -120,23 +123,16 @@ class Probe:
             assert time.monotonic() < deadline, "the other ranks never came to their faults"
             time.sleep(0.001)
 
-    def _is_first(self, number: int) -> bool:
-        """A mark is made once, whoever else comes there in a later generation."""
-        try:
-            mark = os.open(self._folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        except FileExistsError:
-            return False
-        os.write(mark, f"{time.monotonic()} {time.time()}".encode())
-        os.close(mark)
-        return True
-
 
 def install() -> None:
-    """Put a probe into every rank that this process becomes the parent of."""
-    from wanma.elastic import worker_main
-
+    """Put a probe into every rank that this process becomes the parent of, and into one that rescues."""
     order = json.loads(os.environ[VARIABLE])
     faults = [Fault(**fault) for fault in order["faults"]]
+    if "wanma.elastic.rescue" in sys.orig_argv:
+        _install_in_rescue(Path(order["folder"]), faults)
+        return
+    from wanma.elastic import worker_main
+
     run = worker_main._run
 
     def probed(spec: Any, *rest: Any) -> int:
@@ -162,3 +158,30 @@ def install() -> None:
         return run(spec, *rest)
 
     worker_main._run = probed
+
+
+def _install_in_rescue(folder: Path, faults: Sequence[Fault]) -> None:
+    from wanma.checkpoint import parts, rescue
+
+    write_file = rescue.write_file
+
+    def write(path: Path, *content: memoryview) -> str:
+        for number, fault in enumerate(faults):
+            if fault.phase == "rescue" and f"-{fault.rank:05d}" in path.name and _mark(folder, number):
+                path.write_bytes(content[-1][: len(content[-1]) // 2])
+                os.kill(os.getppid() if fault.what == "kill supervisor" else os.getpid(), signal.SIGKILL)
+                time.sleep(60)
+        return write_file(path, *content)
+
+    rescue.write_file = parts.write_file = write  # type: ignore[attr-defined]  # in this process
+
+
+def _mark(folder: Path, number: int) -> bool:
+    """A mark is made once, whoever else comes there in a later generation."""
+    try:
+        mark = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return False
+    os.write(mark, f"{time.monotonic()} {time.time()}".encode())
+    os.close(mark)
+    return True

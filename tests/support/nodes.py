@@ -34,8 +34,8 @@ class Machines:
             sock.bind(("127.0.0.1", 0))
             self._place = f"127.0.0.1:{sock.getsockname()[1]}"
 
-    def start(self, node: int) -> None:
-        self.running[node] = self.command(node)
+    def start(self, node: int, before: tuple[str, ...] = ()) -> None:
+        self.running[node] = self.command(node, before)
         wait_for_listener(self._place)  # the first to come hosts the coordinator
 
     def command(self, node: int, before: tuple[str, ...] = ()) -> Running:

@@ -102,7 +102,7 @@ def launch_script(
         record = ScriptRecord(run, program.script, program.arguments, ranks, section.nodes)
         earlier = events_so_far(run)
         try:
-            outcome = run_local(_launch(run, program, ranks, section), console.write)
+            outcome = run_local(_launch(run, program, ranks, section), record.seeing(console.write))
         except WanmaError as error:  # no rank was started
             record.end(error.exit_code, error.message, console.write)
             raise
@@ -219,7 +219,7 @@ class _ScriptConsole:
         self._stack.close()
         if self._console is None:
             self._before.line(f"run directory: {self._run.path}")
-            self._before.stream.let_go()
+        self._before.stream.let_go()
 
     def write(self, event: Event) -> None:
         if event["kind"] == OUTPUT:

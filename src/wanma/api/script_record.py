@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from wanma.elastic.told import RESTARTED
 from wanma.job.run_directory import RunDirectory, write_json
 from wanma.job.worker import Event
 
@@ -39,8 +41,24 @@ class ScriptRecord:
             "ended": None,
             "exit_code": None,
             "failure": "",
+            "restarts": 0,
+            "restarted_after": "",
         }
         write_json(run.script, self._value)
+
+    def seeing(self, write: Callable[[Event], None]) -> Callable[[Event], None]:
+        """`write`, with each new start of the ranks noted before."""
+
+        def see(event: Event) -> None:
+            if event["kind"] == RESTARTED:
+                restarts = self._value["restarts"] + 1
+                self._value.update(restarts=restarts, restarted_after=event["failure"])
+                with contextlib.suppress(OSError):  # the end is recorded once more
+                    write_json(self._run.script, self._value)
+            else:
+                write(event)
+
+        return see
 
     def end(self, exit_code: int, failure: str, write: Callable[[Event], None]) -> None:
         """Note how the script ended; where that cannot be, `write` is only told."""

@@ -6,6 +6,7 @@ rescued of a run that failed there; the next start of that run takes it up, and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -36,13 +37,13 @@ def open_refuge(place: Path) -> None:
     """
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     place.mkdir(mode=0o700, exist_ok=True)
-    if not _is_mine(place):
+    if not is_mine(place):
         raise PermissionError(f"{place} is another user's")
 
 
 def rescued(folder: Path) -> list[tuple[int, Path]]:
     """Step and path of the checkpoints in the refuges of `folder`, newest first."""
-    found = [one for place in refuges(folder) if _is_mine(place) for one in committed(place)]
+    found = [one for place in refuges(folder) if is_mine(place) for one in committed(place)]
     return sorted(found, reverse=True)
 
 
@@ -69,11 +70,12 @@ def bring_home(folder: Path) -> list[str]:
 def set_aside_rescued(folder: Path) -> None:
     """A run that starts anew does not take up what was rescued of the one before."""
     for place in refuges(folder):
-        if _is_mine(place):
+        if is_mine(place):
             number = 1
             while (aside := place.with_name(f"{place.name}-before-{number}")).exists():
                 number += 1
-            place.rename(aside)
+            with contextlib.suppress(FileNotFoundError):  # machines may share the place
+                place.rename(aside)
 
 
 def _move(path: Path, partial: Path, step: int) -> str:
@@ -91,7 +93,7 @@ def _move(path: Path, partial: Path, step: int) -> str:
         raise
 
 
-def _is_mine(place: Path) -> bool:
+def is_mine(place: Path) -> bool:
     """A folder that somebody else may have made is not trusted."""
     try:
         found = place.lstat()

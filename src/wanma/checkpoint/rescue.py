@@ -19,8 +19,16 @@ from typing import Any
 from wanma.checkpoint.commit import commit
 from wanma.checkpoint.disk import write_file
 from wanma.checkpoint.exchange import Meeting
-from wanma.checkpoint.folder import clean, committed, read_manifest
-from wanma.checkpoint.format import ITEM_BYTES, build_header, data_file, parse_header, step_name, to_json
+from wanma.checkpoint.folder import clean, committed, read_manifest, unfinished
+from wanma.checkpoint.format import (
+    ITEM_BYTES,
+    MANIFEST,
+    build_header,
+    data_file,
+    parse_header,
+    step_name,
+    to_json,
+)
 from wanma.checkpoint.image import FoundImage
 from wanma.checkpoint.refuge import open_refuge, refuges
 from wanma.job.errors import WanmaError
@@ -50,7 +58,7 @@ def rescue(
     Raises:
         WanmaError: an image is damaged, the disk failed, or other nodes did not write theirs in time.
     """
-    found = {rank: _whole(path, rank) for rank, path in images.items()}
+    found = {rank: whole_image(path, rank) for rank, path in images.items()}
     step = next(iter(found.values())).head.step
     if (newer := _newer(folder, step)) is not None:
         return newer if 0 in found else None
@@ -83,6 +91,20 @@ def rescue_anywhere(
                 clean(place)
                 return rescue(place, images, world_size, name, deadline)
         raise
+
+
+def drop_attempt(folder: Path, name: str, ranks: Iterable[int]) -> None:
+    """Remove these ranks' files of an unfinished `rescue` of that name, whose process is gone."""
+    for _, partial in unfinished(folder):
+        if not partial.name.endswith(f".partial-{name}"):
+            continue
+        for rank in ranks:
+            manifest = [partial / MANIFEST] if rank == 0 else []
+            for path in [*partial.rglob(f"*-{rank:05d}.*"), *manifest]:
+                path.unlink(missing_ok=True)
+        for place in (partial / "held", partial):
+            with contextlib.suppress(OSError):  # other nodes' files are still there
+                place.rmdir()
 
 
 def _write(
@@ -175,7 +197,12 @@ def _cut(content: memoryview, kept: Mapping[str, Any]) -> Iterator[memoryview]:
         yield content[have[name].start : have[name].stop]
 
 
-def _whole(path: str, rank: int) -> FoundImage:
+def whole_image(path: str, rank: int) -> FoundImage:
+    """The image at `path`, with its content verified.
+
+    Raises:
+        WanmaError: it is none, or damaged.
+    """
     try:
         image = FoundImage(path)
     except (OSError, ValueError) as error:

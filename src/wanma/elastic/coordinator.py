@@ -120,7 +120,7 @@ class Coordinator:
                     self._stop(message, now)
                 case Rescued() if self._last_copy is not None:
                     self._last_copy.answered(peer, message)
-                    self._conclude_rescue()
+                    self._write_last_copy(now)
                 case Leave(exit_code):
                     self._end(Abort(exit_code))
                 case Failed(failure):
@@ -160,8 +160,8 @@ class Coordinator:
         if self._state == "meeting":
             self._gather_again(now)
         elif self._last_copy is not None:
-            self._last_copy.answered(peer, Rescued("", cause))
-            self._conclude_rescue()
+            self._last_copy.lost(peer, cause)
+            self._write_last_copy(now)
         else:
             self._failed(self._lost, now)
             self._when_halted(now)
@@ -178,7 +178,7 @@ class Coordinator:
             self._when_halted(now)
         elif self._last_copy is not None:
             self._last_copy.error = "it was not written in time"
-            self._conclude_rescue()
+            self._write_last_copy(now)
         elif self._state == "halting":
             late = [peer.named for peer in self._running() if peer.halted is None]
             cause = f"the ranks could not be ended within {HALT_SECONDS:.0f} s on {', '.join(late)}"
@@ -468,17 +468,18 @@ class Coordinator:
         nodes = {
             name: (peer.ranks, peer.halted.images)
             for name, peer in self._peers.items()
-            if peer.node >= 0 and peer.halted is not None
+            if peer.node >= 0 and peer.halted is not None and peer.node not in self._unfit
         }
-        why = clip(self._why, FAILURE_LIMIT)
-        self._last_copy = LastCopy(sum(self._ranks_by_node), nodes, ending=ending, why=why, until=until)
+        ranks, why = sum(self._ranks_by_node), clip(self._why, FAILURE_LIMIT)
+        self._last_copy = LastCopy(ranks, nodes, ending=ending, why=why, until=until)
         self._state, self._deadline = "rescuing", until
+        self._write_last_copy(now)
+
+    def _write_last_copy(self, now: float) -> None:
+        assert self._last_copy is not None
         for name, order in self._last_copy.orders(now).items():
             self._send(name, order)
-        self._conclude_rescue()
-
-    def _conclude_rescue(self) -> None:
-        if self._last_copy is not None and self._last_copy.ended:
+        if self._last_copy.ended:
             self._end(self._last_copy.ending)
 
     @property

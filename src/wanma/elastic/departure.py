@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from wanma.elastic.grace import StepPace, give_up_at, leave_at
 from wanma.elastic.images import ImageFiles
@@ -76,7 +77,10 @@ class Departure:
         """Have the images written that this node is asked for; the answer goes to the coordinator."""
         assert self._images is not None
         found = self._images.found(order.image)
-        if not order.is_last_word:
+        if self._rescuer is not None:
+            self._rescuer.close()
+        names = [f"{generation}-rescue-{number}" for number in range(1, order.attempt + 1)]
+        if not order.is_last_word and order.attempt == 1:
             folder = self._launch.run_directory / "checkpoints"
             self._tell(
                 f"the ranks have {duration_text(order.seconds)} left: the copy in memory of step "
@@ -87,13 +91,15 @@ class Departure:
                 run_directory=str(self._launch.run_directory),
                 images={str(rank): found[str(rank)][0] for rank in order.ranks},
                 world_size=order.world_size,
-                name=f"{generation}-rescue",
+                name=names[-1],
+                given_up=tuple(names[:-1]),
+                is_apart=order.is_apart,
                 deadline=leave_at(time.monotonic() + order.seconds) - ANSWER_SECONDS,
                 upload=self._launch.upload,
                 is_last_word=order.is_last_word,
             ),
             self._loop,
-            self._send,
+            lambda answer: self._send(replace(answer, attempt=order.attempt)),
         )
 
     def close(self) -> None:

@@ -312,6 +312,10 @@ class Rescue(Message):
     """Until everything will be killed, or the order is given up."""
     is_last_word: bool = False
     """The run has failed and is not started again; nobody kills anything."""
+    attempt: int = 1
+    """Number of this order; what the one before has begun is given up."""
+    is_apart: bool = False
+    """Each node keeps its part in a place of its own, because the run directory takes no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -319,9 +323,13 @@ class Rescued(Message):
     """What has become of `Rescue` on this node."""
 
     text: str
-    """What was saved and where; only of the node that commits."""
+    """What was saved and where; of the node that commits, and of each that keeps a part."""
     error: str = ""
     """Why nothing was."""
+    remedy: str = ""
+    """Order that may do better: 'again', or 'apart' as of `Rescue.is_apart`; empty: none."""
+    attempt: int = 1
+    """Of the order."""
 
 
 @dataclass(frozen=True)

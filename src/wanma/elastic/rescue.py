@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from wanma.checkpoint.folder import committed, read_manifest
+from wanma.checkpoint.parts import ranks_text, write_part
 from wanma.checkpoint.remote import Remote
-from wanma.checkpoint.rescue import rescue_anywhere
+from wanma.checkpoint.rescue import drop_attempt, rescue_anywhere
 from wanma.checkpoint.storage import Storage
 from wanma.elastic.loop import Loop
 from wanma.elastic.messages import Rescued
@@ -47,6 +49,10 @@ class Order:
     """URL where a copy of each checkpoint goes."""
     is_last_word: bool = False
     """The run has failed, and its end is recorded by others; it is not killed."""
+    given_up: tuple[str, ...] = ()
+    """Names of the attempts before, whose processes are gone."""
+    is_apart: bool = False
+    """This node's part goes to a place of its own."""
 
 
 class Rescuer:
@@ -87,8 +93,9 @@ class Rescuer:
             self._on_end(Rescued(**json.loads(self._answer)))
             return
         printed = os.pread(self._output, 4096, max(0, os.fstat(self._output).st_size - 4096))
-        how = f"the process that writes it ended with {code}"
-        self._on_end(Rescued("", f"{how}\n{printed.decode(errors='replace').strip()}"))
+        how = f"the process that writes it {_ending(code)}"
+        text = f"{how}\n{printed.decode(errors='replace')}".strip()
+        self._on_end(Rescued("", text, remedy="again"))  # the copies are still there
 
     def close(self) -> None:
         """End it, if it has not ended."""
@@ -106,13 +113,19 @@ def carry_out(order: Order) -> Rescued:
     images = {int(rank): path for rank, path in order.images.items()}
     began = time.monotonic()
     before = [path for _, path in committed(run.checkpoints)]
+    for name in order.given_up:
+        drop_attempt(run.checkpoints, name, images)
     try:
+        if order.is_apart:
+            return Rescued(_keep_apart(run, images))
         path = rescue_anywhere(run.checkpoints, images, order.world_size, order.name, order.deadline)
         if path is None or (order.is_last_word and path in before):
             return Rescued("")
         manifest = read_manifest(path)
     except WanmaError as error:
-        return Rescued("", f"{error}")
+        # Of several nodes each may only have heard that another one failed: all are asked for their parts.
+        is_shared = len(images) < order.world_size and not order.is_apart
+        return Rescued("", f"{error}", "apart" if is_shared else "")
     except OSError as error:
         return Rescued("", f"{run.path}: {error.strerror or error}")
     seconds = time.monotonic() - began
@@ -127,6 +140,22 @@ def carry_out(order: Order) -> Rescued:
     if order.upload is not None:
         text += f"; {_upload(order.upload, path, manifest.step, order.deadline)}"
     return Rescued(text)
+
+
+def _keep_apart(run: RunDirectory, images: Mapping[int, str]) -> str:
+    """Write this node's part where it has room; says where."""
+    part = write_part(run.checkpoints, images)
+    size = sum(path.stat().st_size for path in part.iterdir())
+    return f"{ranks_text(sorted(images))} in {part} on {socket.gethostname()} ({bytes_text(size)})"
+
+
+def _ending(code: int) -> str:
+    """End of a process in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def _upload(url: str, path: Path, step: int, deadline: float) -> str:

@@ -24,6 +24,7 @@ from wanma.elastic.messages import (
 from wanma.elastic.node import Node
 from wanma.elastic.output import Output
 from wanma.elastic.ranks import LocalRank
+from wanma.elastic.told import RESTARTED
 from wanma.elastic.watch import Watch
 from wanma.hardware.interfaces import VARIABLES, Way
 from wanma.hardware.limits import memory_kills
@@ -40,7 +41,7 @@ class Team:
         images: where the ranks leave copies of their state; None: nobody keeps any.
         failed_at: when the generation before failed, on the monotonic clock.
         on_message: gets what the ranks say.
-        on_event: gets what a script's ranks print.
+        on_event: gets what a script's ranks print, and that they are started again.
     """
 
     def __init__(
@@ -129,6 +130,8 @@ class Team:
     def _shown(self, on_event: Callable[[Event], object]) -> Output:
         run, first = RunDirectory(self._launch.run_directory), self.start.first_rank
         ranks = range(first, first + self._launch.ranks_per_node)
+        if (recovery := self.start.recovery) is not None:
+            on_event({"kind": RESTARTED, "failure": recovery.failure})
         return Output([(rank, run.log(rank)) for rank in ranks], self._loop, on_event)
 
     @property

@@ -30,6 +30,10 @@ def joined_text(launch: Launch, start: Start, place: str, way: str) -> str:
     )
 
 
+RESTARTED = "restarted"
+"""Kind of the event of a script's ranks that are started again: `failure` is why."""
+
+
 def started_again_text(recovery: Recovery) -> str:
     """Why the ranks here begin again; rank 0 tells the rest when they have."""
     if recovery.failure:

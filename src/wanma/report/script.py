@@ -29,6 +29,10 @@ class ScriptRun:
     exit_code: int | None
     failure: str
     state: State
+    restarts: int = 0
+    """Starts of the ranks after the first one."""
+    restarted_after: str = ""
+    """Failure before the newest of these."""
 
     @property
     def seconds(self) -> float:
@@ -63,6 +67,8 @@ def read_script(run: RunDirectory) -> ScriptRun | None:
             exit_code=value["exit_code"],
             failure=str(value["failure"]),
             state=_state(value),
+            restarts=int(value.get("restarts", 0)),  # runs of older versions have none
+            restarted_after=str(value.get("restarted_after", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -87,10 +93,16 @@ def script_summary(script: ScriptRun) -> str:
         f"  script     {shlex.join([script.script, *script.arguments])}",
         f"  ranks      {script.ranks}{where}",
         f"  started    {started}",
+        f"  restarts   {script.restarts}",
         f"  exit code  {code}",
         f"  logs       {script.run.log(0)}"
         + (f" to {script.run.log(script.ranks - 1).name}" * (script.ranks > 1)),
     ]
+    if script.restarted_after:
+        lines += [
+            "",
+            *(f"  {line}" for line in f"started again after: {script.restarted_after}".splitlines()),
+        ]
     if script.failure:
         lines += ["", *(f"  {line}" for line in script.failure.splitlines())]
     lines += ["", "  It opened no wanma.session, so nothing is known of its steps."]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from wanma.job.forecast import MEMORY_KINDS
 from wanma.job.run_directory import RunDirectory
 from wanma.observe.progress import Curve, sparkline
-from wanma.observe.units import bytes_text, duration_text, number_text, share_text
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
 from wanma.report.exposed import exposure_text, exposures
 from wanma.report.facts import (
     REFUSED,
@@ -92,6 +92,8 @@ def runs_table(runs: Iterable[RunDirectory]) -> Table:
         if (script := read_script(run)) is not None:
             age = duration_text(time.time() - script.last_sign) + " ago"
             steps = f"script, {duration_text(script.seconds)}"
+            if script.restarts:
+                steps += f", {count_text(script.restarts, 'restart')}"
             state = Text(script.state, STATE_STYLES[script.state])
             table.add_row(Text(run.name), state, steps, *["–"] * 4, age)
             continue

@@ -30,6 +30,7 @@ from wanma.parallel.freezing import LOW
 from wanma.training.between_sites import left_out
 from wanma.training.early_stopping import EarlyStopping
 from wanma.training.identity import CHANGED, Identity, check_identity
+from wanma.training.parts import bring_parts_home
 from wanma.training.published import published_names, start_from_published
 from wanma.training.remainders import split_remainders, take_over_remainders, with_all_rows
 from wanma.training.snapshots import EVERY, layout_of
@@ -83,6 +84,8 @@ def resume(state: TrainingState, job: Job, plan: Plan, worker: Worker, identity:
     after = snapshot.manifest.step if snapshot is not None else -1
     if worker.rank == 0 and carries_on and worker.restart is None:
         messages += bring_home(folder)
+    if carries_on and worker.restart is None:
+        messages += bring_parts_home(folder, worker, after)
     path, skipped = _newest(folder, worker, after) if carries_on else (None, [])
     messages += skipped
     if path is not None and skipped:
@@ -377,7 +380,7 @@ def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:
     """A run that starts anew keeps no older run's checkpoints beside its own, to be taken for them."""
     if worker.world_size > 1:
         dist.barrier()  # others may still read the weights to start from
-    if worker.rank == 0:
+    if worker.rank == worker.node_ranks[0]:
         set_aside_rescued(folder)
     if worker.rank == 0 and (aside := set_aside(folder)):
         messages.append(f"starting anew; the earlier run's checkpoints are kept in {aside}")

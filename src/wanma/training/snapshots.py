@@ -7,6 +7,7 @@ step_ended      begins the next snapshot where it is due
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.job.worker import Images, Worker
 from wanma.observe.units import bytes_text, duration_text
-from wanma.planner.snapshots import steps_between
+from wanma.planner.snapshots import COST_SHARE, steps_between
 from wanma.training.identity import Identity
 from wanma.training.state import TrainingState, random_state
 
@@ -50,12 +51,17 @@ class Interval:
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps
 
-    def consider(self, cost_seconds: float, step_seconds: float) -> bool:
-        """What a snapshot costs, and what a step takes without; returns whether the interval is another now.
+    def consider(self, cost_seconds: float, step_seconds: float, least: int = 1) -> bool:
+        """Choose anew; returns whether the interval is another now.
 
         It is lengthened where it is too short, and shortened where half of it would do.
+
+        Args:
+            cost_seconds: of a snapshot.
+            step_seconds: of a step without one.
+            least: steps that the interval has at any cost.
         """
-        needed = steps_between(cost_seconds, step_seconds)
+        needed = max(steps_between(cost_seconds, step_seconds), least)
         if self.steps is not None and self.steps / 2 <= needed <= self.steps:
             return False
         before, self.steps = self.steps, max(round(_MARGIN * needed), 1)
@@ -75,15 +81,15 @@ class Exchanges:
         """Steps that ended without one since the newest."""
         self.is_news = False
         """One ended in the newest step."""
-        self._seconds: deque[float] = deque(maxlen=_STEPS)
-        """Seconds of steps beside one."""
-        self._steps: deque[int] = deque(maxlen=_COSTS)
-        """Number of steps that the newest ones went on beside."""
+        self._ended: deque[tuple[float, int]] = deque(maxlen=_COSTS)
+        """Of the newest ones: seconds and number of the steps beside each."""
         self._count: int | None = None
         """Steps so far beside the one under way; None: none is."""
+        self._seconds = 0.0
+        """Seconds of these."""
 
     def begin(self) -> None:
-        self._count = 0
+        self._count, self._seconds = 0, 0.0
 
     def step_ended(self, seconds: float, goes_on: bool) -> bool:
         """Note a step; returns whether an exchange was under way.
@@ -97,9 +103,9 @@ class Exchanges:
             return False
         self.steps_since = 0
         self._count += 1
-        self._seconds.append(seconds)
+        self._seconds += seconds
         if not goes_on:
-            self._steps.append(self._count)
+            self._ended.append((self._seconds, self._count))
             self._count, self.is_news = None, True
         return True
 
@@ -112,11 +118,26 @@ class Exchanges:
         return max(self.lost_seconds(step_seconds), self.processor_seconds)
 
     def lost_seconds(self, step_seconds: float) -> float:
-        """Seconds by which the steps beside one exchange are longer; 0 where that may be noise."""
-        if not self._steps or step_seconds <= 0:
+        """Seconds by which the steps beside one exchange are longer, all together; 0 where that may be noise.
+
+        Of each exchange all steps count: over a slow link some may be much longer, and most not at all.
+        """
+        if not self._ended or step_seconds <= 0:
             return 0.0
-        longer = median(self._seconds) - step_seconds
-        return longer * median(self._steps) if longer > (_NOTICED - 1) * step_seconds else 0.0
+        longer = median(seconds - steps * step_seconds for seconds, steps in self._ended)
+        steps = median(steps for _, steps in self._ended)
+        return longer if longer > (_NOTICED - 1) * step_seconds * steps else 0.0
+
+    @property
+    def least_steps(self) -> int:
+        """Fewest steps from one to the next with which also a cost that nobody notices keeps to its share.
+
+        A step beside one may then be longer by up to `_NOTICED`: only so many of all steps are beside one.
+        """
+        if not self._ended:
+            return 1
+        steps = median(steps for _, steps in self._ended)
+        return math.ceil(steps * (_NOTICED - 1) / COST_SHARE) if steps > 1 else 1
 
 
 class StepSnapshots:
@@ -277,7 +298,7 @@ class StepSnapshots:
         is_news = self._is_news or self._exchanges.is_news
         if self._fixed is not None or not is_news or cost <= 0 or step <= 0:
             return []
-        if not self._interval.consider(cost, step):
+        if not self._interval.consider(cost, step, self._exchanges.least_steps):
             return []
         every = self._interval.steps or 1
         return [
