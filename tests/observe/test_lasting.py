@@ -14,8 +14,8 @@ import pytest
 
 from wanma.job.observe_section import ObserveSection
 from wanma.job.run_directory import RunDirectory
-from wanma.observe.console import open_console
 from wanma.observe import lasting
+from wanma.observe.console import open_console
 from wanma.observe.lasting import LastingStream
 
 

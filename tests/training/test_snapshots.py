@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -217,3 +220,69 @@ def test_steps_beside_an_exchange_that_are_longer_are_its_cost() -> None:
     assert exchanges.cost_seconds(4.0) == exchanges.lost_seconds(4.0) == 9.0
     assert exchanges.lost_seconds(0.0) == 0.0, "there is nothing to compare with"
     assert (exchanges.lost_seconds(6.9), exchanges.cost_seconds(6.9)) == (0.0, 0.1), "that may be noise"
+
+
+class Link:
+    """A simulated link between partners, and its clock: training's steps, and beside them a copy.
+
+    Args:
+        image_bytes: of a copy.
+        rate: of the link, in bytes per second.
+        gradient_bytes: that training sends in each step; the rest of the link is the copy's.
+        delays: shares of a step by which the steps beside a copy are longer, in turn.
+    """
+
+    def __init__(
+        self, image_bytes: float, rate: float, gradient_bytes: float, delays: Sequence[float]
+    ) -> None:
+        self.step_seconds = 0.5 + gradient_bytes / rate
+        spare = rate - gradient_bytes / self.step_seconds
+        self.exchange_steps = max(math.ceil(image_bytes / spare / self.step_seconds), 1)
+        self.delays = delays
+        self.lost = self.total = 0.0
+
+    def step(self, beside: int | None) -> float:
+        """Seconds of a step; `beside`: number of the steps of the same copy before; None: there is none."""
+        longer = 0.0 if beside is None else self.step_seconds * self.delays[beside % len(self.delays)]
+        self.lost += longer
+        self.total += self.step_seconds + longer
+        return self.step_seconds + longer
+
+
+@pytest.mark.parametrize("rate", [1e6 / 8, 10e6 / 8, 100e6 / 8, 1e9 / 8, 10e9 / 8])
+@pytest.mark.parametrize(
+    "delays",
+    [
+        pytest.param([0.01], id="messages yield"),
+        pytest.param([0.019], id="less than is noticed"),
+        pytest.param([0.9], id="copies take half of the link"),
+        pytest.param([0.0, 0.0, 0.5], id="one step of three is much longer"),
+        pytest.param([0.0], id="copies cost nothing"),
+    ],
+)
+def test_copies_over_any_link_cost_at_most_one_percent_in_the_long_run(
+    rate: float, delays: list[float]
+) -> None:
+    """gpt-10m on two machines: 62 MB of state on each, 40 MB of gradients."""
+    link = Link(62e6, rate, 40e6, delays)
+    exchanges, interval = Exchanges(), Interval()
+    alone: list[float] = []
+    last, beside = 0, None
+    for step in range(1, 6_000 + 40 * link.exchange_steps):
+        if step == 2_000 + 20 * link.exchange_steps:
+            link.lost = link.total = 0.0  # until then the interval may be being found out
+        seconds = link.step(beside)
+        goes_on = beside is not None and beside + 1 < link.exchange_steps
+        if not exchanges.step_ended(seconds, goes_on):
+            alone.append(seconds)
+        beside = beside + 1 if goes_on and beside is not None else None
+        if exchanges.is_news and alone:
+            usual = median(alone[-20:])
+            cost = exchanges.cost_seconds(usual)
+            interval.consider(cost, usual, exchanges.least_steps)
+        enough_alone = len(alone) >= 5 or exchanges.steps_since >= 2
+        if beside is None and step >= last + (interval.steps or 1) and enough_alone:
+            last, beside = step, 0
+            exchanges.begin()
+    assert link.lost <= COST_SHARE * link.total * 1.001
+    assert interval.steps is not None, "copies were made"

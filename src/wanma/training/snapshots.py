@@ -137,7 +137,7 @@ class Exchanges:
         if not self._ended:
             return 1
         steps = median(steps for _, steps in self._ended)
-        return math.ceil(steps * (_NOTICED - 1) / COST_SHARE) if steps > 1 else 1
+        return math.ceil(round(steps * (_NOTICED - 1) / COST_SHARE, 6))
 
 
 class StepSnapshots:
