@@ -53,7 +53,8 @@ class LastingStream:
     def let_go(self) -> None:
         """At the end: drop what could not be written; Python would try it again as it exits, and fail."""
         if self._slow is not None:
-            self._slow.close(LAST_SECONDS)
+            if self._slow.close(LAST_SECONDS):
+                self._slow = None  # nothing waits: from now on as into a file
             return
         self.flush()
         if self._is_broken:
@@ -95,12 +96,13 @@ class _SlowReader:
                 self._thread.start()
             self._changed.notify_all()
 
-    def close(self, seconds: float) -> None:
-        """Give the reader a last chance; afterwards nothing is written any more."""
+    def close(self, seconds: float) -> bool:
+        """Give the reader a last chance; returns whether it has read all. Nothing is written any more."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._bytes and not self._dropped, seconds)
+            has_read = self._changed.wait_for(lambda: not self._bytes and not self._dropped, seconds)
             self._is_closed = True
             self._changed.notify_all()
+            return has_read
 
     def _write_all(self) -> None:
         descriptor = self._stream.fileno()
