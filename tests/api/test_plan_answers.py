@@ -91,8 +91,8 @@ def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
     plan = Plan(pp=2, dp_replicate=3, tp=8, batch_shares=(4, 4, 2), placement=(fast, slow))
     cluster = parse_cluster("2x8 H100 SXM + 3x4 A100 SXM 80GB, 4x100G")
     assert share_lines(plan, cluster) == [
-        "2 replicas, 80% of the batch: blocks 0–19 on 8 × H100 SXM → blocks 20–31 on 4 × A100 SXM 80 GB",
-        "1 replica, 20% of the batch: blocks 0–31 on 4 × A100 SXM 80 GB",
+        "2 replicas, 80% of the batch: 20 blocks on 8 × H100 SXM → 12 blocks on 4 × A100 SXM 80 GB",
+        "1 replica, 20% of the batch: 32 blocks on 4 × A100 SXM 80 GB",
     ]
     assert axes_words(plan) == "2 × (8, 4) + 1 × (4)"
     assert settings_words(plan) == "unlike replicas"
@@ -101,6 +101,20 @@ def test_unlike_replicas_are_told_with_their_devices_and_shares() -> None:
         "2 data ranks: 25.00% of the batch each",
     ]
     assert share_lines(Plan(), cluster) == []
+
+
+def test_neighbouring_stages_on_equal_devices_are_told_as_one() -> None:
+    cluster = parse_cluster("8x8 H100 SXM + 16x8 A100 SXM 40GB, 4x100G")
+    equal = [Place(0, 5, 2) for _ in range(4)]
+    unlike = [Place(1, blocks, 4) for blocks in (3, 4, 4, 1)]
+    plan = Plan(
+        pp=8, dp_replicate=8, tp=4, batch_shares=(1,) * 8, placement=(Replicas(8, (*equal, *unlike)),)
+    )
+    assert share_lines(plan, cluster) == [
+        "8 replicas, 100% of the batch: 4 stages of 5 blocks on 2 × H100 SXM → "
+        "4 stages of 3 + 2 × 4 + 1 blocks on 4 × A100 SXM 40 GB"
+    ]
+    assert axes_words(plan) == "8 × (4 × 2, 4 × 4)"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -66,10 +66,12 @@ def memory_parts(forecast: Forecast) -> list[tuple[str, str, int]]:
 
 def axes_words(plan: Plan) -> str:
     """'pp 4 × dp_shard 16 × tp 8'; of unlike replicas how many there are, with the `tp` of their stages:
-    '4 × (8, 4) + 2 × (4)'."""
+    '4 × (3 × 8, 4) + 2 × (4)'."""
     if plan.placement:
-        stages = (", ".join(str(place.tp) for place in one.places) for one in plan.placement)
-        return " + ".join(f"{one.count} × ({tp})" for one, tp in zip(plan.placement, stages, strict=True))
+        return " + ".join(
+            f"{one.count} × ({_runs_words([place.tp for place in one.places], ', ')})"
+            for one in plan.placement
+        )
     sizes = [f"{axis} {getattr(plan, axis)}" for axis in (*AXES, "ep") if getattr(plan, axis) > 1]
     return " × ".join(sizes) or "one rank"
 
@@ -128,7 +130,7 @@ def _settings(plan: Plan) -> Iterable[str]:
 def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
     """On unlike devices, what each kind of replica computes and where; empty for plans of equal ranks.
 
-    '4 replicas, 60% of the batch: blocks 0–21 on 8 × H100 SXM → blocks 22–31 on 4 × A100 SXM 80 GB'
+    '4 replicas, 60% of the batch: 22 blocks on 8 × H100 SXM → 2 stages of 5 blocks on 4 × A100 SXM'
     """
     if not plan.batch_shares:
         return []
@@ -140,16 +142,30 @@ def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
     for replicas in plan.placement:
         share = replicas.count * plan.batch_shares[first_rank] / whole
         first_rank += replicas.count
-        places, block = [], 0
-        for place in replicas.places:
-            device = cluster.nodes[place.node].devices[0].name
-            blocks = f"blocks {block}–{block + place.blocks - 1}" if place.blocks else "no block"
-            places.append(f"{blocks} on {place.tp} × {device}")
-            block += place.blocks
+        alike = groupby(replicas.places, lambda place: (place.node, place.tp))
+        places = [
+            f"{_stages_words([place.blocks for place in stages])} on {tp} × "
+            f"{cluster.nodes[node].devices[0].name}"
+            for (node, tp), stages in ((key, list(places)) for key, places in alike)
+        ]
         lines.append(
             f"{count_text(replicas.count, 'replica')}, {share:.0%} of the batch: {' → '.join(places)}"
         )
     return lines
+
+
+def _stages_words(stages: Sequence[int]) -> str:
+    """Blocks of neighbouring stages on devices of one kind: '22 blocks', '4 stages of 5 blocks',
+    '4 stages of 3 + 2 × 4 + 1 blocks'."""
+    blocks = _runs_words(stages, " + ") if len(set(stages)) > 1 else f"{stages[0]}"
+    unit = "block" if blocks == "1" else "blocks"
+    return f"{len(stages)} stages of {blocks} {unit}" if len(stages) > 1 else f"{blocks} {unit}"
+
+
+def _runs_words(numbers: Sequence[int], between: str) -> str:
+    """Numbers, a run of equal ones as its length and one of them: '3 × 4, 2'."""
+    runs = [(number, len(list(equal))) for number, equal in groupby(numbers)]
+    return between.join(f"{count} × {number}" if count > 1 else f"{number}" for number, count in runs)
 
 
 def step_words(step: StepTime | None) -> str:

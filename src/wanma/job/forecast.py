@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -208,7 +209,7 @@ class Forecast:
     """All ranks of a pipeline, which hold other stages; empty where every rank holds as much as the fullest,
     and while a search compares plans."""
 
-    @property
+    @cached_property
     def memory_bytes(self) -> int:
         """On the device."""
         whole: int = sum(getattr(self, kind) for kind in MEMORY_KINDS)

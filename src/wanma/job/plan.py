@@ -31,6 +31,8 @@ more switches between ranks than the copy saves, and one of all would be a secon
 LEAST_TOGETHER_BYTES = 1 << 20
 """At least, likewise."""
 
+_NO_COMPRESSIONS: frozenset[Compression] = frozenset()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -186,6 +188,8 @@ class Plan:
     @property
     def compressions(self) -> frozenset[Compression]:
         """The ways in which gradients are made smaller; empty where they are exchanged as they are."""
+        if self.compression == "nothing" and not self.compression_groups:
+            return _NO_COMPRESSIONS
         methods = {self.compression, *(method for _, method in self.compression_groups)}
         return frozenset(methods - {"nothing"})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -157,12 +157,11 @@ class Placer:
                 option.recompute,
             )
             # One copy needs no communicator, many share the state.
-            self._held[key] = max(
-                self._most_fitting(
-                    _replicas(like, count, [0] * like.stages), "optimizer", 0 if first else 1, behind + 1
-                )
-                for count in (1, _ANY)
-            )
+            most = -1
+            for count in (1, _ANY):
+                replicas = _replicas(like, count, [0] * like.stages)
+                most = self._most_fitting(replicas, "optimizer", 0 if first else 1, behind + 1, most)
+            self._held[key] = most
         return self._held[key]
 
     def replicas(self, option: Option, count: int, shard: Shard) -> Replicas | None:
@@ -187,22 +186,23 @@ class Placer:
         limited = self._cut(option, sharded, most) if min(most) >= 0 else None
         return None if limited is None else _replicas(option, count, limited.blocks)
 
-    def _most_fitting(self, replicas: Replicas, shard: Shard, stage: int, micro_batches: int) -> int:
-        """Blocks with which a stage fits into its device; −1 where it fits with none."""
+    def _most_fitting(
+        self, replicas: Replicas, shard: Shard, stage: int, micro_batches: int, known: int = -1
+    ) -> int:
+        """Blocks with which a stage fits into its device, at least `known`; −1 where it fits with none."""
         layers = self.costs.dimensions.layers
-        low, high = -1, layers
+        memory_bytes = self.costs.fleet.kinds[replicas.places[stage].node].memory_bytes
+        low, high = known, layers
+        middle = layers  # in a deep pipeline mostly all of them fit
         while low < high:
-            middle = (low + high + 1) // 2
             # Of the kind that is most of the model.
             blocks = tuple(self.costs.counts(layers - middle, layers))
             needed = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
-            if (
-                needed.forecast.memory_bytes
-                <= self.costs.fleet.kinds[replicas.places[stage].node].memory_bytes
-            ):
+            if needed.memory_bytes <= memory_bytes:
                 low = middle
             else:
                 high = middle - 1
+            middle = (low + high + 1) // 2
         return low
 
     def _cut(self, option: Option, sharded: bool, most: Sequence[int]) -> _Cut | None:
@@ -299,11 +299,11 @@ _ANY = 1 << 20
 
 
 def _places(option: Option) -> list[Place]:
-    return [Place(segment.node, 0, segment.tp) for segment in option.segments for _ in range(segment.stages)]
+    return [place for one in option.segments for place in [Place(one.node, 0, one.tp)] * one.stages]
 
 
 def _replicas(option: Option, count: int, blocks: Sequence[int]) -> Replicas:
     places = tuple(
-        replace(place, blocks=number) for place, number in zip(_places(option), blocks, strict=True)
+        Place(place.node, number, place.tp) for place, number in zip(_places(option), blocks, strict=True)
     )
     return Replicas(count, places, option.micro_batch, option.recompute)

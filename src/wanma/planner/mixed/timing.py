@@ -31,7 +31,7 @@ from wanma.planner.cost.machine import Link
 from wanma.planner.cost.operators import Software
 from wanma.planner.cost.pieces import End
 from wanma.planner.cost.step import Stage, optimizer_seconds, stage_cost, uncertainty
-from wanma.planner.memory.ranks import RankMemory, memory_of_stage
+from wanma.planner.memory.ranks import memory_of_stage
 from wanma.planner.memory.state import rule_of
 from wanma.planner.memory.table import MemoryTable, tabulate
 from wanma.planner.mixed.fleet import Fleet, Kind
@@ -175,8 +175,10 @@ class MixedCosts:
         self._units: dict[tuple[object, ...], Units] = {}
         self._stages: dict[tuple[object, ...], Part] = {}
         self._tails: dict[tuple[object, ...], Tail] = {}
-        self._views: dict[tuple[object, ...], tuple[MemoryTable, Plan]] = {}
-        self._memory: dict[tuple[object, ...], RankMemory] = {}
+        self._tables: dict[tuple[object, ...], tuple[MemoryTable, Plan]] = {}
+        self._views: dict[tuple[object, ...], Plan] = {}
+        self._memory: dict[tuple[object, ...], Forecast] = {}
+        self._trained_share = problem.workload.trained_share
 
     def can_compute(self, kind: Kind) -> bool:
         """Whether the kind's devices have a rate for the plan's precision."""
@@ -215,9 +217,9 @@ class MixedCosts:
         sharded: bool,
     ) -> Units:
         machine, software = self.fleet.kinds[node].machine, self.software
-        view = replace(self._view(tp, micro_batch, recompute), pp=2 if pipelined else 1)
+        view = self._view(tp, micro_batch, recompute).but(pp=2 if pipelined else 1)
         view = _shared(view, 2, "optimizer" if sharded else "nothing")
-        data = DataParallel(view, machine, software, self.problem.workload.trained_share)
+        data = DataParallel(view, machine, software, self._trained_share)
         pieces = decoder_pieces(self.dimensions, self.problem.sequence, view, machine, software)
         again = 0.0 if recompute == "none" else 1.0
 
@@ -239,7 +241,7 @@ class MixedCosts:
     def _view(self, tp: int, micro_batch: int, recompute: Recompute) -> Plan:
         """A plan in which one stage is as in a placed one."""
         sequence = self.start.sequence and tp > 1
-        return replace(self.start, tp=tp, micro_batch=micro_batch, recompute=recompute, sequence=sequence)
+        return self.start.but(tp=tp, micro_batch=micro_batch, recompute=recompute, sequence=sequence)
 
     # ------------------------------------------------------------ time
 
@@ -322,7 +324,7 @@ class MixedCosts:
     def exchanges(self, place: Place, stage: Part, count: int, groups: int, shard: Shard) -> Exchanges:
         """Arguments as of `tail`; `count` equal replicas."""
         machine, software = self.fleet.kinds[place.node].machine, self.software
-        trained = self.problem.workload.trained_share
+        trained = self._trained_share
         view = _shared(self._view(place.tp, 1, "none"), count, shard)
         data = DataParallel(view, machine, software, trained)
         inside, weights = data.once_a_step(stage.parameters)
@@ -340,17 +342,17 @@ class MixedCosts:
 
     def memory(self, replicas: Replicas, shard: Shard, micro_batches: int) -> list[Forecast]:
         """Of one rank of each stage, in a step of so many micro-batches on each replica."""
-        return [found.forecast for found in self._memory_of_stages(replicas, shard, micro_batches)]
+        return self._memory_of_stages(replicas, shard, micro_batches)
 
     def fits(self, replicas: Replicas, shard: Shard, micro_batches: int) -> bool:
         """Whether every stage fits into its device."""
         found = self._memory_of_stages(replicas, shard, micro_batches)
         return all(
-            needed.forecast.memory_bytes <= self.fleet.kinds[place.node].memory_bytes
+            needed.memory_bytes <= self.fleet.kinds[place.node].memory_bytes
             for needed, place in zip(found, replicas.places, strict=True)
         )
 
-    def _memory_of_stages(self, replicas: Replicas, shard: Shard, micro_batches: int) -> list[RankMemory]:
+    def _memory_of_stages(self, replicas: Replicas, shard: Shard, micro_batches: int) -> list[Forecast]:
         found, start = [], 0
         for number, place in enumerate(replicas.places):
             counts = tuple(self.counts(start, start + place.blocks))
@@ -360,7 +362,7 @@ class MixedCosts:
 
     def stage_memory(
         self, replicas: Replicas, shard: Shard, micro_batches: int, stage: int, blocks: tuple[int, ...]
-    ) -> RankMemory:
+    ) -> Forecast:
         """Of one rank of a stage with so many blocks of each kind, whatever the others hold."""
         pp, place, train = len(replicas.places), replicas.places[stage], self.problem.job.train
         size, recompute, shards = replicas.micro_batch, replicas.recompute, 1
@@ -370,26 +372,30 @@ class MixedCosts:
         where = (pp - stage, stage == 0, pp > 1, replicas.count > 1)
         key = (place.tp, size, recompute, *where, shards, micro_batches, blocks)
         if key not in self._memory:
-            table, view = self._memory_view(place.tp, replicas, pp)
+            table, view = self._memory_view(place.tp, replicas, pp, shard)
             self._memory[key] = memory_of_stage(
                 table,
-                _shared(view, replicas.count, shard),
+                view,
                 stage,
                 blocks,
                 rule_of(train),
                 software=self.software,
                 micro_batches=micro_batches,
                 weight_average=train.weight_average > 0,
-            )
+            ).forecast
         return self._memory[key]
 
-    def _memory_view(self, tp: int, replicas: Replicas, pp: int) -> tuple[MemoryTable, Plan]:
+    def _memory_view(self, tp: int, replicas: Replicas, pp: int, shard: Shard) -> tuple[MemoryTable, Plan]:
         key = (tp, replicas.micro_batch, replicas.recompute, pp)
-        if key not in self._views:
-            view = replace(self._view(tp, replicas.micro_batch, replicas.recompute), pp=pp)
+        if key not in self._tables:
+            view = self._view(tp, replicas.micro_batch, replicas.recompute).but(pp=pp)
             table = tabulate(self.problem.workload, view, self.dimensions, self.software)
-            self._views[key] = (table, view)
-        return self._views[key]
+            self._tables[key] = (table, view)
+        table, view = self._tables[key]
+        shared = (*key, replicas.count, shard)
+        if shared not in self._views:
+            self._views[shared] = _shared(view, replicas.count, shard)
+        return table, self._views[shared]
 
 
 def is_sharded(count: int, shard: Shard) -> bool:
@@ -400,8 +406,8 @@ def is_sharded(count: int, shard: Shard) -> bool:
 def _shared(view: Plan, count: int, shard: Shard) -> Plan:
     """`view` with `count` equal replicas, which share the optimizer's state where there are several."""
     if is_sharded(count, shard):
-        return replace(view, dp_shard=count, shard=shard)
-    return replace(view, dp_replicate=count)
+        return view.but(dp_shard=count, shard=shard)
+    return view.but(dp_replicate=count)
 
 
 def exchange_seconds(link: Link, groups: int, part_bytes: float) -> float:
