@@ -185,7 +185,6 @@ def state(plan: Plan) -> State:
         "adamw",
         micro_batches=1,
         weight_average=False,
-        trained_share=1.0,
         software=Software(),
     )
 

@@ -44,6 +44,15 @@ def test_each_rank_of_a_pipeline_has_a_forecast_of_its_memory() -> None:
     assert with_pipeline_ranks(given, PLAN, flat) == flat
 
 
+def test_an_optimizer_of_ones_own_is_told_to_be_counted_as_adamw() -> None:
+    own, plain = (forecast(problem(one), PLAN) for one in (job(optimizer_factory="torch.optim:RAdam"), job()))
+    assert own.optimizer_bytes == plain.optimizer_bytes
+    told = [one for one in own.reasons if "torch.optim:RAdam" in one]
+    assert len(told) == 1
+    assert "as large as AdamW's" in told[0]
+    assert not any("AdamW" in one for one in plain.reasons)
+
+
 def test_without_checkpoints_nothing_is_saved() -> None:
     never = job().model_copy(update={"checkpoint": job().checkpoint.model_copy(update={"every_steps": 0})})
     found = forecast(problem(never), PLAN)

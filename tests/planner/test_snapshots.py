@@ -52,6 +52,29 @@ def test_ranks_of_a_machine_share_two_copies_of_what_they_hold(plan: Plan, nodes
         assert snapshot_bytes(with_partner, WORKLOAD, plan) == guests * 2 * STATE // share
 
 
+@pytest.mark.parametrize(
+    ("plan", "nodes", "copies"),
+    [
+        (Plan(dp_shard=4, shard="optimizer"), 1, 1),  # ranks of a machine write them once
+        (Plan(dp_shard=4, shard="optimizer"), 2, 2),  # each machine has all of them
+        (Plan(dp_shard=4, shard="optimizer"), 4, 4),
+        (Plan(dp_replicate=4), 4, 4),
+        (Plan(dp_shard=4, shard="parameters"), 4, 1),  # gathered for each block, and so in shards
+        (Plan(pp=2, dp_shard=2, shard="optimizer"), 4, 2),
+    ],
+    ids=str,
+)
+def test_frozen_weights_that_every_rank_has_whole_are_copied_on_each_machine(
+    plan: Plan, nodes: int, copies: int
+) -> None:
+    frozen = replace(
+        WORKLOAD, layers=tuple(replace(layer, trained_parameters=0) for layer in WORKLOAD.layers)
+    )
+    plan = plan.but(precision="bf16", device="cuda")
+    found = snapshot_bytes(with_snapshots("auto", nodes, False), frozen, plan)
+    assert found * plan.world_size == pytest.approx(2 * copies * 2 * WORKLOAD.parameters, rel=1e-6)
+
+
 def test_averaged_weights_and_wider_ones_count() -> None:
     assert snapshot_bytes(job(weight_average=0.9), WORKLOAD, Plan()) == 2 * STATE * 4 // 3
     assert snapshot_bytes(job(), WORKLOAD, Plan(precision="fp64")) == 4 * STATE

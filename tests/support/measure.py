@@ -25,7 +25,7 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
     from wanma.collectives.shared.backend import allocated_bytes
     from wanma.data.loader import Loader
     from wanma.data.open import open_data
-    from wanma.models.build import model_spec
+    from wanma.models.build import model_spec, with_frozen
     from wanma.parallel.mesh import process_grid
     from wanma.parallel.parallelize import parallelize
     from wanma.training.forward_backward import ForwardBackward
@@ -47,7 +47,7 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
             image_shape=data.image_shape,
             classes=data.classes,
         )
-        parallel = parallelize(spec, plan, grid, 1)
+        parallel = parallelize(with_frozen(spec, parsed.train.parameter_groups), plan, grid, 1)
         parallel.initialize()
         module = parallel.module
         updater = build_updater(dict(module.named_parameters()), parsed.train, plan, roles=parallel.roles)
@@ -133,7 +133,7 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
 def kept_by_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps on this rank of the first micro-batch, its loss included."""
     from wanma.data.open import open_data
-    from wanma.models.build import model_spec
+    from wanma.models.build import model_spec, with_frozen
     from wanma.parallel.mesh import process_grid
     from wanma.parallel.parallelize import parallelize
     from wanma.training.forward_backward import ForwardBackward
@@ -149,7 +149,7 @@ def kept_by_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> int:
             image_shape=data.image_shape,
             classes=data.classes,
         )
-        parallel = parallelize(spec, plan, grid, 1)
+        parallel = parallelize(with_frozen(spec, parsed.train.parameter_groups), plan, grid, 1)
         parallel.initialize()
         run = ForwardBackward(parallel, parsed, plan, grid, classification_loss)
         batch = data.batch(range(plan.micro_batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +112,16 @@ def _workload(
                 "give example=(tensor, ...), dim 0 the samples; only shapes and types count: "
                 "torch.empty(1, 3, 224, 224, device='meta')",
             )
+        from wanma.models.roles import is_frozen
         from wanma.models.workload import module_workload
 
         return module_workload(
-            module, tuple(example), targets_per_sample, precision=job.train.precision, autocast=True
+            module,
+            tuple(example),
+            targets_per_sample,
+            precision=job.train.precision,
+            autocast=True,
+            frozen=partial(is_frozen, groups=job.train.parameter_groups),
         )
     if example is not None:
         raise JobError("example= describes the inputs of a module, and a job was given", "leave example= out")

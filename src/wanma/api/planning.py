@@ -26,6 +26,7 @@ from wanma.planner.automatic import why_not_by_time
 from wanma.planner.capabilities import check_runnable
 from wanma.planner.choose import Planned, automatic, complete, layout
 from wanma.planner.crossing import CROSSES, crossing
+from wanma.planner.forecast import told_of_optimizer
 from wanma.planner.measure.calibration import load_calibration
 from wanma.planner.problem import mean_peak
 from wanma.planner.without_effect import without_effect
@@ -181,10 +182,17 @@ def prepare_job(
     is_own = "model" in objects or model_kind(job.model) == "custom"
     decides = job.parallel.auto or job.parallel.recompute == "auto"
     read = read_model(job, objects) if read_own or decides or not is_own else ModelRead(None, None)
-    planned = finish(job, start, read.workload)
+    planned = _with_own_optimizer(finish(job, start, read.workload), objects.get("optimizer"))
     check_place(job, planned.plan, start.cluster)
     peak = peak_flops_per_second(planned.plan, start.cluster)
     return Prepared(start.cluster, planned, read.workload, peak, read.reason)
+
+
+def _with_own_optimizer(planned: Planned, optimizer: Any) -> Planned:
+    if planned.forecast is None or optimizer is None:
+        return planned
+    told = told_of_optimizer(str(getattr(optimizer, "__qualname__", type(optimizer).__qualname__)))
+    return replace(planned, forecast=replace(planned.forecast, reasons=(*planned.forecast.reasons, *told)))
 
 
 def finish(job: Job, start: Start, workload: Workload | None) -> Planned:

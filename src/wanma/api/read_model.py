@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wanma.data.tokenizer import load_tokenizer
@@ -50,6 +51,7 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> ModelRead:
             image_shape=None,
             classes=None,
             precision=precision,
+            groups=job.train.parameter_groups,
         )
         return ModelRead(found, None)
     if kind == "custom":
@@ -62,12 +64,15 @@ def read_model(job: Job, objects: dict[str, Any] | None = None) -> ModelRead:
         image_shape=data.image_shape,
         classes=data.classes,
         precision=precision,
+        groups=job.train.parameter_groups,
     )
     return ModelRead(found, None)
 
 
 def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
     """A module of one's own, given or made by a factory. Whatever it does not bear, it may still train."""
+    from wanma.models.roles import is_frozen
+
     inputs, keywords, targets = _inputs(job, objects)
     model = objects["model"] if "model" in objects else _maker(job)
     try:
@@ -78,6 +83,7 @@ def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
             keywords=keywords,
             precision=job.train.precision,
             autocast=True,
+            frozen=partial(is_frozen, groups=job.train.parameter_groups),
         )
     except WanmaError as error:
         return ModelRead(None, f"the model has no forecast: {error.message}")

@@ -31,12 +31,22 @@ class Layer:
     """Of the parameters, those of routed experts, which `ep` spreads."""
     idle_parameters: int = 0
     """Of them, those of experts that a token is not sent to."""
-    trained_parameters: int | None = None
-    """Of the parameters, those that are trained, by gradients that are not sparse; None: all."""
+    trained_parameters: float | None = None
+    """Of the parameters, those that are trained, by gradients that are not sparse; None: all. The mean over
+    the `count` layers, where these differ."""
+    unreached: int = 0
+    """Of the `count` layers, those that backward does not come to: nothing in them or before them is
+    trained."""
     is_block: bool = False
     """One of the model's repeated blocks, also where it is the only one of its kind."""
     operators: tuple[Operator, ...] = ()
-    """What one layer runs for one micro-batch, forward and backward; empty where nobody looked."""
+    """What one layer runs for one micro-batch, forward and backward; empty where nobody looked. Of decoders,
+    whose operators follow from their dimensions, those of adapters."""
+
+    @property
+    def reached_share(self) -> float:
+        """Of the layers, those that backward comes to."""
+        return 1 - self.unreached / self.count
 
     @property
     def trained_share(self) -> float:
@@ -80,9 +90,12 @@ class Workload:
         """Forward and backward, without recompute: what MFU counts.
 
         Backward is a product for the gradient of a layer's input, and one for that of its weights, which
-        those that are not trained do without.
+        those that are not trained do without; layers before all that is trained have no backward.
         """
-        return sum(layer.count * layer.flops_per_sample * (2 + layer.trained_share) for layer in self.layers)
+        return sum(
+            layer.count * layer.flops_per_sample * (1 + layer.reached_share + layer.trained_share)
+            for layer in self.layers
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

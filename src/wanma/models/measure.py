@@ -36,6 +36,8 @@ class Reading:
     """That parameters and floating-point inputs are cast to; None: as they are."""
     autocast: bool = False
     """Whether the forward runs under autocast to that precision, as users' modules do."""
+    frozen: Callable[[str], bool] | None = None
+    """Whether the job freezes the parameter of this name."""
 
 
 def measure(
@@ -83,10 +85,11 @@ class _Run:
     def __init__(self, shadow: nn.Module, examples: Sequence[Tensor], reading: Reading) -> None:
         replace_dropout(shadow)
         self.shadow, self.reading = shadow.train(), reading
-        if reading.precision is not None:
-            for parameter in shadow.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = torch.empty_like(parameter, dtype=reading.precision)
+        for name, parameter in shadow.named_parameters():
+            if reading.precision is not None and parameter.is_floating_point():
+                parameter.data = torch.empty_like(parameter, dtype=reading.precision)
+            if reading.frozen is not None and reading.frozen(name):
+                parameter.requires_grad_(False)
         grouped = [part for part in shadow.modules() if isinstance(part, GroupedBatchNorm)]
         self.samples_together = math.lcm(*(part.group for part in grouped))
         for part in grouped:
@@ -270,6 +273,8 @@ def _merge(lines: list[_Line], whole: str) -> Iterator[Layer]:
 
 
 def _layer(line: _Line, name: str, count: int, kept: float) -> Layer:
+    is_frozen = line.parameters > 0 and line.trained_parameters == 0
+    is_unreached = is_frozen and all(one.phase == "forward" for one in line.operators)
     return Layer(
         name,
         count,
@@ -279,6 +284,7 @@ def _layer(line: _Line, name: str, count: int, kept: float) -> Layer:
         line.input_elements,
         line.costly_elements,
         trained_parameters=None if line.trained_parameters == line.parameters else line.trained_parameters,
+        unreached=count if is_unreached else 0,
         is_block=line.is_block,
         operators=line.operators,
     )

@@ -7,11 +7,10 @@ but no storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from wanma.job.forecast import Layer, Workload
-from wanma.job.sections import ModelSection, Precision
+from wanma.job.sections import ModelSection, ParameterGroupSection, Precision
 from wanma.models.block_workload import attention_half, feed_forward_half
 from wanma.models.described import decoder_dimensions, model_kind
 from wanma.models.dimensions import DecoderDimensions
@@ -19,6 +18,8 @@ from wanma.models.huggingface_config import decoder_of, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from wanma.models.build import ModelSpec
 
 
 def section_workload(
@@ -29,11 +30,13 @@ def section_workload(
     image_shape: tuple[int, int, int] | None,
     classes: int | None,
     precision: Precision = "fp32",
+    groups: Sequence[ParameterGroupSection] = (),
 ) -> Workload | None:
     """The workload of what a `[model]` section describes; arguments as for `model_spec`.
 
     Args:
         precision: that a model computes in which is read off its module.
+        groups: `train.parameter_groups`, which may freeze parameters.
 
     Returns:
         None for a factory, whose inputs only its user knows: see `module_workload`.
@@ -41,34 +44,44 @@ def section_workload(
     Raises:
         JobError: as `model_spec`.
     """
-    if section.lora_rank > 0:
-        plain = section.model_copy(update={"lora_rank": 0})
-        found = section_workload(
-            plain,
-            vocabulary=vocabulary,
-            sequence_length=sequence_length,
-            image_shape=image_shape,
-            classes=classes,
-            precision=precision,
-        )
-        return found if found is None else _with_adapters(found, section, vocabulary, image_shape, classes)
     kind = model_kind(section)
     if kind == "custom":
         return None
-    if kind == "tokens":
-        dimensions = section_dimensions(section, vocabulary)
-        if dimensions is None:
-            return _measured_huggingface(section, vocabulary, sequence_length, precision)
+    dimensions = section_dimensions(section, vocabulary) if kind == "tokens" else None
+    freezes = section.lora_rank > 0 or any(group.frozen for group in groups)
+    if dimensions is not None and not freezes:
         return decoder_workload(dimensions, sequence_length)
     import torch
 
+    from wanma.models.build import model_spec
+    from wanma.models.roles import is_frozen
+
+    spec = model_spec(
+        section,
+        vocabulary=vocabulary,
+        sequence_length=sequence_length,
+        image_shape=image_shape,
+        classes=classes,
+    )
+
+    def frozen(name: str) -> bool:
+        return spec.frozen(name) or is_frozen(name, groups)
+
+    if dimensions is not None:
+        from wanma.models.frozen_workload import with_frozen_parts
+
+        with torch.device("meta"):
+            sizes = {name: tuple(one.shape) for name, one in spec.make().named_parameters()}
+        path = spec.require_layout("model").blocks
+        return with_frozen_parts(decoder_workload(dimensions, sequence_length), sizes, path or "", frozen)
+    if kind == "tokens":
+        return _measured_huggingface(spec, sequence_length, precision, frozen)
     from wanma.models.described import vision_dimensions
-    from wanma.models.vision import build_vision
 
     vision = vision_dimensions(section, image_shape, classes)
     with torch.device("meta"):
         images = torch.empty(vision.statistics_group, vision.channels, vision.height, vision.width)
-        return module_workload(build_vision(vision), (images,), blocks=(), precision=precision)
+        return module_workload(spec.make(), (images,), blocks=(), precision=precision, frozen=frozen)
 
 
 def section_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions | None:
@@ -154,6 +167,7 @@ def module_workload(
     blocks: Collection[str] | None = None,
     precision: Precision | None = None,
     autocast: bool = False,
+    frozen: Callable[[str], bool] | None = None,
 ) -> Workload:
     """Of any module, by one forward and backward on tensors that have no storage.
 
@@ -171,6 +185,7 @@ def module_workload(
         blocks: names of the repeated blocks; None: found by structure (`models.blocks`).
         precision: that the model computes in; None: its own. Elements are counted in this one.
         autocast: whether it computes under autocast, as users' modules do.
+        frozen: whether the job freezes the parameter of a name; None: what has `requires_grad` is trained.
 
     Raises:
         WanmaError: the forward or backward fails on such tensors, e.g. because it looks at values.
@@ -182,55 +197,21 @@ def module_workload(
     dtypes = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = None if precision is None else dtypes[precision]
     return measure(
-        module, example_inputs, keywords or {}, targets_per_sample, Reading(blocks, dtype, autocast)
+        module, example_inputs, keywords or {}, targets_per_sample, Reading(blocks, dtype, autocast, frozen)
     )
-
-
-def _with_adapters(
-    plain: Workload,
-    section: ModelSection,
-    vocabulary: int | None,
-    image_shape: tuple[int, int, int] | None,
-    classes: int | None,
-) -> Workload:
-    """`plain`, whose parameters are frozen, and adapters beside them, as many in each of its blocks."""
-    import torch
-
-    from wanma.models.build import model_spec
-    from wanma.models.lora import is_adapter
-
-    spec = model_spec(
-        section, vocabulary=vocabulary, sequence_length=None, image_shape=image_shape, classes=classes
-    )
-    with torch.device("meta"):
-        adapters = {n: p.numel() for n, p in spec.make().named_parameters() if is_adapter(n)}
-    path = spec.layout.blocks if spec.layout is not None else None
-    in_blocks = sum(size for name, size in adapters.items() if path and name.startswith(f"{path}."))
-    blocks = sum(layer.count for layer in plain.layers if layer.is_block or layer.count > 1)
-    others = sum(adapters.values()) - in_blocks
-    layers = []
-    for layer in plain.layers:
-        added = in_blocks // blocks if layer.is_block or layer.count > 1 else 0
-        if layer is plain.layers[-1]:
-            added += others // layer.count
-        layers.append(replace(layer, parameters=layer.parameters + added, trained_parameters=added))
-    return replace(plain, layers=tuple(layers))
 
 
 def _measured_huggingface(
-    section: ModelSection, vocabulary: int | None, sequence_length: int, precision: Precision
+    spec: ModelSpec, sequence_length: int, precision: Precision, frozen: Callable[[str], bool]
 ) -> Workload:
     import torch
 
-    from wanma.models.build import model_spec
-
-    spec = model_spec(
-        section, vocabulary=vocabulary, sequence_length=sequence_length, image_shape=None, classes=None
-    )
     with torch.device("meta"):
         tokens = torch.zeros(1, sequence_length, dtype=torch.int64)
         model = spec.make()
     path = spec.require_layout("model.huggingface").blocks
     assert path is not None
     names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_children()]
-    return module_workload(model, (tokens,), sequence_length, blocks=names, precision=precision)
+    return module_workload(
+        model, (tokens,), sequence_length, blocks=names, precision=precision, frozen=frozen
+    )

@@ -20,6 +20,7 @@ from wanma.planner.compression import compression_reason
 from wanma.planner.cost.decoder import boundary_seconds as decoder_boundary_seconds
 from wanma.planner.cost.decoder import decoder_blocks, decoder_pieces
 from wanma.planner.cost.energy import LEAST_SHARE, run_cost
+from wanma.planner.cost.frozen import trained_blocks, trained_pieces
 from wanma.planner.cost.module import (
     knows_operators,
     module_boundary_seconds,
@@ -65,7 +66,22 @@ def forecast(problem: Problem, plan: Plan, play: Play = pipeline_seconds) -> For
 def memory(problem: Problem, plan: Plan) -> Forecast:
     """Of `plan`, its memory alone."""
     needed = _calculated(forecast_memory, problem, plan)
-    return replace(needed, snapshots_bytes=snapshot_bytes(problem.job, problem.workload, plan))
+    kept = snapshot_bytes(problem.job, problem.workload, plan)
+    return replace(
+        needed,
+        snapshots_bytes=kept,
+        reasons=(*needed.reasons, *told_of_optimizer(problem.job.train.optimizer_factory)),
+    )
+
+
+def told_of_optimizer(name: str | None) -> tuple[str, ...]:
+    """That an optimizer of the user's own is counted as AdamW; nothing where `name` is None."""
+    if name is None:
+        return ()
+    return (
+        f"the state and the update of {name} are taken to be as large as AdamW's: two "
+        "numbers in fp32 for each trained parameter",
+    )
 
 
 def with_pipeline_ranks(problem: Problem, plan: Plan, found: Forecast) -> Forecast:
@@ -169,6 +185,7 @@ def pieces_of(problem: Problem, plan: Plan) -> Pieces:
         pieces = module_pieces(problem.workload, plan, machine, habits)
     else:
         pieces = decoder_pieces(problem.dimensions, problem.sequence, plan, machine, habits)
+        pieces = trained_pieces(pieces, problem.workload, plan, machine, habits)
     if not is_moving(plan):
         return pieces
     table = tabulate(problem.workload, plan, problem.dimensions, habits)
@@ -180,7 +197,8 @@ def blocks_of(problem: Problem, plan: Plan) -> tuple[Blocks, ...]:
     if problem.dimensions is None or is_moving(plan):
         return pieces_of(problem, plan).blocks
     habits = software(problem, plan)
-    return decoder_blocks(problem.dimensions, problem.sequence, plan, problem.machine, habits)
+    blocks = decoder_blocks(problem.dimensions, problem.sequence, plan, problem.machine, habits)
+    return trained_blocks(blocks, problem.workload, plan, problem.machine, habits)
 
 
 def boundary_seconds(problem: Problem, plan: Plan) -> float:
@@ -192,7 +210,7 @@ def boundary_seconds(problem: Problem, plan: Plan) -> float:
 
 def trained_share(problem: Problem) -> float:
     """Of the parameters, those that are reduced and updated."""
-    return 1.0 if problem.dimensions is not None else problem.workload.trained_share
+    return problem.workload.trained_share
 
 
 def with_time(problem: Problem, plan: Plan, needed: Forecast, step: StepTime | None) -> Forecast:

@@ -8,6 +8,7 @@ from wanma.job.forecast import Workload
 from wanma.job.plan import Plan
 from wanma.job.sections import Job
 from wanma.planner.cost.compression import error_bytes
+from wanma.planner.cost.operators import Software
 from wanma.planner.memory.state import state_elements, weight_bytes
 
 COST_SHARE = 0.01
@@ -36,19 +37,28 @@ def image_bytes(job: Job, workload: Workload, plan: Plan) -> float:
     element_bytes = 8 if plan.precision == "fp64" else 4
     rounds = job.model.factory is None
     trained = element_bytes * workload.parameters * (workload.trained_share if rounds else 1.0)
-    saved = weight_bytes(workload, plan, rounds_frozen=rounds)
+    weights = weight_bytes(workload, plan, rounds_frozen=rounds)
+    frozen = weights - element_bytes * workload.parameters * workload.trained_share
+    saved = weights - frozen
     saved += element_bytes * state_elements(workload, job.train)
     if job.train.weight_average > 0:
         saved += trained
     seldom = plan.synchronization
     if seldom is not None and seldom.is_local:  # each site's own, and what all share
+        frozen *= seldom.sites
         saved = seldom.sites * saved + trained * (1 + (seldom.momentum > 0))
     elif seldom is not None:
         saved += seldom.staleness * trained
-    parts = max(plan.world_size // plan.replicas, plan.world_size // job.cluster.nodes, 1)
+    # Ranks of one machine that hold the same write it once.
+    here = plan.world_size // job.cluster.nodes
+    parts = max(plan.world_size // plan.replicas, here, 1)
+    habits = Software(
+        rounds_frozen=rounds, sharing_machines=0 if job.parallel.collectives == "gloo" else job.cluster.nodes
+    )
+    frozen_parts = max(plan.pp * plan.tp, here, 1) if habits.holds_frozen_whole(plan) else parts
     whole = workload.parameters / plan.tp / plan.pp
     kept = error_bytes(plan, whole, whole / plan.shard_ranks)  # which no two ranks hold alike
-    return saved / parts + kept
+    return saved / parts + frozen / frozen_parts + kept
 
 
 def has_partner(job: Job) -> bool:

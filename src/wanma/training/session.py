@@ -36,6 +36,7 @@ from wanma.models.build import custom_spec, with_frozen
 from wanma.models.lora import with_adapters
 from wanma.models.random_draws import Forward
 from wanma.models.ready import check_ready
+from wanma.models.roles import is_frozen
 from wanma.models.routing import set_loss_factor
 from wanma.models.workload import module_workload
 from wanma.parallel.global_batch import GlobalBatch
@@ -143,7 +144,8 @@ class Session:
         check_ready(model)
         self._identity = identity_of(model, seeded=is_seeded())
         if example is not None and self.is_main:  # before the module is spread: afterwards it is no plain one
-            self._workload = module_workload(model, _checked(example))
+            frozen = partial(is_frozen, groups=self.job.train.parameter_groups)
+            self._workload = module_workload(model, _checked(example), frozen=frozen)
         spec = with_adapters(custom_spec(model, self.job.model.statistics_group), self.job.model)
         self._parallel = parallelize(
             with_frozen(spec, self.job.train.parameter_groups),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.ranks import run_ranks
 from wanma.job.forecast import Layer, Workload
 from wanma.job.parallel_section import Recompute, Schedule, Shard
 from wanma.job.plan import UPDATED_TOGETHER, Plan
-from wanma.job.sections import ModelSection, Precision
+from wanma.job.sections import ModelSection, ParameterGroupSection, Precision
 from wanma.models.dimensions import DecoderDimensions
 from wanma.models.workload import section_dimensions, section_workload
 from wanma.planner.cost.operators import Software
@@ -27,9 +28,10 @@ MODEL = {"family": "decoder", "layers": 4, "hidden": 64, "heads": 4, "vocabulary
 SEQUENCE = 32
 
 
-def workload(**more: Any) -> Workload:
+def workload(groups: Sequence[ParameterGroupSection] = (), **more: Any) -> Workload:
     found = section_workload(
         ModelSection(**{**MODEL, **more}),
+        groups=groups,
         vocabulary=None,
         sequence_length=SEQUENCE,
         image_shape=None,
@@ -133,6 +135,36 @@ def test_frozen_weights_are_held_once_in_the_precision_that_computes(
         trained = model.parameters * model.trained_share
         frozen = 2 * (model.parameters - trained) / shares
         assert frozen <= measured["parameters"] <= frozen + 6.5 * trained
+
+
+FROZEN = [
+    ParameterGroupSection(match=name, frozen=True) for name in ("embedding.*", "layers.[01].*", "head.*")
+]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(micro_batch=4, precision="bf16"),
+        Plan(dp_shard=2, shard="optimizer", micro_batch=2),
+        pytest.param(Plan(dp_shard=2, shard="parameters", micro_batch=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_parameters_that_groups_freeze_have_no_gradients_and_no_optimizer_state(
+    plan: Plan, tmp_path: Path
+) -> None:
+    text = job(tmp_path, plan.precision)
+    text["train"]["parameter_groups"] = [group.model_dump() for group in FROZEN]
+    measured = run_ranks(measure_rank, plan.world_size, (text, plan))[0]
+    model = workload(FROZEN)
+    blocks = next(layer for layer in model.layers if layer.is_block)
+    assert (blocks.trained_parameters, blocks.unreached) == (blocks.parameters / 2, 2)
+    state = memory_of_ranks(model, plan, "adamw", dimensions=dimensions_of())[0].state
+    assert state.parameters == pytest.approx(measured["parameters"], rel=0.02)
+    assert state.optimizer == pytest.approx(measured["optimizer"], rel=0.02)
+    assert measured["gradients"] <= (state.final + state.buffers) * 1.02
+    assert state.optimizer < 0.5 * rank(plan).state.optimizer
 
 
 def test_adapters_of_llama_3_8b_fit_beside_its_weights_in_bf16_by_hand() -> None:

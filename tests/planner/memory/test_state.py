@@ -26,7 +26,6 @@ def state(plan: Plan, software: Software | None = None, micro_batches: int = 1) 
         "adamw",
         micro_batches=micro_batches,
         weight_average=False,
-        trained_share=1.0,
         software=software or Software(),
     )
 
@@ -89,14 +88,12 @@ def test_parts_of_a_sum_over_gloo_come_from_all_others_at_once() -> None:
 
 
 def test_units_are_exchanged_in_memory_that_ranks_share_and_that_stays() -> None:
-    arguments: dict[str, Any] = {"micro_batches": 1, "weight_average": False, "trained_share": 1.0}
+    arguments: dict[str, Any] = {"micro_batches": 1, "weight_average": False}
 
     def of(ends: float, share: float = 1.0, **more: Any) -> State:
-        parameters = Parameters(blocks=PSI, experts=0.0, ends=ends, block=PSI / 10)
+        parameters = Parameters(blocks=PSI, experts=0.0, ends=ends, block=PSI / 10, trained_share=share)
         plan = Plan(dp_shard=2, **more)
-        return state_of(
-            parameters, plan, "adamw", software=Software(), **{**arguments, "trained_share": share}
-        )
+        return state_of(parameters, plan, "adamw", software=Software(), **arguments)
 
     # Nothing is gathered; gradients of the largest unit are reduced.
     found = of(2 * PSI, shard="parameters")
@@ -136,7 +133,7 @@ def test_replicas_sum_small_gradients_in_memory_that_they_share() -> None:
     parameters = Parameters(blocks=PSI, experts=0.0, ends=0.0, block=PSI / 10, tensors=tensors)
 
     def of(software: Software, **more: Any) -> State:
-        arguments = {"micro_batches": 1, "weight_average": False, "trained_share": 1.0}
+        arguments = {"micro_batches": 1, "weight_average": False}
         plan = Plan(dp_replicate=2, bucket_bytes=1000, **more)
         return state_of(parameters, plan, "adamw", software=software, **arguments)
 
@@ -149,7 +146,8 @@ def test_replicas_sum_small_gradients_in_memory_that_they_share() -> None:
 
 
 def test_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
-    parameters = Parameters(blocks=0.0, experts=PSI, ends=0.0, block=PSI, shapes=0.0)
+    half = {"trained_share": 0.5, "trained_blocks": 0.5}
+    parameters = Parameters(blocks=0.0, experts=PSI, ends=0.0, block=PSI, **half)
     plan = Plan(dp_shard=8, ep=4, shard="optimizer")
     found = state_of(
         parameters,
@@ -157,7 +155,6 @@ def test_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
         "sgd",
         micro_batches=1,
         weight_average=True,
-        trained_share=0.5,
         software=Software(),
     )
     # 8 / 4 ranks share them; momentum and an average of half of them.

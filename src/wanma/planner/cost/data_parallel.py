@@ -40,6 +40,9 @@ class DataParallel:
         self.shards = Group(plan.shard_ranks, plan.tp)
         self.replicas = Group(plan.replicas, plan.tp * plan.shard_ranks)
         self.trained_share = 0.0 if software.frozen else trained_share
+        self.copied_share = trained_share if software.rounds_frozen and not software.frozen else 1.0
+        """Of the parameters, those that a step casts, and gathers once: frozen ones are held as they
+        compute."""
         self.gradient_bytes = software.gradient_bytes * self.trained_share
         """Per parameter, as it is reduced whole."""
         self.summing = Summing(plan, machine, float(software.gradient_bytes))
@@ -149,7 +152,7 @@ class DataParallel:
     def casting_seconds(self, parameters: float) -> float:
         """Of each forward: a block's master weights cast to the precision that computes (autocast). Sharded
         ones are cast before they are gathered, each rank its part."""
-        whole = parameters / self.plan.tp
+        whole = parameters * self.copied_share / self.plan.tp
         if self.software.weights == "copies" or self.plan.shard != "nothing" or self.weight_bytes >= 4.0:
             return 0.0
         return streaming_seconds(self.machine.chip, whole * (4.0 + self.weight_bytes)) if whole else 0.0
@@ -195,7 +198,7 @@ class DataParallel:
         reduce = self.summing.all_reduce(self.replicas, mine, self._algorithm())
         rounding = 0.0
         if self.has_common_weights and self.weight_bytes < 4.0:
-            parts = whole / self.shards.size
+            parts = whole * self.copied_share / self.shards.size
             rounding = streaming_seconds(self.machine.chip, parts * (4.0 + self.weight_bytes))
         if self.is_by_block and self.gathers_again:
             return reduce, rounding  # the rest was done block by block
@@ -203,10 +206,11 @@ class DataParallel:
         if self.has_common_weights:
             gather = rounding
         elif not self.gathers_again:
-            changed = 0.0 if self.software.frozen else whole * self.weight_bytes
+            moved = whole * self.copied_share
+            changed = 0.0 if self.software.frozen else moved * self.weight_bytes
             gather = all_gather_seconds(self.machine, self.shards, changed)
             gather += weights_seconds(self.machine, self.plan, whole / self.shards.size)
-            gather += self._copied(whole) if copies else 0.0
+            gather += self._copied(moved) if copies else 0.0
         if self.is_by_block:
             return reduce, gather
         reduce += self._scattered(whole)

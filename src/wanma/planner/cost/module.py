@@ -122,6 +122,12 @@ def told_of_tables(workload: Workload, step: StepTime) -> tuple[str, ...]:
 
 def part_time(layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
     """One of a layer's `count`, for one micro-batch on one rank."""
+    part = operators_time(layer, plan, machine, software)
+    return _with_exchanges(part, layer, plan, machine) if layer.is_block else part
+
+
+def operators_time(layer: Layer, plan: Plan, machine: Machine, software: Software) -> PartTime:
+    """Of the layer's operators alone, without what ranks exchange."""
     device = _Device(machine.chip, plan, software, layer.is_block)
     left_out = "eager" if software.fused else "compiled"
     part = PartTime()
@@ -147,7 +153,7 @@ def part_time(layer: Layer, plan: Plan, machine: Machine, software: Software) ->
                 **{name: getattr(part, name) + seconds},
                 kernels_backward=part.kernels_backward + operator.kernels,
             )
-    return _with_exchanges(part, layer, plan, machine) if layer.is_block else part
+    return part
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,12 @@ class Software:
         """Whether ranks that shard weights compute with one copy of them (`parallel.common_weights`)."""
         return plan.shard_ranks > 1 and plan.offload_parameters == "nothing" and self.shares_memory(plan)[0]
 
+    def holds_frozen_whole(self, plan: Plan) -> bool:
+        """Whether every data rank has all frozen weights of its stage (`parallel.frozen_weights`)."""
+        is_gathered = plan.shard == "parameters" and (plan.pp == 1 or (plan.fp8 and plan.tp == 1))
+        is_gathered |= plan.offload_parameters != "nothing"
+        return self.rounds_frozen and not is_gathered and not self.has_common_weights(plan)
+
 
 CPU_NORM, CPU_JOIN, CPU_SWIGLU, CPU_TURN = (10.0, 18.0), (6.0, 6.0), (12.0, 24.0), (5.0, 6.0)
 CPU_LOSS = (27.0, 23.0)

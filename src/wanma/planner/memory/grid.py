@@ -54,7 +54,7 @@ class States:
         way = self.plans[number]
         return plan.but(dp_replicate=way.dp_replicate, dp_shard=way.dp_shard, shard=way.shard)
 
-    def held(self, mine: Parameters, table: MemoryTable, setting: Setting) -> dict[str, Array]:
+    def held(self, mine: Parameters, setting: Setting) -> dict[str, Array]:
         """Bytes of a rank with these parameters, by field of `State`, of every way."""
         key = (mine, setting.micro_batches > 1, setting.software)
         if key not in self._known:
@@ -65,7 +65,6 @@ class States:
                     setting.optimizer,
                     micro_batches=setting.micro_batches,
                     weight_average=setting.weight_average,
-                    trained_share=table.trained_share,
                     software=setting.software,
                 )
                 for plan in self.plans
@@ -108,7 +107,7 @@ def _of_rank(
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
     logits, head = (table.logits, table.head) if len(stages) - 1 in numbers else (0.0, 0.0)
     boundary = boundary_bytes(table, plan, setting, numbers)
-    held = states.held(parameters_of(rank, table, plan, stages), table, setting)
+    held = states.held(parameters_of(rank, table, plan, stages), setting)
     kept, block, working = _activations(rank, table, plan, recomputes, [stages[n] for n in numbers], setting)
     at_loss = kept + head + setting.software.logits_copies * logits
     in_block = working + held_logits(logits, plan, setting.software) + table.travelling

@@ -269,7 +269,6 @@ def _rank_memory(
         step.optimizer,
         micro_batches=step.micro_batches,
         weight_average=step.weight_average,
-        trained_share=table.trained_share,
         software=step.software,
     )
     activations = _activations(rank, table, plan, [stages[number] for number in numbers], step)
@@ -318,12 +317,13 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
         stages: blocks of each kind in every stage.
     """
     numbers = plan.stages_of(rank) if plan.pp > 1 else (0,)
-    shared = experts = block = shapes = routed = 0.0
+    shared = experts = block = shapes = routed = trained = 0.0
     tensors: dict[float, float] = {}
     for index, kind in enumerate(table.kinds):
         count = sum(stages[number][index] for number in numbers)
         shared += count * kind.shared
         experts += count * kind.experts
+        trained += count * (kind.shared + kind.experts) * kind.trained
         for size in kind.matrices:
             tensors[size] = tensors.get(size, 0.0) + count
         if count:
@@ -336,6 +336,11 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
     for size in (first, last):
         if table.knows_ends and size:
             tensors[size] = tensors.get(size, 0.0) + 1
+    of_blocks = trained / (shared + experts) if table.trained_share < 1 and shared + experts else 1.0
+    trained += first * table.trained_first + last * table.trained_last
+    held = shared + experts + first + last
+    # On one rank of a pipeline; without one, as of the whole model.
+    share = trained / held if plan.pp > 1 and table.trained_share < 1 and held else table.trained_share
     return Parameters(
         shared,
         experts,
@@ -346,6 +351,10 @@ def parameters_of(rank: int, table: MemoryTable, plan: Plan, stages: list[tuple[
         embedding=embedding,
         routed=routed,
         tensors=tuple(sorted(tensors.items())),
+        trained_share=share,
+        trained_blocks=of_blocks,
+        trained_first=table.trained_first,
+        trained_last=table.trained_last,
     )
 
 

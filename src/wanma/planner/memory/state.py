@@ -39,6 +39,20 @@ class Parameters(NamedTuple):
     """Of routed experts, those of its largest block."""
     tensors: tuple[tuple[float, float], ...] = ()
     """(elements, how many) of the large ones that are known one by one; the others may be of any size."""
+    trained_share: float = 1.0
+    """Of all of them, those that are trained."""
+    trained_blocks: float = 1.0
+    """Likewise of blocks."""
+    trained_first: float = 1.0
+    """Likewise of what comes before the blocks."""
+    trained_last: float = 1.0
+    """Likewise of what comes after them."""
+
+    @property
+    def trained_ends(self) -> float:
+        """Of what is no block, the share that is trained."""
+        last = self.ends - self.first
+        return (self.first * self.trained_first + last * self.trained_last) / self.ends if self.ends else 1.0
 
     @property
     def held(self) -> float:
@@ -130,21 +144,20 @@ def state_of(
     *,
     micro_batches: int,
     weight_average: bool,
-    trained_share: float,
     software: Software,
 ) -> State:
     """
     Args:
         optimizer: as of `rule_of`.
         micro_batches: of one step and rank, at most.
-        trained_share: of the parameters, those that are trained.
     """
+    trained_share = mine.trained_share
     sharded_blocks = mine.blocks / plan.shard_ranks
     if mine.experts:
         sharded_blocks += mine.experts / plan.expert_ranks[1]
     sharded_ends = mine.ends / plan.shard_ranks
     of_blocks, of_ends = STATE_COPIES[optimizer]
-    elements = (of_blocks * sharded_blocks + of_ends * sharded_ends) * trained_share
+    elements = of_blocks * sharded_blocks * mine.trained_blocks + of_ends * sharded_ends * mine.trained_ends
     shards = sharded_blocks + sharded_ends
     if software.weights == "copies":
         return _copies(mine, shards, elements, trained_share, software)
@@ -341,14 +354,14 @@ def _shards(
         buffers=buffers,
         optimizer=state + average + remainder * trained_share + outer + under_way,
         accumulated=accumulated * trained_share,
-        last=waiting * compute * trained_share,
+        last=waiting * compute * mine.trained_last,
         reducing=reducing * trained_share,
         made=made * trained_share,
         added=added * trained_share,
         final=final * trained_share,
         let_go=let_go,
         receiving=receiving * trained_share,
-        late=late * trained_share,
+        late=late * mine.trained_first,
         late_buffer=late_buffer * trained_share,
         host=elsewhere["host"],
         disk=elsewhere["disk"],

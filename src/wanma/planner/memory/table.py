@@ -5,6 +5,7 @@ Pure functions, without torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from wanma.job.forecast import Layer, Workload
@@ -28,6 +29,8 @@ class BlockKind(NamedTuple):
     bytes: BlockBytes
     matrices: tuple[float, ...] = ()
     """Of each of its large tensors, on one rank of `tp` and `ep`; empty where nobody knows them."""
+    trained: float = 1.0
+    """Of its parameters, those that are trained."""
 
 
 class MemoryTable(NamedTuple):
@@ -50,6 +53,10 @@ class MemoryTable(NamedTuple):
     trained_share: float
     knows_ends: bool = False
     """Whether `first` and `last` are one tensor each, but for a norm."""
+    trained_first: float = 1.0
+    """Of `first`, what is trained."""
+    trained_last: float = 1.0
+    """Of `last`, what is trained."""
 
 
 def table_key(plan: Plan) -> tuple[object, ...]:
@@ -81,7 +88,16 @@ def tabulate(
         size = compute * plan.micro_batch / plan.cp
         inputs = max((layer.input_elements_per_sample or 0.0 for layer in blocks), default=0.0)
         return MemoryTable(
-            tuple(kinds), first, last, kept * size / plan.tp, 0.0, inputs * size, 0.0, workload.trained_share
+            tuple(kinds),
+            first,
+            last,
+            kept * size / plan.tp,
+            0.0,
+            inputs * size,
+            0.0,
+            workload.trained_share,
+            trained_first=_trained_share(before),
+            trained_last=_trained_share(after),
         )
     kinds = []
     for layer in blocks:
@@ -103,7 +119,15 @@ def tabulate(
         tokens * _travelling(dimensions, plan),
         workload.trained_share,
         knows_ends=True,
+        trained_first=_trained_share(before),
+        trained_last=_trained_share(after),
     )
+
+
+def _trained_share(layers: Sequence[Layer]) -> float:
+    parameters = sum(layer.count * layer.parameters for layer in layers)
+    trained = sum(layer.count * layer.parameters * layer.trained_share for layer in layers)
+    return trained / parameters if parameters else 1.0
 
 
 def _units(workload: Workload) -> tuple[list[Layer], list[Layer], list[Layer]]:
@@ -120,7 +144,12 @@ def _kind(layer: Layer, plan: Plan, parts: BlockBytes, whole: float = 0.0, exper
     split = layer.parameters - layer.expert_parameters - whole
     of_experts = layer.expert_parameters / plan.tp
     return BlockKind(
-        layer.count, split / plan.tp + whole, of_experts / plan.ep, of_experts / max(experts, 1), parts
+        layer.count,
+        split / plan.tp + whole,
+        of_experts / plan.ep,
+        of_experts / max(experts, 1),
+        parts,
+        trained=layer.trained_share,
     )
 
 

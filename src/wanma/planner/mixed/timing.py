@@ -27,6 +27,7 @@ from wanma.planner.cost.communication import (
 )
 from wanma.planner.cost.data_parallel import DataParallel, exposed
 from wanma.planner.cost.decoder import decoder_pieces
+from wanma.planner.cost.frozen import trained_pieces
 from wanma.planner.cost.machine import Link
 from wanma.planner.cost.operators import Software
 from wanma.planner.cost.pieces import End
@@ -221,6 +222,7 @@ class MixedCosts:
         view = _shared(view, 2, "optimizer" if sharded else "nothing")
         data = DataParallel(view, machine, software, self._trained_share)
         pieces = decoder_pieces(self.dimensions, self.problem.sequence, view, machine, software)
+        pieces = trained_pieces(pieces, self.problem.workload, view, machine, software)
         again = 0.0 if recompute == "none" else 1.0
 
         def part(stage: Stage) -> Part:

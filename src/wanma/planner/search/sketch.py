@@ -170,7 +170,7 @@ class Sketch:
 
     def _always(self, setting: Setting) -> float:
         unused = unused_shares(self.plan, setting.software)
-        held = self.states.held(self._mine, self._table, setting)
+        held = self.states.held(self._mine, setting)
         state = held["parameters"] + held["optimizer"] + held["buffers"] + held["runtime"]
         passing = held["accumulated"] * (1 + unused.passing)
         return float((state + passing + held["gathered"] * unused.gathered).min())
