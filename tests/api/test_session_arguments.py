@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import wanma
 from support.compare import same_numbers
 from support.own import Numbers, Plain, seeded
 from support.own_loop import session_job
-from support.ranks import Outcome
+from support.ranks import Outcome, run_ranks
 from wanma.job.errors import JobError, WanmaError
+from wanma.job.run_directory import RunDirectory
+from wanma.job.worker import Worker, current_worker
 
 
 class History(wanma.Callback):
@@ -113,3 +116,18 @@ def test_what_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"optimizer= is given, and the job has train\.optimizer_factory"):
         loop(tmp_path / "run", job(2, optimizer_factory="torch.optim:RAdam"), optimizer=torch.optim.RAdam)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_callback_of_rank_0_ends_all_ranks_at_one_step(tmp_path: Path) -> None:
+    told = run_ranks(_on_two_ranks, 2, (tmp_path,))
+    assert told[1] == [], "other ranks call none"
+    assert [told[0][0], told[0][-1]] == ["RunStart", "RunEnd"]
+    assert len(Outcome(tmp_path).steps) < 5_000
+
+
+def _on_two_ranks(worker: Worker, directory: Path) -> list[str]:
+    RunDirectory(directory).create()
+    current_worker.set(replace(worker, run_directory=directory))
+    history = History(stop_after=3)
+    loop(directory, {**job(5_000), "parallel": {"dp_replicate": 2}}, callbacks=[history])
+    return [type(event).__name__ for event in history.told]
