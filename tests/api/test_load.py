@@ -50,7 +50,8 @@ def validation_loss(outcome: Outcome) -> float:
 
 
 def test_a_run_of_a_pipeline_is_a_plain_module_that_has_its_validation_loss(tmp_path: Path) -> None:
-    outcome = trained(tmp_path, SIZES, Plan(pp=2, micro_batch=1), validation_samples=1)
+    model = {**SIZES, "activation_function": "gelu"}
+    outcome = trained(tmp_path, model, Plan(pp=2, micro_batch=1), validation_samples=1)
     loaded = wanma.load(outcome.directory)
     assert not any(module.training for module in loaded.model.modules())
     assert (loaded.step, loaded.averaged, loaded.config.train.steps) == (2, False, 2)

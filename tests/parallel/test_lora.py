@@ -124,6 +124,14 @@ def test_what_a_smaller_model_has_no_place_for_is_named(tmp_path: Path, before: 
     assert "this model has no place for model.layers.3.attention.key.weight" in said
 
 
+def test_a_run_of_swiglu_is_no_start_for_a_model_with_gelu(tmp_path: Path, before: Outcome) -> None:
+    text = from_base(job(tmp_path, {"activation_function": "gelu"}), before)
+    with pytest.raises(
+        AssertionError, match=r"it has model\.layers\.0\.feed_forward\.gate\.weight, and this"
+    ):
+        one_process(tmp_path / "run", text, 6)
+
+
 FROZEN = {
     "the embedding": ["embedding.*"],
     "all but one matrix of each block": [

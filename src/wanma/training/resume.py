@@ -24,6 +24,7 @@ from wanma.job.plan import Plan
 from wanma.job.run_directory import RunDirectory
 from wanma.job.sections import Job, TrainSection
 from wanma.job.worker import Worker
+from wanma.models.decoder import Decoder
 from wanma.models.lora import is_adapter
 from wanma.observe.jsonl import last_record
 from wanma.parallel.freezing import LOW
@@ -364,6 +365,12 @@ def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
             f"checkpoint.start_from = '{path}' has adapters that this model has not, such as {adapters[0]}",
             "set model.lora_rank and model.lora_targets as in that run, or merge its adapters first",
         )
+    if partial := _parts_of_blocks(state, unused):
+        raise WanmaError(
+            f"checkpoint.start_from = '{path}' is from a decoder that computes otherwise: it has "
+            f"{partial[0]}, and this model has the rest of that module without it",
+            "give [model] that run's settings, such as activation_function",
+        )
     fills = {n: t for n, t in weights.items() if n in saved or not is_adapter(n)}
     load(path, fills, strict=False, cast=True)
     notes = []
@@ -374,6 +381,22 @@ def _load_weights(state: TrainingState, path: Path, plan: Plan) -> list[str]:
     if unused:
         notes.append(f"this model has no place for {', '.join(unused[:_NAMED])}{more}")
     return notes
+
+
+def _parts_of_blocks(state: TrainingState, unused: list[str]) -> list[str]:
+    """The unused tensors of a module of which a decoder of ours has the rest, which then computes otherwise.
+
+    Users' modules may leave out what they like.
+    """
+    if not any(isinstance(part, Decoder) for part in state.parallel.parts):
+        return []
+    modules = {name.rsplit(".", 2)[0] for name in state.parallel.parameter_names}
+    inside = (name.removeprefix("model.").rsplit(".", 2)[0] for name in unused)
+    return [
+        name
+        for name, module in zip(unused, inside, strict=True)
+        if module.startswith("layers.") and module in modules
+    ]
 
 
 def _set_aside(folder: Path, worker: Worker, messages: list[str]) -> None:
