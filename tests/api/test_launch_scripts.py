@@ -234,6 +234,17 @@ def test_ranks_that_are_started_again_meet_anew(desk: Desk) -> None:
     assert ", 1 restart" in " ".join(desk.run("runs").out.split())
 
 
+def test_a_terminal_that_is_not_read_stops_neither_the_script_nor_its_supervisor(desk: Desk) -> None:
+    """Ctrl-S: the ranks go on, are watched, and the exit code comes."""
+    script = "for number in range(60_000):\n    print(f'line {number} of many', '.' * 80)\n"
+    running = desk.start("launch", "--ranks", "1", write(desk, "chatty.py", script))
+    assert running.process.wait(60) == 0
+    ran = running.end()
+    assert "[rank 0] line 0 of many" in ran.out
+    shown = desk.run("show", "chatty").out
+    assert "chatty: Finished after " in shown
+
+
 # ------------------------------------------------------------------ how a script ends
 
 

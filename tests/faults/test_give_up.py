@@ -158,7 +158,7 @@ def test_the_supervisor_may_be_killed_while_the_run_gives_up(
 
 def check_step_5_counts(desk: Desk, met: Met, whole: Training) -> None:
     ran = again(desk, met.training.path.name)
-    assert f"carrying on at step 6 of {STEPS}" in ran.out
+    assert f"carrying on from step 5 of {STEPS}" in ran.out
     assert met.training.checkpoints() == ["step-00000005", "step-00000010", "step-00000012"]
     check_whole(ran, met.training, whole)
 
