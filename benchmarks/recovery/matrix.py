@@ -92,7 +92,9 @@ def matrix(rows: Sequence[Row]) -> str:
 
 def cell(row: Row) -> str:
     """What one fault cost under one plan."""
-    if row["seconds"] is None:
+    if row["seconds"] is None and row["restored"]:
+        text = f"gives up; {row['repeated_steps']}, {row['restored']}"
+    elif row["seconds"] is None:
         text = "nobody goes back"
     else:
         text = f"{row['seconds']:.2f} s, {row['repeated_steps']}, {row['restored']}"
