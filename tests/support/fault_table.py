@@ -21,7 +21,7 @@ class Row:
     """From where: memory, partner, checkpoint, beginning; '' where nobody had to go back."""
     repeated_steps: int
     seconds: float | None
-    """From the fault to the end of the first step after it; None where nobody had to go back, or where the run
-    gave up and the same command went on."""
+    """From the fault to the end of the first step after it; None where nobody had to go back, or where the
+    run gave up and the same command went on."""
     weights: str = "same bits"
     """The final ones beside those of the run that nothing happens to."""
