@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from wanma.cli.parser import build_parser, parse
-from wanma.job.load import parse_override
-from wanma.job.schema import keys
+from wanma.job.file.loading import parse_override
+from wanma.job.file.schema import keys
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [

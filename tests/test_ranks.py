@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from support.ranks import RankCrashError, run_ranks
-from wanma.job.worker import Worker
+from wanma.job.run.worker import Worker
 
 
 def crash(worker: Worker) -> None:

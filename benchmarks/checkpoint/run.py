@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: f
 
 from benchmarks.common import machine
 
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.save.checkpointer import Checkpointer
 
 LAYERS = 12
 COPIES = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")

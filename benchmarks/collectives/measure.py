@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from wanma.collectives.shared.backend import Way, backend, shared_group
-from wanma.parallel.transport import native_library
+from wanma.collectives.shared_memory.backend import Way, backend, shared_group
+from wanma.parallel.mesh.backend_selection import native_library
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 IN_PLACE = ("all_reduce", "all_gather", "reduce_scatter")

@@ -19,11 +19,11 @@ from benchmarks.mixed.gated import VARIABLE
 from benchmarks.mixed.quota import Held, held_back
 from benchmarks.recovery.watch import read_lines
 from benchmarks.turns import Start, Turn, blocks, foreign_cpu, own_clocks, steps_between, take_turns_by_steps
-from wanma.data.open import prepare
-from wanma.job.load import load_job
-from wanma.job.run_directory import RunDirectory
-from wanma.training.balance import Pace, Unit, best_shares
-from wanma.training.share_moves import WINDOW_STEPS
+from wanma.data.opening import prepare
+from wanma.job.file.loading import load_job
+from wanma.job.run.run_directory import RunDirectory
+from wanma.training.balancing.share_allocation import Pace, Unit, best_shares
+from wanma.training.balancing.share_rebalancer import WINDOW_STEPS
 
 Shares = tuple[int, int]
 """Samples of a step of each rank."""

@@ -11,25 +11,25 @@ import time
 from pathlib import Path
 
 from benchmarks.gate import Gate
-from wanma.job.worker import Worker
+from wanma.job.run.worker import Worker
 
 VARIABLE = "GATE"
 """The environment's, that names the gate's file."""
 
 
 def main() -> int:
-    from wanma.api import run
+    from wanma.api.run import job_run
     from wanma.cli import main as command
 
-    run.ENTRY = f"benchmarks.mixed.gated:{train_worker.__name__}"
+    job_run.ENTRY = f"benchmarks.mixed.gated:{train_worker.__name__}"
     return command.main(sys.argv[1:])
 
 
 def train_worker(worker: Worker, payload: bytes) -> None:
     """Entry of a rank: as of `wanma train`, where the time at the gate is no part of any step."""
-    from wanma.training import main
-    from wanma.training.trainer import Trainer
-    from wanma.training.update import Agreement
+    from wanma.training.loop import train_worker as main
+    from wanma.training.run.trainer import Trainer
+    from wanma.training.step.parameter_update import Agreement
 
     gate = Gate(Path(os.environ[VARIABLE]), worker.world_size)
     record = Trainer.record

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common import BenchmarkError
-from wanma.job.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory
 
 ROOT = Path("/sys/fs/cgroup/cpu")
 PERIOD_MICROSECONDS = 10_000

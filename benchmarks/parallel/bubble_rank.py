@@ -20,12 +20,12 @@ from typing import Any
 from torch.distributed.pipelining import schedules, stage
 
 from benchmarks.parallel.bubble import Kind, Operation
-from wanma.api.planning import first_layout, prepare_job
-from wanma.job.load import load_job
-from wanma.job.worker import Worker
-from wanma.parallel.pipeline import Pipeline
-from wanma.training.main import train
-from wanma.training.request import Request
+from wanma.job.file.loading import load_job
+from wanma.job.run.worker import Worker
+from wanma.parallel.pipeline.pipeline_runner import Pipeline
+from wanma.planner.preparation.job_planning import first_layout, prepare_job
+from wanma.training.loop.train_request import Request
+from wanma.training.loop.train_worker import train
 
 
 def main() -> None:

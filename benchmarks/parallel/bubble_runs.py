@@ -12,9 +12,9 @@ from benchmarks.common import clean_environment, cores, run_command
 from benchmarks.parallel.bubble import Operation, Step, measured_share, replayed_share, unevenness
 from benchmarks.parallel.contenders import Setting, default_setting, torchrun
 from benchmarks.train.contenders import Command
-from wanma.job.parallel_section import Schedule
-from wanma.job.plan import Plan
-from wanma.planner.stages import bubble_share
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Schedule
+from wanma.planner.pipeline.schedules import bubble_share
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 _TIMEOUT_SECONDS = 600.0

@@ -18,10 +18,10 @@ from benchmarks.train.contenders import (
     with_speed,
 )
 from benchmarks.turns import blocks, take_turns
-from wanma.elastic.environment import worker_environment
-from wanma.job.plan import Plan
-from wanma.job.sections import ClusterSection
-from wanma.models.presets import DECODER_PRESETS
+from wanma.elastic.workers.environment import worker_environment
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import ClusterSection
+from wanma.models.config.presets import DECODER_PRESETS
 
 BLOCK_SECONDS = 10.0
 """Of turns that make one round."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.common import clean_environment, run_command
 from benchmarks.parallel.contenders import Setting, torchrun
-from wanma.models.presets import DECODER_PRESETS
+from wanma.models.config.presets import DECODER_PRESETS
 
 _TIMEOUT_SECONDS = 300.0
 

@@ -46,8 +46,8 @@ from benchmarks.parallel.context import measure_link
 from benchmarks.parallel.report import report
 from benchmarks.train.contenders import wanma_command
 from benchmarks.train.report import ratios
-from wanma.data.open import prepare
-from wanma.job.load import load_job
+from wanma.data.opening import prepare
+from wanma.job.file.loading import load_job
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,4 @@
-"""Fits the curves of `wanma.planner.cost.curves` to measured latencies of single operators.
+"""Fit of `wanma.planner.hardware_model.efficiency_curves` to measured latencies of single operators.
 
 Needs pyarrow. The measurements (ai-dynamo/aiconfigurator, Apache-2.0) stay where they are; what is printed
 here is carried into the source by hand.
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.planner.machines import machine
-from wanma.planner.cost.compute import ELEMENT_BYTES
-from wanma.planner.cost.machine import TILES, Chip
+from wanma.planner.hardware_model.model import TILES, Chip
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
 
 Array = npt.NDArray[np.float64]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from wanma.hardware.catalogue import named
-from wanma.hardware.machines import Cards, machines
+from wanma.hardware.catalogue.lookup import named
+from wanma.hardware.cluster_file.node_builder import Cards, machines
 from wanma.job.cluster import Cluster
-from wanma.planner.cost.machine import Machine
-from wanma.planner.cost.machines import machine_of
+from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.hardware_model.model import Machine
 
 
 @cache

@@ -15,10 +15,10 @@ from typing import Literal
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.rows import TABLES, Case, Record, UnusableRowError, case_of
-from wanma.job.forecast import Workload
-from wanma.models.workload import decoder_workload
-from wanma.planner.cost.operators import Software
-from wanma.planner.memory.ranks import RankMemory, memory_of_ranks
+from wanma.job.forecast.forecast import Workload
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.memory.peak import RankMemory, memory_of_ranks
 
 GIB = 1 << 30
 

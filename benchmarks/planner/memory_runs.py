@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import RESULTS, machine, run_command
 from benchmarks.planner.memory import RUNS_HEADING
-from wanma.job.plan import Plan
-from wanma.job.sections import ModelSection
-from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.cost.operators import Software
-from wanma.planner.memory.ranks import CPU_RUNTIME_BYTES, memory_of_ranks
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import ModelSection
+from wanma.models.workload.model_workload import section_dimensions, section_workload
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.memory.peak import CPU_RUNTIME_BYTES, memory_of_ranks
 
 STATE = RESULTS / "planner-memory-runs.json"
 SEQUENCE, BATCH, STEPS = 256, 8, 4

@@ -16,19 +16,19 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.common import RESULTS, commit, machine, table
-from wanma.hardware.cluster_text import parse_cluster
-from wanma.job.placement import Replicas
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.presets import PUBLISHED_PRESETS
-from wanma.models.workload import decoder_workload
-from wanma.planner.mixed.best import search_mixed
-from wanma.planner.mixed.fleet import Fleet, fleet_of
-from wanma.planner.mixed.simulate import simulated_seconds
-from wanma.planner.mixed.timing import MixedCosts
-from wanma.planner.problem import MEMORY_SHARE, Problem, problem_of
-from wanma.planner.search.candidates import Candidate
+from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.job.plan.placement import Replicas
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.presets import PUBLISHED_PRESETS
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.forecast.problem import MEMORY_SHARE, Problem, problem_of
+from wanma.planner.heterogeneous.costs import MixedCosts
+from wanma.planner.heterogeneous.node_pools import Fleet, fleet_of
+from wanma.planner.heterogeneous.placement_search import search_mixed
+from wanma.planner.heterogeneous.simulation import simulated_seconds
+from wanma.planner.search.result import Candidate
 
 SAILOR = "16x8 A100 SXM 40GB, 4x100G + 48x8 V100 SXM2 16GB, 4x100G"
 # As wide and deep as the published ones, but with three matrices of 8/3 hidden in each feed-forward network,
@@ -182,7 +182,8 @@ def page(kept: dict[str, Any]) -> str:
         f"## {SAILOR}",
         "",
         "Sailor's mixture (Strati et al. 2025); 2,048 sequences of 2,048 tokens a step, fp16. `played`:",
-        "each micro-batch, message and exchange of all replicas as events (`wanma.planner.mixed.simulate`).",
+        "each micro-batch, message and exchange of all replicas as events",
+        "(`planner/heterogeneous/simulation.py`).",
         "The even split: the best plan of the smaller devices on all of them with equal shares of the batch.",
     ]
     for model, found in kept["gain"].items():

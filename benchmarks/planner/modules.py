@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.machines import machine
-from wanma.job.forecast import StepTime, Workload
-from wanma.job.plan import Plan
-from wanma.job.sections import Precision
-from wanma.models.workload import module_workload
-from wanma.planner.cost.module import module_step_time
-from wanma.planner.cost.operators import Software
+from wanma.job.forecast.forecast import StepTime, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Precision
+from wanma.models.workload.model_workload import module_workload
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.cost.traced_module import module_step_time
 
 
 @dataclass(frozen=True)

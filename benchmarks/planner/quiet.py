@@ -8,7 +8,7 @@ from types import TracebackType
 
 import psutil
 
-from wanma.hardware.load import busy_cpu_seconds
+from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
 
 STRETCH_SECONDS = 0.25
 

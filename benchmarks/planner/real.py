@@ -29,10 +29,10 @@ from benchmarks.common import RESULTS, ROOT, BenchmarkError, commit, machine, ru
 from benchmarks.planner.quiet import Watch
 from benchmarks.planner.real_cases import MODELS, cases, job_text
 from benchmarks.planner.real_report import report, steps_that_count
-from wanma.data.open import prepare
-from wanma.hardware.discover import discover
-from wanma.job.load import load_job
-from wanma.planner.measure.calibration import load_calibration
+from wanma.data.opening import prepare
+from wanma.hardware.discovery.node import discover
+from wanma.job.file.loading import load_job
+from wanma.planner.hardware_model.calibration import load_calibration
 
 STATE = RESULTS / "planner-real.json"
 RANKS = (1, 2, 4)

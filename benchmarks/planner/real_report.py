@@ -12,14 +12,14 @@ from typing import Any
 from benchmarks.common import Estimate, estimate, table
 from benchmarks.planner.real_cases import CHECKED, MODELS, TAUGHT, cases, job_text
 from wanma.job.cluster import Cluster
-from wanma.job.forecast import Forecast
-from wanma.job.load import job_from
-from wanma.job.plan import Plan
-from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.forecast import forecast
-from wanma.planner.measure.calibration import Calibration, Corrections
-from wanma.planner.measure.learning import Observed, learned
-from wanma.planner.problem import problem_of
+from wanma.job.file.loading import job_from
+from wanma.job.forecast.forecast import Forecast
+from wanma.job.plan.plan import Plan
+from wanma.models.workload.model_workload import section_dimensions, section_workload
+from wanma.planner.calibration.correction_update import Observed, learned
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import problem_of
+from wanma.planner.hardware_model.calibration import Calibration, Corrections
 
 LEAST_STEPS = 5
 """Quiet ones that make a row."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.planner.machines import machine
-from wanma.hardware.catalogue import find_named
-from wanma.job.parallel_section import Schedule
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.cost.machine import Machine
-from wanma.planner.cost.operators import Software
+from wanma.hardware.catalogue.lookup import find_named
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Schedule
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.hardware_model.model import Machine
 
 Record = dict[str, str]
 

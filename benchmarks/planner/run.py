@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.rows import TABLES, Case, read_cases
-from wanma.job.forecast import StepTime
+from wanma.job.forecast.forecast import StepTime
 from wanma.planner.cost.decoder import step_time
 
 

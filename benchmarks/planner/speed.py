@@ -18,12 +18,12 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS
 from benchmarks.planner.machines import cluster
-from wanma.job.sections import Job
-from wanma.models.presets import GPT_PRESETS
-from wanma.models.workload import decoder_workload
-from wanma.planner.problem import Problem, problem_of
-from wanma.planner.search.best import search
-from wanma.planner.search.candidates import Found
+from wanma.job.sections.job import Job
+from wanma.models.config.presets import GPT_PRESETS
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.forecast.problem import Problem, problem_of
+from wanma.planner.search.branch_and_bound import search
+from wanma.planner.search.result import Found
 from wanma.planner.search.space import Space
 
 GPT_3 = GPT_PRESETS["gpt-3-175b"]

@@ -14,10 +14,10 @@ import psutil
 
 from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
 from benchmarks.recovery.watch import ProcessorTime, Watch, cost, read_lines
-from wanma.elastic.environment import worker_environment
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ClusterSection
+from wanma.elastic.workers.environment import worker_environment
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.job import ClusterSection
 
 TIMEOUT_SECONDS = 300.0
 LEAST_COPY_SECONDS = 1e-3

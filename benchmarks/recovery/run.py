@@ -37,8 +37,8 @@ from benchmarks.common import (
 )
 from benchmarks.recovery.contenders import PARTS, Contender, Setting, command, measure
 from benchmarks.recovery.report import report
-from wanma.data.open import open_data, prepare
-from wanma.job.load import load_job
+from wanma.data.opening import open_data, prepare
+from wanma.job.file.loading import load_job
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.common import RESULTS, commit, table
-from wanma.planner.reliability import (
+from wanma.planner.forecast.failure_model import (
     LLAMA3,
     Copy,
     Failures,
@@ -22,7 +22,7 @@ from wanma.planner.reliability import (
     useful_share,
     young_interval,
 )
-from wanma.planner.useful import DISK_SECONDS, MEMORY_SECONDS, PARTNER_SECONDS
+from wanma.planner.forecast.goodput import DISK_SECONDS, MEMORY_SECONDS, PARTNER_SECONDS
 
 STEP, DEVICES = 6.0, (1_024, 16_384, 100_000)
 MEMORY, PARTNER = Copy(0.05, MEMORY_SECONDS, 0.5), Copy(0.05, PARTNER_SECONDS, 1.0)

@@ -33,7 +33,7 @@ from benchmarks.common import RESULTS, ROOT, BenchmarkError, table
 from benchmarks.recovery.contenders import WanmaRun
 from benchmarks.recovery.page import PAGE, where_and_when, write
 from benchmarks.recovery.watch import read_lines
-from wanma.job.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory
 
 LOG = RESULTS / "recovery-soak.md"
 MARKER = "soak"

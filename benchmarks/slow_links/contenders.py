@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.slow_links.interface import ADDRESSES, NAME, PORT
 from benchmarks.train.contenders import Command, train_once, with_speed
-from wanma.elastic.environment import worker_environment
-from wanma.elastic.secret import VARIABLE as SECRET
-from wanma.job.plan import Plan
-from wanma.job.sections import ClusterSection
+from wanma.elastic.protocol.shared_secret import VARIABLE as SECRET
+from wanma.elastic.workers.environment import worker_environment
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import ClusterSection
 
 NODES, RANKS_EACH = 2, 2
 RANKS = NODES * RANKS_EACH

@@ -44,8 +44,8 @@ from benchmarks.slow_links.contenders import (
     wanma_command,
 )
 from benchmarks.slow_links.report import DDP, ratios, report
-from wanma.data.open import prepare
-from wanma.job.load import load_job
+from wanma.data.opening import prepare
+from wanma.job.file.loading import load_job
 
 
 def main() -> None:

@@ -36,8 +36,8 @@ from benchmarks.common import (
     take_pairs,
     undisturbed,
 )
-from wanma.data.open import open_data, prepare
-from wanma.job.load import load_job
+from wanma.data.opening import open_data, prepare
+from wanma.job.file.loading import load_job
 
 STEPS = 2
 """The second step is not measured: wanma's last step also saves the final checkpoint."""

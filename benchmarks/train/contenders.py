@@ -11,9 +11,9 @@ from typing import Any
 
 from benchmarks.common import BenchmarkError, clean_environment, cores, run_command
 from benchmarks.turns import Start
-from wanma.elastic.environment import worker_environment
-from wanma.job.plan import Plan
-from wanma.job.sections import ClusterSection
+from wanma.elastic.workers.environment import worker_environment
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import ClusterSection
 
 TIMEOUT_SECONDS = 900.0
 

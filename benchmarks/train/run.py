@@ -35,8 +35,8 @@ from benchmarks.common import (  # after the path is set
 )
 from benchmarks.train.contenders import PEERS, Setting, measure, peer_command, wanma_command
 from benchmarks.train.report import ratios, report
-from wanma.data.open import prepare
-from wanma.job.load import load_job
+from wanma.data.opening import prepare
+from wanma.job.file.loading import load_job
 
 
 def main() -> None:

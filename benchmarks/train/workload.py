@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from wanma.data.open import open_data
-from wanma.job.load import load_job
-from wanma.models.build import build_model, model_spec
+from wanma.data.opening import open_data
+from wanma.job.file.loading import load_job
+from wanma.models.model_spec import build_model, model_spec
 
 
 def arguments() -> argparse.Namespace:

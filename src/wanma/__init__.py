@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ValidationEnd,
     )
     from wanma.job.errors import JobError, WanmaError
-    from wanma.parallel.global_batch import global_batch, global_rows
+    from wanma.parallel.data_parallel.global_batch import global_batch, global_rows
 
 __version__ = "0.1.0"
 __all__ = [
@@ -55,8 +55,8 @@ _HOMES = {
     "Loaded": "wanma.api.load",
     "plan": "wanma.api.best_plans",
     "Batch": "wanma.data.batch",
-    "global_batch": "wanma.parallel.global_batch",
-    "global_rows": "wanma.parallel.global_batch",
+    "global_batch": "wanma.parallel.data_parallel.global_batch",
+    "global_rows": "wanma.parallel.data_parallel.global_batch",
     **dict.fromkeys(
         ("Callback", "CheckpointEnd", "RunEnd", "RunStart", "StepEnd", "StopTraining", "ValidationEnd"),
         "wanma.job.callbacks",

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import wanma
-from wanma.api import machines
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.load import job_from
+from wanma.job.file.loading import job_from
+from wanma.planner.preparation import job_cluster
 
 LINE = "8 H100"
 JOB: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_without_rates_there_is_one_plan_by_rule() -> None:
 
 
 def test_without_a_cluster_it_plans_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "discover", lambda: parse_cluster("2 H100"))
+    monkeypatch.setattr(job_cluster, "discover", lambda: parse_cluster("2 H100"))
     plans = wanma.plan(JOB)
     assert plans
     assert {plan.world_size for plan, _ in plans} <= {1, 2}

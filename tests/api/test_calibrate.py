@@ -11,18 +11,18 @@ import pytest
 from rich.console import Console
 
 from support.command import share_compiled
-from wanma.api.calibrate import Found, calibrate, calibration_table, quickest
-from wanma.api.learning import learn
+from wanma.api.calibration.corrections import learn
+from wanma.api.calibration.machine_calibration import Found, calibrate, calibration_table, quickest
 from wanma.cli.main import main
-from wanma.hardware.discover import discover
-from wanma.hardware.limits import cpu_model
+from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.resource_limits import cpu_model
 from wanma.job.cluster import Node
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.planner.cost.compute import product_seconds
-from wanma.planner.cost.machines import machine_of
-from wanma.planner.measure.calibration import Measured, Point, load_calibration
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.hardware_model.calibration import Measured, Point, load_calibration
+from wanma.planner.hardware_model.operator_time import product_seconds
 
 ON_CPU = not discover().nodes[0].devices
 
@@ -103,8 +103,8 @@ def test_numbers_of_ranks_are_measured_in_turn(tmp_path: Path, monkeypatch: pyte
     def fitted(_node: Node, plan: Plan, _found: Found) -> Measured:
         return Measured("a processor", plan.world_size, 1, machine_of(discover()))
 
-    monkeypatch.setattr("wanma.api.calibrate._measure", measured)
-    monkeypatch.setattr("wanma.api.calibrate._fitted", fitted)
+    monkeypatch.setattr("wanma.api.calibration.machine_calibration._measure", measured)
+    monkeypatch.setattr("wanma.api.calibration.machine_calibration._fitted", fitted)
     calibrate(ranks=[1, 2], seconds=24.0, output=tmp_path / "kept.json", progress=told.append)
     threads = max(discover().nodes[0].cores // 2, 1)
     one, two = f"1 rank of {max(discover().nodes[0].cores, 1)} threads", f"2 ranks of {threads} threads"
@@ -142,11 +142,11 @@ def test_wrong_arguments_are_one_message(
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from wanma.hardware.catalogue import named
+    from wanma.hardware.catalogue.lookup import named
     from wanma.job.cluster import Cluster
 
     (node,) = discover().nodes
     with_gpus = Cluster((replace(node, devices=(named("H100 SXM").device(),) * 2),))
-    monkeypatch.setattr("wanma.api.calibrate.discover", lambda: with_gpus)
+    monkeypatch.setattr("wanma.api.calibration.machine_calibration.discover", lambda: with_gpus)
     with pytest.raises(JobError, match="--ranks 4: this machine has 2 GPUs"):
         calibrate(ranks=[4], output=tmp_path / "kept.json")

@@ -9,9 +9,9 @@ import pytest
 
 import wanma
 from support.own import Numbers, Plain, seeded
-from wanma.api.callbacks import Callbacks, check_callbacks, named_callbacks
+from wanma.api.run.callback_thread import Callbacks, check_callbacks, named_callbacks
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory
 
 STEPS = 2_000
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from wanma.api.elastic import ElasticPlans, is_elastic, refuse_elastic
-from wanma.api.launch import cluster_section
-from wanma.api.planning import job_dimensions, job_workload
-from wanma.elastic.launch import Launch
-from wanma.elastic.size import Situation
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.api.launch.script_launch import cluster_section
+from wanma.api.run.replanning import ElasticPlans, is_elastic, refuse_elastic
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.recovery.replan import Situation
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.choose import plan_for
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.planner.job_planner import plan_for
+from wanma.planner.preparation.job_planning import job_dimensions, job_workload
 
 CPUS = Cluster((Node("box", 2, 8 << 30, ()),))
 

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.huggingface import write_config
 from support.ranks import Outcome, run_job
-from wanma.api.export import export
+from wanma.api.checkpoints.export import export
 from wanma.cli.main import main
-from wanma.data.tokenizer import BytesTokenizer, load_tokenizer
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import Job
-from wanma.job.write import to_toml
+from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
+from wanma.job.file.serialization import to_toml
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.job import Job
 
 
 def trained(folder: Path, model: dict[str, Any], **train: Any) -> Outcome:

@@ -13,14 +13,14 @@ import cloudpickle
 import pytest
 
 import wanma
-from wanma.api.callbacks import Callbacks
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import Job
-from wanma.job.worker import Event, Unsupervised, Worker
-from wanma.job.write import to_toml
-from wanma.training.main import train
-from wanma.training.request import Request
+from wanma.api.run.callback_thread import Callbacks
+from wanma.job.file.serialization import to_toml
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event, Unsupervised, Worker
+from wanma.job.sections.job import Job
+from wanma.training.loop.train_request import Request
+from wanma.training.loop.train_worker import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

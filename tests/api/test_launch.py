@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from support.command import Desk
-from wanma.api.launch import Program, _agreed, cluster_section, launch_script
-from wanma.hardware.discover import discover
+from wanma.api.launch.script_launch import Program, _agreed, cluster_section, launch_script
+from wanma.hardware.discovery.node import discover
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.load import load_job
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ClusterSection
+from wanma.job.file.loading import load_job
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.job import ClusterSection
 
 SCRIPT = """\
 import json, os, sys, time
@@ -173,7 +173,7 @@ def test_a_launch_that_cannot_start_is_recorded_as_failed(
     def refuse(*_: object) -> None:
         raise WanmaError("no place to run")
 
-    monkeypatch.setattr("wanma.api.launch.run_local", refuse)
+    monkeypatch.setattr("wanma.api.launch.script_launch.run_local", refuse)
     (tmp_path / "plain.py").write_text("")
     run = RunDirectory(tmp_path / "run")
     with pytest.raises(WanmaError, match="no place to run"):

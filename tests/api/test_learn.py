@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from wanma.api.learning import learn, learned_table
+from wanma.api.calibration.corrections import learn, learned_table
 from wanma.cli.main import main
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import WanmaError
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory, write_json
-from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
-from wanma.planner.measure.calibration import (
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory, write_json
+from wanma.planner.hardware_model.calibration import (
     Calibration,
     Corrections,
     Measured,
     load_calibration,
     save_calibration,
 )
+from wanma.planner.hardware_model.model import AttentionCurve, Chip, Link, Machine, ProductCurve
 
 JOB = """\
 [model]

@@ -16,9 +16,9 @@ import wanma
 from support.ranks import Outcome, run_here, run_job
 from wanma.cli.main import main
 from wanma.job.errors import WanmaError
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.job.write import to_toml
+from wanma.job.file.serialization import to_toml
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
 
 SIZES = {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2}
 
@@ -57,7 +57,7 @@ def test_a_run_of_a_pipeline_is_a_plain_module_that_has_its_validation_loss(tmp_
     assert (loaded.step, loaded.averaged, loaded.config.train.steps) == (2, False, 2)
     saved = outcome.tensors()
     assert all(torch.equal(p, saved[f"model.{name}"]) for name, p in loaded.model.named_parameters())
-    from wanma.data.open import open_data
+    from wanma.data.opening import open_data
 
     batch = open_data(loaded.config.data, loaded.config.train).validation_batch([0])
     logits = loaded(*batch.inputs)
@@ -226,7 +226,7 @@ def test_the_example_evaluates_and_writes(
 
 
 def test_top_k_and_top_p_leave_the_likeliest_tokens() -> None:
-    from wanma.api.sample import Sampling
+    from wanma.api.checkpoints.generation import Sampling
 
     logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from wanma.api import machines
-from wanma.api.machines import check_place, here, imagined
-from wanma.api.plan import plan_job
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.api.plan_report.command import plan_job
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.load import job_from
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.without_effect import without_effect
+from wanma.job.file.loading import job_from
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.planner.preparation import job_cluster
+from wanma.planner.preparation.job_cluster import check_place, here, imagined
+from wanma.planner.rules.unused_keys import without_effect
 
 
 def job(**sections: dict[str, Any]) -> Job:
@@ -31,7 +31,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, said: str) -> Cluster:
     (node,) = parse_cluster(said).nodes
     devices = tuple(replace(device, name=f"NVIDIA {device.name}") for device in node.devices)
     found = Cluster((replace(node, name="this", count=1, devices=devices),))
-    monkeypatch.setattr(machines, "discover", lambda: found)
+    monkeypatch.setattr(job_cluster, "discover", lambda: found)
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wanma.api.own_model import name_own_model
-from wanma.job.load import job_from
+from wanma.api.run.model_override import name_own_model
+from wanma.job.file.loading import job_from
 
 
 def test_other_keys_of_the_section_stay_the_jobs() -> None:

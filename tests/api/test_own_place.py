@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from wanma.api.launch import Program, launch_script
-from wanma.api.launch import _agreed as agreed_script
-from wanma.api.run import _agreed, train_job
+from wanma.api.launch.script_launch import Program, launch_script
+from wanma.api.launch.script_launch import _agreed as agreed_script
+from wanma.api.run.job_run import _agreed, train_job
 from wanma.job.errors import WanmaError
-from wanma.job.load import job_from
-from wanma.job.plan import Plan
-from wanma.job.sections import ClusterSection, Job
+from wanma.job.file.loading import job_from
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import ClusterSection, Job
 
 
 def job(**cluster: object) -> Job:

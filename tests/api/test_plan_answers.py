@@ -15,16 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-import wanma.api.study as study_module
+import wanma.planner.presentation.plan_analysis as study_module
 from support.studies import FP8, PLANS, answers, study
-from wanma.api.plan_files import write_page, write_trace
-from wanma.api.plan_json import answers_json
-from wanma.api.plan_page import answers_page
-from wanma.api.plan_text import FORECASTS_ONLY, answers_text
-from wanma.api.side_by_side import side_by_side
-from wanma.api.step_table import BAR_WIDTH, step_table, time_bar
-from wanma.api.study import Answers
-from wanma.api.words import (
+from wanma.api.plan_report.html_page import answers_page
+from wanma.api.plan_report.output_files import write_page, write_trace
+from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.job.cluster import Cluster
+from wanma.job.errors import WanmaError
+from wanma.job.file.loading import job_from
+from wanma.job.forecast.forecast import Forecast, RunCost, StepTime, UsefulTime
+from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.planner.plan_search import find_plans
+from wanma.planner.presentation.formatting import (
     TIME_KINDS,
     axes_words,
     energy_words,
@@ -36,16 +40,12 @@ from wanma.api.words import (
     time_shares,
     useful_words,
 )
-from wanma.hardware.cluster_text import parse_cluster
-from wanma.job.cluster import Cluster
-from wanma.job.errors import WanmaError
-from wanma.job.forecast import Forecast, RunCost, StepTime, UsefulTime
-from wanma.job.load import job_from
-from wanma.job.placement import Place, Replicas
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.automatic import find_plans
-from wanma.planner.search.candidates import Found
+from wanma.planner.presentation.json_output import answers_json
+from wanma.planner.presentation.plan_analysis import Answers
+from wanma.planner.presentation.step_breakdown import BAR_WIDTH, step_table, time_bar
+from wanma.planner.presentation.terminal_tables import FORECASTS_ONLY, answers_text
+from wanma.planner.presentation.what_if_table import side_by_side
+from wanma.planner.search.result import Found
 
 
 def shown(content: RenderableType, width: int = 120) -> str:

@@ -2,22 +2,22 @@ from dataclasses import replace
 
 import pytest
 
-from wanma.api import machines, planning
-from wanma.api.planning import first_layout, notes, prepare_job
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.load import job_from
-from wanma.job.plan import Plan
-from wanma.planner import capabilities
-from wanma.planner.choose import Planned
-from wanma.planner.measure.calibration import Calibration
+from wanma.job.file.loading import job_from
+from wanma.job.plan.plan import Plan
+from wanma.planner.hardware_model.calibration import Calibration
+from wanma.planner.job_planner import Planned
+from wanma.planner.preparation import job_cluster, job_planning
+from wanma.planner.preparation.job_planning import first_layout, notes, prepare_job
+from wanma.planner.rules import capabilities
 
 JOB = {"model": {"preset": "gpt-1m"}, "parallel": {"compile": True}, "cluster": {"device": "cpu"}}
 
 
 def test_without_a_compiler_compile_is_off_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(job_planning, "cpp_compiler", lambda: None)
     job = job_from(JOB)
     plan = first_layout(job).plan
     assert not plan.compile
@@ -27,7 +27,7 @@ def test_without_a_compiler_compile_is_off_with_one_sentence(monkeypatch: pytest
 
 
 def test_with_a_compiler_the_job_is_followed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "cpp_compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr(job_planning, "cpp_compiler", lambda: "/usr/bin/g++")
     job = job_from(JOB)
     plan = first_layout(job).plan
     assert plan.compile
@@ -36,13 +36,13 @@ def test_with_a_compiler_the_job_is_followed_without_a_word(monkeypatch: pytest.
 
 def test_fp8_without_torchao_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda", "H100", 80 << 30, {"fp8": 1979e12})
-    monkeypatch.setattr(machines, "discover", lambda: Cluster((Node("box", 8, 64 << 30, (gpu,)),)))
+    monkeypatch.setattr(job_cluster, "discover", lambda: Cluster((Node("box", 8, 64 << 30, (gpu,)),)))
     job = job_from({"model": {"preset": "gpt-1m"}, "train": {"fp8": True, "precision": "bf16"}})
-    monkeypatch.setattr(planning, "find_spec", lambda _: None)
+    monkeypatch.setattr(job_planning, "find_spec", lambda _: None)
     with pytest.raises(WanmaError, match=r"train\.fp8 needs the package `torchao`") as refusal:
         first_layout(job)
     assert refusal.value.exit_code == 2
-    monkeypatch.setattr(planning, "find_spec", lambda _: object())
+    monkeypatch.setattr(job_planning, "find_spec", lambda _: object())
     assert first_layout(job).plan.approximate == ("fp8",)
 
 
@@ -55,12 +55,12 @@ FEW = {"auto": True, "schedule": "1f1b", "recompute": "none", "cp": 1}
 def on_gpus(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     """This machine is one node of these, as its drivers tell."""
     (node,) = parse_cluster(said).nodes
-    monkeypatch.setattr(machines, "discover", lambda: Cluster((replace(node, count=1),)))
+    monkeypatch.setattr(job_cluster, "discover", lambda: Cluster((replace(node, count=1),)))
 
 
 def test_auto_is_the_fastest_plan_before_any_data_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, "8 H100")
-    monkeypatch.setattr(planning, "prepare", lambda *_: None)
+    monkeypatch.setattr(job_planning, "prepare", lambda *_: None)
     job = job_from({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": FEW})
     start = first_layout(job)
     assert start.planned is not None
@@ -77,7 +77,7 @@ def test_auto_is_the_fastest_plan_before_any_data_is_read(monkeypatch: pytest.Mo
 
 def test_auto_on_a_processor_that_was_never_measured_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, "8 cores EPYC 7742")
-    monkeypatch.setattr(planning, "load_calibration", Calibration)
+    monkeypatch.setattr(job_planning, "load_calibration", Calibration)
     start = first_layout(job_from({"model": {"preset": "gpt-1m"}, "parallel": "auto"}))
     assert start.planned is None
     assert (start.plan.world_size, start.plan.threads_per_rank) == (1, 8)
@@ -87,7 +87,7 @@ def test_a_plan_that_wanma_does_not_run_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_gpus(monkeypatch, "8 H100")
-    monkeypatch.setattr(planning, "prepare", lambda *_: None)
+    monkeypatch.setattr(job_planning, "prepare", lambda *_: None)
     monkeypatch.setattr(capabilities, "installed_torch", lambda: (2, 13))
     parallel = {"tp": 2, "compile": True, "recompute": "full"}
     job = job_from({"model": {"preset": "gpt-10m"}, "train": {"precision": "bf16"}, "parallel": parallel})
@@ -110,7 +110,7 @@ def test_fp8_is_left_out_where_it_is_allowed_and_not_installed(monkeypatch: pyte
     )
     with_it = first_layout(job)
     assert with_it.plan.fp8
-    monkeypatch.setattr(planning, "find_spec", lambda _: None)
+    monkeypatch.setattr(job_planning, "find_spec", lambda _: None)
     without = first_layout(job)
     assert without.planned is not None
     assert not without.plan.fp8

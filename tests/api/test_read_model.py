@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from wanma.api.planning import first_layout, prepare_job
-from wanma.api.read_model import read_model
 from wanma.job.errors import JobError
-from wanma.job.load import job_from
+from wanma.job.file.loading import job_from
+from wanma.planner.preparation.job_planning import first_layout, prepare_job
+from wanma.planner.preparation.job_workload import read_model
 
 OWN = '''
 import torch

@@ -17,7 +17,7 @@ from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
 from support.own_loop import loop, loop_in_rank, per_sample
 from support.own_loop import session_job as job
 from support.ranks import Outcome, run_job, run_ranks
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from support.own import Numbers, Plain, seeded
 from support.own_loop import session_job
 from support.ranks import Outcome, run_ranks
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Worker, current_worker
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Worker, current_worker
 
 
 class History(wanma.Callback):

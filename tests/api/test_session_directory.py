@@ -18,10 +18,10 @@ from support.own import Numbers, Plain, Tagger, seeded
 from support.own_loop import loop, per_sample, session_job
 from support.ranks import Outcome
 from wanma.api import session as session_module
-from wanma.checkpoint.folder import read_manifest
-from wanma.checkpoint.reader import newest
-from wanma.data.open import open_data
-from wanma.job.load import load_job
+from wanma.checkpoint.load.reader import newest
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
+from wanma.data.opening import open_data
+from wanma.job.file.loading import load_job
 
 
 def events(run: Path) -> list[dict[str, Any]]:

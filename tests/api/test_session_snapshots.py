@@ -15,8 +15,8 @@ from support.images import Held
 from support.own import Numbers, Plain, seeded
 from support.own_loop import per_sample, session_job
 from support.ranks import Outcome, run_ranks
-from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Images, Worker, current_worker
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Images, Worker, current_worker
 
 JOB = session_job(checkpoint={"every_steps": 0, "snapshots": 1})
 

@@ -15,8 +15,8 @@ import wanma
 from support.own import Numbers, Plain, seeded
 from support.own_loop import loop, loop_in_rank, per_sample, session_job
 from support.ranks import Outcome, run_job, run_ranks
-from wanma.checkpoint.folder import committed, read_manifest
-from wanma.job.plan import Plan
+from wanma.checkpoint.store.checkpoint_folder import committed, read_manifest
+from wanma.job.plan.plan import Plan
 
 STEPS = 6
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from wanma.api.planning import Prepared
-from wanma.api.show import describe
-from wanma.api.words import copies_words
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Node
-from wanma.job.forecast import Forecast
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.choose import complete, layout
+from wanma.job.forecast.forecast import Forecast
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.job_planner import complete, layout
+from wanma.planner.preparation.job_planning import Prepared
+from wanma.planner.presentation.dry_run_summary import describe
+from wanma.planner.presentation.formatting import copies_words
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
 DECODER = DecoderDimensions(layers=6, hidden=64, heads=4, kv_heads=4, feed_forward=128, vocabulary=512)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.bench.asked import algorithms_of, dtypes_of, sizes_of
+from wanma.bench.collectives.selection import algorithms_of, dtypes_of, sizes_of
 from wanma.job.errors import JobError
 
 KNOWN = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.bench.collectives import bench_collectives, cluster_section
+from wanma.bench.collectives.benchmark import bench_collectives, cluster_section
 from wanma.cli.main import main
 from wanma.job.errors import JobError
 

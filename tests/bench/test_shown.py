@@ -12,23 +12,23 @@ import pytest
 from rich.console import Console
 
 from support.machines import CHIP
-from wanma.bench.collectives_page import charts, sweeps_page
-from wanma.bench.collectives_text import sweeps_text
-from wanma.bench.files import check_folder, write_sweeps
-from wanma.bench.operators import forecast_seconds
-from wanma.bench.results import COLUMNS, Sweep, to_csv
-from wanma.bench.saved import check_saving, save_sweeps
-from wanma.collectives.bandwidth import Timing
+from wanma.bench.collectives.calibration import check_saving, save_sweeps
+from wanma.bench.collectives.calibration_operators import forecast_seconds
+from wanma.bench.collectives.html_page import charts, sweeps_page
+from wanma.bench.collectives.output_files import check_folder, write_sweeps
+from wanma.bench.collectives.results import COLUMNS, Sweep, to_csv
+from wanma.bench.collectives.terminal_tables import sweeps_text
+from wanma.collectives.measurement.bandwidth import Timing
 from wanma.job.errors import JobError, WanmaError
-from wanma.planner.cost.communication import Group, all_gather_seconds, all_reduce_seconds
-from wanma.planner.cost.machine import Link, Machine
-from wanma.planner.measure.calibration import (
+from wanma.planner.hardware_model.calibration import (
     Calibration,
     Measured,
     Point,
     load_calibration,
     save_calibration,
 )
+from wanma.planner.hardware_model.collective_time import Group, all_gather_seconds, all_reduce_seconds
+from wanma.planner.hardware_model.model import Link, Machine
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 LINK = Machine(CHIP, (Link(4, 1e-4, 2e9),), start_seconds=0.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.job.load import load_job
+from wanma.job.file.loading import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,7 +20,7 @@ from benchmarks.mixed.contenders import (
 from benchmarks.mixed.report import ratios, recoveries, report, steps_to_recover, summary
 from benchmarks.turns import Turn
 
-from wanma.job.sections import Job
+from wanma.job.sections.job import Job
 
 SETTING = Setting(quota=30, steps=30, settle=20, layers=4, hidden=256, sequence=128, batch=26, micro_batch=4)
 

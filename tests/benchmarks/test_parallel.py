@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wanma.job.load import load_job
-from wanma.planner.stages import bubble_share
+from wanma.job.file.loading import load_job
+from wanma.planner.pipeline.schedules import bubble_share
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,7 +141,7 @@ def test_the_traffic_in_attention_is_that_of_the_textbook(axis, ranks):
 
 
 def test_the_ring_passes_as_many_messages_as_its_operators_say():
-    from wanma.models.presets import DECODER_PRESETS
+    from wanma.models.config.presets import DECODER_PRESETS
 
     contenders = module("contenders")
     traffic = module("context").Traffic.of(contenders.default_setting("cp-ring", 4, "fp32"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from wanma.job.load import load_job
-from wanma.job.plan import Plan
-from wanma.planner.exchange import why_not_hierarchical
+from wanma.job.file.loading import load_job
+from wanma.job.plan.plan import Plan
+from wanma.planner.gradient_reduction import why_not_hierarchical
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from wanma.checkpoint.folder import committed
-from wanma.checkpoint.reader import load_full, newest, read_state, verify
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.load.reader import load_full, newest, read_state, verify
+from wanma.checkpoint.save.checkpointer import Checkpointer
+from wanma.checkpoint.store.checkpoint_folder import committed
 
 ELEMENTS = 500_000
 

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wanma.checkpoint.reader import load, load_full, verify
-from wanma.checkpoint.shards import local_part
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.load.reader import load, load_full, verify
+from wanma.checkpoint.save.checkpointer import Checkpointer
 
 Tensors = dict[str, torch.Tensor]
 SHAPES = [(8, 6), (5, 3), (3, 4), (1, 2), (7,), (2, 3, 2), (6, 0)]

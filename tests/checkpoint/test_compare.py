@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.blocks import blocks
-from wanma.checkpoint.compare import Comparison, Difference, compare
-from wanma.checkpoint.format import Box
-from wanma.checkpoint.reader import Saved
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.format.manifest import Box
+from wanma.checkpoint.format.tensor_blocks import blocks
+from wanma.checkpoint.inspection.comparison import Comparison, Difference, compare
+from wanma.checkpoint.load.reader import Saved
+from wanma.checkpoint.save.checkpointer import Checkpointer
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], ranks: int = 1, step: int = 1, **state: Any) -> Path:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanma.checkpoint.compare import compare
-from wanma.checkpoint.convert import convert
-from wanma.checkpoint.folder import read_manifest
-from wanma.checkpoint.reader import load_full
-from wanma.checkpoint.scan import FolderFiles, scan
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.conversion.conversion import convert
+from wanma.checkpoint.inspection.comparison import compare
+from wanma.checkpoint.inspection.integrity_scan import FolderFiles, scan
+from wanma.checkpoint.load.reader import load_full
+from wanma.checkpoint.save.checkpointer import Checkpointer
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.job.errors import WanmaError
 
 
@@ -110,7 +110,7 @@ def test_a_disk_that_fills_up_leaves_the_source_and_nothing_else(path: Path, tmp
     before = content(path)
     program = (
         "import sys, resource, signal, pathlib\n"
-        "from wanma.checkpoint.convert import convert\n"
+        "from wanma.checkpoint.conversion.conversion import convert\n"
         "from wanma.job.errors import WanmaError\n"
         "source, out = map(pathlib.Path, sys.argv[1:])\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

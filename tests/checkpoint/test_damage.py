@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.checkpoint.folder import read_manifest
-from wanma.checkpoint.format import Box, Shard, TensorEntry, dump_manifest
-from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
-from wanma.checkpoint.verify import find_whole
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.format.manifest import Box, Shard, TensorEntry, dump_manifest
+from wanma.checkpoint.load.reader import load, load_full, newest, read_state, verify
+from wanma.checkpoint.load.verification import find_whole
+from wanma.checkpoint.save.checkpointer import Checkpointer
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
 from wanma.job.errors import WanmaError
 
 

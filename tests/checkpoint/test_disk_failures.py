@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.checkpoint.reader import load_full, newest
-from wanma.checkpoint.remote import Remote
-from wanma.checkpoint.storage import Storage
-from wanma.checkpoint.verify import verify
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.load.reader import load_full, newest
+from wanma.checkpoint.load.verification import verify
+from wanma.checkpoint.remote.remote_checkpoints import Remote
+from wanma.checkpoint.remote.remote_storage import Storage
+from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.job.errors import WanmaError
 from wanma.job.retry import Patience
 
@@ -22,7 +22,7 @@ SAVE_TWO = """
 import os, resource, signal, sys
 from pathlib import Path
 import torch
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.save.checkpointer import Checkpointer
 
 folder, trouble = Path(sys.argv[1]), sys.argv[2]
 checkpointer = Checkpointer(folder)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load as safetensors_load
 
-from wanma.checkpoint.format import (
+from wanma.checkpoint.format.manifest import (
     Box,
     FileEntry,
     Manifest,

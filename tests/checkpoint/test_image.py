@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.image import HEAD_BYTES, FoundImage, Head, ImageFile, read_head
+from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, FoundImage, Head, ImageFile, read_head
 
 CONTENT = bytes(range(256)) * 20
 

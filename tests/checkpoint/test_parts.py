@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from support.images import Held
-from wanma.checkpoint import parts as module
-from wanma.checkpoint.parts import Moment, parts, remove_parts, write_part
-from wanma.checkpoint.reader import load_full
-from wanma.checkpoint.rescue import rescue
-from wanma.checkpoint.snapshot import Snapshots
+from wanma.checkpoint.in_memory import partial_checkpoints as module
+from wanma.checkpoint.in_memory.flush import rescue
+from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots
+from wanma.checkpoint.in_memory.partial_checkpoints import Moment, parts, remove_parts, write_part
+from wanma.checkpoint.load.reader import load_full
 from wanma.job.errors import WanmaError
 
 NODES = [[0, 1], [2, 3]]

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from support.failing_storage import Call, FailingFileSystem, register
-from wanma.checkpoint.folder import Keep
-from wanma.checkpoint.reader import load_full, verify
-from wanma.checkpoint.remote import DamagedError, Remote
-from wanma.checkpoint.scan import scan
-from wanma.checkpoint.storage import Storage, check_url
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.inspection.integrity_scan import scan
+from wanma.checkpoint.load.reader import load_full, verify
+from wanma.checkpoint.remote.remote_checkpoints import DamagedError, Remote
+from wanma.checkpoint.remote.remote_storage import Storage, check_url
+from wanma.checkpoint.save.checkpointer import Checkpointer
+from wanma.checkpoint.store.checkpoint_folder import Keep
 from wanma.job.errors import EXIT_USAGE, WanmaError
 from wanma.job.retry import Patience
 

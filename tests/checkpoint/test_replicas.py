@@ -7,8 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.replicas import Difference, Group, SharedParts, differences, disagreeing, hashes
-from wanma.checkpoint.replicas import _sum_of_words as sum_of_words
+from wanma.checkpoint.inspection.replica_check import (
+    Difference,
+    Group,
+    SharedParts,
+    differences,
+    disagreeing,
+    hashes,
+)
+from wanma.checkpoint.inspection.replica_check import _sum_of_words as sum_of_words
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn)
 
@@ -38,7 +45,7 @@ def test_a_gpus_hash_does_not_depend_on_its_chunks_and_sees_exchanged_words(
 ) -> None:
     tensor = torch.randn(1000)
     whole = int(sum_of_words(tensor))
-    monkeypatch.setattr("wanma.checkpoint.replicas.CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("wanma.checkpoint.inspection.replica_check.CHUNK_ELEMENTS", 7)
     assert int(sum_of_words(tensor)) == whole
     tensor[[3, 900]] = tensor[[900, 3]]
     assert int(sum_of_words(tensor)) != whole

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.images import Held
-from wanma.checkpoint.folder import committed
-from wanma.checkpoint.reader import load_full
-from wanma.checkpoint.rescue import rescue, share_out
-from wanma.checkpoint.snapshot import Snapshots
-from wanma.checkpoint.verify import verify
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.in_memory.flush import rescue, share_out
+from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots
+from wanma.checkpoint.load.reader import load_full
+from wanma.checkpoint.load.verification import verify
+from wanma.checkpoint.save.checkpointer import Checkpointer
+from wanma.checkpoint.store.checkpoint_folder import committed
 from wanma.job.errors import WanmaError
 
 

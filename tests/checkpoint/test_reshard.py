@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from support.images import Held
 from support.ranks import run_ranks
-from wanma.checkpoint.image import HEAD_BYTES
-from wanma.checkpoint.reader import load
-from wanma.checkpoint.reshard import gather, laid_out_otherwise, plan_fetches
-from wanma.checkpoint.snapshot import Snapshots
-from wanma.job.worker import Images, Worker
+from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots
+from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES
+from wanma.checkpoint.in_memory.reshard import gather, laid_out_otherwise, plan_fetches
+from wanma.checkpoint.load.reader import load
+from wanma.job.run.worker import Images, Worker
 
 SPANS = [range(2), range(2, 3), range(3, 5)]
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.ring import Fetch, guests_of, host_of, node_of, node_spans, plan_fetches
+from wanma.checkpoint.in_memory.partner_ring import (
+    Fetch,
+    guests_of,
+    host_of,
+    node_of,
+    node_spans,
+    plan_fetches,
+)
 
 sizes = st.lists(st.integers(1, 5), min_size=2, max_size=6)
 

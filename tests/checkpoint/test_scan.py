@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.folder import read_manifest
-from wanma.checkpoint.format import Box, Shard, TensorEntry, dump_manifest
-from wanma.checkpoint.scan import FolderFiles, Problem, quick_problem, scan, uncovered
-from wanma.checkpoint.storage import Storage
-from wanma.checkpoint.verify import verify
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.format.manifest import Box, Shard, TensorEntry, dump_manifest
+from wanma.checkpoint.inspection.integrity_scan import FolderFiles, Problem, quick_problem, scan, uncovered
+from wanma.checkpoint.load.verification import verify
+from wanma.checkpoint.remote.remote_storage import Storage
+from wanma.checkpoint.save.checkpointer import Checkpointer
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
 
 
 @pytest.fixture

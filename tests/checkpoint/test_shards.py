@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.checkpoint.format import Box
-from wanma.checkpoint.shards import Piece, assign, pieces_of
+from wanma.checkpoint.format.local_shards import Piece, assign, pieces_of
+from wanma.checkpoint.format.manifest import Box
 from wanma.job.errors import WanmaError
 
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from support.images import Held
 from support.ranks import run_ranks
-from wanma.checkpoint.image import HEAD_BYTES, ImageFile
-from wanma.checkpoint.reader import load
-from wanma.checkpoint.snapshot import Snapshots, look
+from wanma.checkpoint.in_memory.in_memory_checkpointer import Snapshots, look
+from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, ImageFile
+from wanma.checkpoint.load.reader import load
 from wanma.job.errors import WanmaError
-from wanma.job.worker import Worker
+from wanma.job.run.worker import Worker
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -142,9 +142,9 @@ def _die_in_mid_copy(held: Held, where: str) -> None:
     snapshots = Snapshots(held.images(0), 0, 1, 1)
     take(snapshots, 1, 2)
     if where == "content":
-        from wanma.checkpoint import snapshot
+        from wanma.checkpoint.in_memory import in_memory_checkpointer
 
-        right, count = snapshot._copy, [0]
+        right, count = in_memory_checkpointer._copy, [0]
 
         def copy(*arguments: Any) -> None:
             count[0] += 1
@@ -152,7 +152,7 @@ def _die_in_mid_copy(held: Held, where: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             right(*arguments)
 
-        snapshot._copy = copy  # type: ignore[assignment]
+        in_memory_checkpointer._copy = copy  # type: ignore[assignment]
     else:
         ImageFile.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
     snapshots.begin(3, tensors(3), {})

@@ -16,13 +16,13 @@ import xxhash
 
 from support.images import Held
 from support.ranks import run_ranks
-from wanma.checkpoint.fetch import fetch
-from wanma.checkpoint.image import HEAD_BYTES, FoundImage, Head, ImageFile, unpack_head
-from wanma.checkpoint.partner import Partner
-from wanma.checkpoint.ring import guests_of, node_of, node_spans
-from wanma.checkpoint.snapshot import layout_number, look
-from wanma.checkpoint.transfer import CHUNK_BYTES, FIRST_BYTES
-from wanma.job.worker import Images, Worker
+from wanma.checkpoint.in_memory.file_transfer import CHUNK_BYTES, FIRST_BYTES
+from wanma.checkpoint.in_memory.in_memory_checkpointer import layout_number, look
+from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, FoundImage, Head, ImageFile, unpack_head
+from wanma.checkpoint.in_memory.partner_replication import Partner
+from wanma.checkpoint.in_memory.partner_ring import guests_of, node_of, node_spans
+from wanma.checkpoint.in_memory.restore import fetch
+from wanma.job.run.worker import Images, Worker
 
 BYTES = 2 * CHUNK_BYTES + 777
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from support.failing_storage import FailingFileSystem, register
-from wanma.checkpoint.folder import Keep
-from wanma.checkpoint.reader import verify
-from wanma.checkpoint.uploader import Uploader, uploaded
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.load.reader import verify
+from wanma.checkpoint.remote.uploader import Uploader, uploaded
+from wanma.checkpoint.save.checkpointer import Checkpointer
+from wanma.checkpoint.store.checkpoint_folder import Keep
 from wanma.job.retry import Patience
 
 QUICK = Patience(tries=2, first_pause_seconds=0.001)

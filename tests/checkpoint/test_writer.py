@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.checkpoint import disk, writer
-from wanma.checkpoint.folder import best
-from wanma.checkpoint.reader import load, load_full, newest, read_state, verify
-from wanma.checkpoint.writer import Checkpointer, SaveResult
-from wanma.job import claims
-from wanma.job.claims import Claim, Fence
+from wanma.checkpoint.load.reader import load, load_full, newest, read_state, verify
+from wanma.checkpoint.save import checkpointer as writer
+from wanma.checkpoint.save import file_writer
+from wanma.checkpoint.save.checkpointer import Checkpointer, SaveResult
+from wanma.checkpoint.store.checkpoint_folder import best
 from wanma.job.errors import WanmaError
 from wanma.job.retry import Patience
+from wanma.job.run import generation_claims
+from wanma.job.run.generation_claims import Claim, Fence
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -439,7 +440,7 @@ def test_keeping_none_is_refused(tmp_path: Path) -> None:
 def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, tries: int
 ) -> None:
-    monkeypatch.setattr(disk, "_PATIENCE", Patience(tries=2, first_pause_seconds=0.001))
+    monkeypatch.setattr(file_writer, "_PATIENCE", Patience(tries=2, first_pause_seconds=0.001))
     fsync, calls = os.fsync, []
 
     def failing(descriptor: int) -> None:
@@ -460,11 +461,11 @@ def test_a_disk_that_fails_for_a_moment_is_written_to_again_and_a_full_one_is_no
 
 def test_ranks_whose_run_others_carry_on_commit_nothing_more(tmp_path: Path) -> None:
     claim = Claim(1, "10.0.0.1:29500", "one", "host")
-    claims.make(tmp_path, claim)
+    generation_claims.make(tmp_path, claim)
     folder = tmp_path / "checkpoints"
     with Checkpointer(folder, still_mine=Fence(tmp_path, 1).check) as checkpointer:
         assert saved(checkpointer, 10).error is None
-        claims.make(tmp_path, replace(claim, generation=2, coordinator="other"))
+        generation_claims.make(tmp_path, replace(claim, generation=2, coordinator="other"))
         failed = saved(checkpointer, 20)
     assert "followed by start 2" in str(failed.error)
     assert names(folder) == ["step-00000010"]

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanma.checkpoint.reader import load_full
-from wanma.checkpoint.uploader import Uploader
-from wanma.checkpoint.writer import Checkpointer
+from wanma.checkpoint.load.reader import load_full
+from wanma.checkpoint.remote.uploader import Uploader
+from wanma.checkpoint.save.checkpointer import Checkpointer
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE
-from wanma.job.load import job_from
-from wanma.job.run_directory import RunDirectory
-from wanma.job.write import to_toml
+from wanma.job.file.loading import job_from
+from wanma.job.file.serialization import to_toml
+from wanma.job.run.run_directory import RunDirectory
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:

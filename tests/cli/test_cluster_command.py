@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from wanma.cli.main import main
-from wanma.hardware.catalogue import CATALOGUE
-from wanma.hardware.cluster_file import load_cluster
-from wanma.hardware.cluster_text import parse_cluster
-from wanma.hardware.discover import discover
+from wanma.hardware.catalogue.lookup import CATALOGUE
+from wanma.hardware.cluster_file.reader import load_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.discovery.node import discover
 
 
 def test_it_prints_this_machine_as_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from wanma.cli.main import main
-from wanma.job.describe import markdown, starter_toml
-from wanma.job.schema import keys, tables
+from wanma.job.file.reference import markdown, starter_toml
+from wanma.job.file.schema import keys, tables
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

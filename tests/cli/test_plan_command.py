@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wanma.cli.main import main
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 JOB = """\
 [model]

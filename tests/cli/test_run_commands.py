@@ -9,9 +9,9 @@ import pytest
 
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE
-from wanma.job.load import job_from
-from wanma.job.run_directory import RunDirectory, write_json
-from wanma.job.write import to_toml
+from wanma.job.file.loading import job_from
+from wanma.job.file.serialization import to_toml
+from wanma.job.run.run_directory import RunDirectory, write_json
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 from support.wrong_jobs import ALL, BASE, OWN_CODE, Wrong
 from wanma.cli.main import main
 from wanma.job.errors import EXIT_USAGE, JobError
-from wanma.job.load import job_from
-from wanma.job.schema import Key, keys
-from wanma.training import preflight
+from wanma.job.file.loading import job_from
+from wanma.job.file.schema import Key, keys
+from wanma.training.loop import preflight
 
 
 @pytest.fixture(scope="module")

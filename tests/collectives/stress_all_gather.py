@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.functional import mend_all_gather
+from wanma.collectives.functional_all_gather import mend_all_gather
 
 RANKS = 2
 BETWEEN_LOOKS = 500

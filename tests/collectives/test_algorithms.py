@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import run_ranks
-from wanma.collectives.algorithms import ALGORITHMS, follow
-from wanma.collectives.schedules import chunk, ring_all_reduce
+from wanma.collectives.algorithms.algorithm_table import ALGORITHMS, follow
+from wanma.collectives.algorithms.communication_schedules import chunk, ring_all_reduce
 from wanma.job.errors import WanmaError
-from wanma.job.worker import Worker
+from wanma.job.run.worker import Worker
 
 SIZES = (0, 1, 5, 1 << 12, (1 << 16) + 3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

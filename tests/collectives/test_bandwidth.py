@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.collectives.bandwidth import BUS_FACTORS, Timing
+from wanma.collectives.measurement.bandwidth import BUS_FACTORS, Timing
 
 
 def test_bus_bandwidth_is_what_each_link_carries() -> None:

@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.ranks import run_ranks
-from wanma.collectives.compression import pieces as pieces_module
-from wanma.collectives.compression.blockwise import SOURCE, BlockwiseInt8
-from wanma.collectives.compression.by_nodes import ByNodes, Levels, cut
-from wanma.collectives.compression.in_flight import together
-from wanma.collectives.compression.methods import KEEP_ERRORS, method_of
-from wanma.collectives.compression.pieces import Memory, Piece
+from wanma.collectives.balanced_owners import shared_out
+from wanma.collectives.compression import bucket_tensors as pieces_module
+from wanma.collectives.compression.bucket_tensors import Memory, Piece
+from wanma.collectives.compression.compressor_table import KEEP_ERRORS, method_of
+from wanma.collectives.compression.half_precision_codecs import BFloat16, Float16
+from wanma.collectives.compression.hierarchical import ByNodes, Levels, cut
+from wanma.collectives.compression.int8_codec import SOURCE, BlockwiseInt8
+from wanma.collectives.compression.overlap import together
 from wanma.collectives.compression.power_sgd import first_q
-from wanma.collectives.compression.rounding import BFloat16, Float16
-from wanma.collectives.owners import shared_out
-from wanma.hardware.native import compiled
-from wanma.job.parallel_section import Compression
-from wanma.job.plan import Plan
-from wanma.job.worker import Worker
-from wanma.parallel.mesh import process_grid
+from wanma.hardware.native.native_library import compiled
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.job.sections.parallel import Compression
+from wanma.parallel.mesh.parallel_mesh import process_grid
 
 RANKS = 3
 STEPS = 4

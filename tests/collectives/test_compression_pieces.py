@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.collectives.compression import pieces as module
-from wanma.collectives.compression.in_flight import AT_ONCE
-from wanma.collectives.compression.methods import KEEP_ERRORS
-from wanma.collectives.compression.pieces import ALIGNMENT, Piece, runs, width_of
+from wanma.collectives.compression import bucket_tensors as module
+from wanma.collectives.compression.bucket_tensors import ALIGNMENT, Piece, runs, width_of
+from wanma.collectives.compression.compressor_table import KEEP_ERRORS
+from wanma.collectives.compression.overlap import AT_ONCE
 from wanma.collectives.compression.power_sgd import first_q, thin_rank
 from wanma.collectives.compression.top_k import TopK
-from wanma.planner.cost import compression as cost
-from wanma.planner.memory.state import COMPRESSED_TOGETHER_BYTES
+from wanma.planner.cost import gradient_collectives as cost
+from wanma.planner.memory.model_states import COMPRESSED_TOGETHER_BYTES
 
 
 @given(st.lists(st.integers(0, 3000), max_size=6), st.integers(1, 4))

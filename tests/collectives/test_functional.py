@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from support.ranks import run_ranks
-from wanma.job.parallel_section import Collectives
-from wanma.job.plan import Plan
-from wanma.job.worker import Worker
-from wanma.parallel.mesh import process_grid
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.job.sections.parallel import Collectives
+from wanma.parallel.mesh.parallel_mesh import process_grid
 
 RANKS = 3
 SHAPES = ((2,), (1, 3), (4, 2, 2), (0, 5))

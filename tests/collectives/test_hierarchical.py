@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.ranks import run_ranks
-from wanma.collectives.hierarchical import nodes_of, segments, sum_over_nodes
+from wanma.collectives.algorithms.hierarchical_all_reduce import nodes_of, segments, sum_over_nodes
 from wanma.job.errors import WanmaError
-from wanma.job.plan import Plan
-from wanma.job.worker import Worker
-from wanma.parallel.mesh import process_grid
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.parallel.mesh.parallel_mesh import process_grid
 
 SIZES = (0, 1, 2, 5, 6, 7, 1001)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanma.collectives.compression.in_flight import Steps, together
+from wanma.collectives.compression.overlap import Steps, together
 
 
 class Message:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.ranks import run_ranks
-from wanma.collectives.links import SLOW_FACTOR, Link, measure_links, slow_links, slow_nodes
-from wanma.job.worker import Worker
+from wanma.collectives.measurement.node_links import SLOW_FACTOR, Link, measure_links, slow_links, slow_nodes
+from wanma.job.run.worker import Worker
 
 
 def ring(*bandwidths: float, latencies: dict[int, float] | None = None) -> list[Link]:

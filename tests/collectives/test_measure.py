@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import run_ranks
-from wanma.collectives.measure import COLLECTIVES, Collective, collective_seconds
-from wanma.job.plan import Plan
-from wanma.job.worker import Worker
+from wanma.collectives.measurement.microbenchmark import COLLECTIVES, Collective, collective_seconds
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
 
 
 def measure(worker: Worker) -> tuple[dict[Collective, float], list[float]]:
-    from wanma.parallel.mesh import process_grid
+    from wanma.parallel.mesh.parallel_mesh import process_grid
 
     with process_grid(worker, Plan(dp_replicate=2), 60):
         group = dist.group.WORLD
@@ -25,7 +25,7 @@ def measure(worker: Worker) -> tuple[dict[Collective, float], list[float]]:
 
 
 def alone(worker: Worker) -> str:
-    from wanma.parallel.mesh import process_grid
+    from wanma.parallel.mesh.parallel_mesh import process_grid
 
     with process_grid(worker, Plan(), 60):
         group = dist.group.WORLD

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.collectives.schedules import (
+from wanma.collectives.algorithms.communication_schedules import (
     Exchange,
     Schedule,
     chunk,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from support.ranks import run_ranks
 from support.shared import CHUNK_BYTES, shared_world
-from wanma.collectives.shared.group import SharedGroup
-from wanma.job.worker import Worker
+from wanma.collectives.shared_memory.process_group import SharedGroup
+from wanma.job.run.worker import Worker
 
 RANKS = (2, 3, 4)
 DTYPES = (

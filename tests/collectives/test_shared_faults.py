@@ -21,13 +21,13 @@ import torch.distributed as dist
 from support.compilers import there_is_none
 from support.ranks import _context, run_ranks
 from support.shared import shared_world
-from wanma.collectives.shared import backend
-from wanma.collectives.shared.errors import SharedMemoryError, failure_text
-from wanma.collectives.shared.group import SharedGroup
-from wanma.collectives.shared.library import Outcome
-from wanma.elastic.collectives import whereabouts
+from wanma.collectives.shared_memory import backend
+from wanma.collectives.shared_memory.errors import SharedMemoryError, failure_text
+from wanma.collectives.shared_memory.native_library import Outcome
+from wanma.collectives.shared_memory.process_group import SharedGroup
 from wanma.elastic.failure import is_consequence
-from wanma.job.worker import Worker
+from wanma.elastic.workers.flight_recorder import whereabouts
+from wanma.job.run.worker import Worker
 
 RANKS, VICTIM = 3, 1
 COLLECTIVES: dict[str, Callable[[], Any]] = {
@@ -368,7 +368,7 @@ def named() -> set[str]:
 
 
 def memory(worker: Worker) -> tuple[int, int]:
-    from wanma.training.memory import held_bytes
+    from wanma.training.run.rank_memory import held_bytes
 
     with shared_world(worker) as (group, _):
         before = held_bytes("cpu")
@@ -387,8 +387,8 @@ def test_a_rank_counts_its_own_tensors_in_shared_memory_once() -> None:
 
 
 def without(worker: Worker, hosts: bool) -> tuple[str, float]:
-    from wanma.job.plan import Plan
-    from wanma.parallel.mesh import process_grid
+    from wanma.job.plan.plan import Plan
+    from wanma.parallel.mesh.parallel_mesh import process_grid
 
     if hosts:
         backend.host_id = lambda: f"host {worker.rank}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.collectives.shared.heap import ALIGNMENT, Heap
+from wanma.collectives.shared_memory.page_allocator import ALIGNMENT, Heap
 
 SIZE = 64 * ALIGNMENT
 

@@ -14,10 +14,10 @@ import torch.distributed._functional_collectives as functional
 
 from support.ranks import run_ranks
 from support.shared import shared_world
-from wanma.collectives.shared import backend, messages
-from wanma.collectives.shared.errors import SharedMemoryError
-from wanma.elastic.collectives import whereabouts
-from wanma.job.worker import Worker
+from wanma.collectives.shared_memory import backend, point_to_point
+from wanma.collectives.shared_memory.errors import SharedMemoryError
+from wanma.elastic.workers.flight_recorder import whereabouts
+from wanma.job.run.worker import Worker
 
 SIZES = (0, 1, 7, 4096, 300_001)
 
@@ -243,7 +243,7 @@ def test_what_found_no_room_is_sent_while_its_sender_does_something_else() -> No
 
 def one_tag_long_before(worker: Worker) -> int:
     """Places of messages that were taken are free, though an earlier one of another tag was not."""
-    messages.MOST_BYTES = 1 << 20
+    point_to_point.MOST_BYTES = 1 << 20
     with shared_world(worker) as (group, _):
         if worker.rank == 0:
             dist.send(torch.ones(1), 1, tag=9)

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.ranks import run_ranks
 from support.shared import shared_world
-from wanma.collectives.gloo import Stopwatch
-from wanma.collectives.shared.backend import shared_group
-from wanma.collectives.shared.fsdp import SharedAllGather, SharedReduceScatter
-from wanma.job.worker import Worker
+from wanma.collectives.fsdp.point_to_point_collectives import Stopwatch
+from wanma.collectives.fsdp.shared_memory_collectives import SharedAllGather, SharedReduceScatter
+from wanma.collectives.shared_memory.backend import shared_group
+from wanma.job.run.worker import Worker
 
 
 def in_the_background(worker: Worker) -> list[float]:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.ranks import run_ranks
-from wanma.collectives.compression.pieces import ALIGNMENT
-from wanma.collectives.site_sums import CODECS
-from wanma.collectives.site_sums import Sum as SumOf
-from wanma.job.parallel_section import OuterCompression
-from wanma.planner.cost.sites import SENT_BYTES
+from wanma.collectives.all_reduce.site_all_reduce import CODECS
+from wanma.collectives.all_reduce.site_all_reduce import Sum as SumOf
+from wanma.collectives.compression.bucket_tensors import ALIGNMENT
+from wanma.job.sections.parallel import OuterCompression
+from wanma.planner.cost.site_synchronization import SENT_BYTES
 
 SIZE = 1000  # no multiple of a block
 

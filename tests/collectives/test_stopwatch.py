@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.collectives.stopwatch import Flight, Spent, Stopwatch, waiting, watching
+from wanma.collectives.timing.communication_timer import Flight, Spent, Stopwatch, waiting, watching
 
 
 def test_what_is_under_way_several_times_at_once_counts_once() -> None:
@@ -46,7 +46,7 @@ def test_what_a_model_waits_for_is_told_to_the_stopwatch_that_watches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = iter((1.0, 2.0, 5.0, 7.0, 8.0))
-    monkeypatch.setattr("wanma.collectives.stopwatch.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("wanma.collectives.timing.communication_timer.time.perf_counter", lambda: next(now))
     watch = Stopwatch()
     with watching(watch):
         flight = Flight("context")  # at 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wanma.collectives.sums import InTurn
+from wanma.collectives.all_reduce.bucket_all_reduce import InTurn
 
 
 def test_buckets_are_summed_one_after_the_other_while_the_caller_goes_on() -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from support.ranks import run_ranks
-from wanma.collectives.waits import waits
-from wanma.job.worker import Worker
+from wanma.collectives.timing.functional_wait_time import waits
+from wanma.job.run.worker import Worker
 
 LATE_SECONDS = 0.4
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from wanma.data.custom import Sample, open_dataset
-from wanma.data.data import Data
-from wanma.data.open import open_data
-from wanma.job.data_section import DataSection
+from wanma.data.datasets.dataset import Data
+from wanma.data.datasets.map_dataset import Sample, open_dataset
+from wanma.data.opening import open_data
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections import TrainSection
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import TrainSection
 
 
 class Squares(Dataset[Any]):

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wanma.data.image_data import ImageData
-from wanma.data.images import find_images, read_images
-from wanma.data.open import open_data
-from wanma.job.data_section import DataSection
+from wanma.data.datasets.image_dataset import ImageData
+from wanma.data.datasets.image_files import find_images, read_images
+from wanma.data.opening import open_data
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections import TrainSection
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import TrainSection
 
 RANDOM = np.random.default_rng(0)
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from wanma.data.data import Data
-from wanma.data.loader import Loader
-from wanma.data.open import open_data
-from wanma.job.data_section import DataSection
+from wanma.data.datasets.dataset import Data
+from wanma.data.opening import open_data
+from wanma.data.step_loader import Loader
 from wanma.job.errors import WanmaError
-from wanma.job.plan import Plan
-from wanma.job.sections import TrainSection
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import TrainSection
 
 
 class Numbers:

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.data import open as front_door
-from wanma.data.data import Data
-from wanma.data.open import cache_folder, open_data, prepare
-from wanma.data.ramp import global_batch, samples_before
-from wanma.job.data_section import DataSection, SourceSection
+from wanma.data import opening as front_door
+from wanma.data.datasets.dataset import Data
+from wanma.data.opening import cache_folder, open_data, prepare
+from wanma.data.sampling.batch_size_schedule import global_batch, samples_before
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.plan import Plan
-from wanma.job.sections import TrainSection
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.data import DataSection, SourceSection
+from wanma.job.sections.job import TrainSection
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +225,14 @@ def test_the_cache_is_the_jobs_or_the_users(monkeypatch: pytest.MonkeyPatch) -> 
 
 QUIET = """
 import os, sys
-import wanma.data.open
-import wanma.data.token_worker, wanma.data.tokenizer, wanma.data.text
-from wanma.job.data_section import DataSection
+import wanma.data.opening
+import wanma.data.text.tokenization_process, wanma.data.text.tokenizer, wanma.data.text.documents
+from wanma.job.sections.data import DataSection
 assert len(os.listdir("/proc/self/task")) == 1, "a thread after import"
 section = DataSection(text=[sys.argv[1]], sequence_length=16, cache=sys.argv[2], tokenizer=sys.argv[3])
-wanma.data.token_build._TASK_BYTES = 2000
-wanma.data.token_build._MERGED_PER_PROCESS = 100
-wanma.data.open.prepare(section)
+wanma.data.text.tokenization._TASK_BYTES = 2000
+wanma.data.text.tokenization._MERGED_PER_PROCESS = 100
+wanma.data.opening.prepare(section)
 assert len(os.listdir("/proc/self/task")) == 1, "a thread after prepare"
 assert "torch" not in sys.modules
 try:

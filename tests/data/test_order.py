@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.data.order import permute, shuffled
-from wanma.job.plan import Plan
+from wanma.data.sampling.permutation import permute, shuffled
+from wanma.job.plan.plan import Plan
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 100))

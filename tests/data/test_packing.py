@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.data.packing import TokenStream, document_masks
+from wanma.data.text.sequence_packing import TokenStream, document_masks
 
 END = 99
 

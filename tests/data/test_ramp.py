@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.data.ramp import global_batch, samples_before, step_of
-from wanma.job.sections import TrainSection
+from wanma.data.sampling.batch_size_schedule import global_batch, samples_before, step_of
+from wanma.job.sections.job import TrainSection
 
 ramps = st.builds(
     lambda batch, steps, batches: TrainSection(

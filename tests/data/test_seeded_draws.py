@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wanma.data.custom import open_dataset
-from wanma.job.data_section import DataSection
+from wanma.data.datasets.map_dataset import open_dataset
+from wanma.job.sections.data import DataSection
 
 
 class Augmented:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.data.split import Split, split_documents
-from wanma.data.token_file import TokenFile
+from wanma.data.text.token_file import TokenFile
+from wanma.data.text.validation_split import Split, split_documents
 from wanma.job.errors import JobError
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from wanma.data.data import Data
-from wanma.data.open import open_data
-from wanma.data.stream import StreamReader
-from wanma.job.data_section import DataSection
+from wanma.data.datasets.dataset import Data
+from wanma.data.datasets.stream_reader import StreamReader
+from wanma.data.opening import open_data
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections import TrainSection
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import TrainSection
 
 
 class Counting(IterableDataset[Any]):

@@ -11,11 +11,11 @@ from fsspec.asyn import AsyncFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-import wanma.data.text
-import wanma.data.tokenizer
+import wanma.data.text.documents
+import wanma.data.text.tokenizer
 from support.failing_storage import FailingFileSystem, register
-from wanma.data.text import _cut, list_documents, starts_threads
-from wanma.data.tokenizer import load_tokenizer
+from wanma.data.text.documents import _cut, list_documents, starts_threads
+from wanma.data.text.tokenizer import load_tokenizer
 from wanma.job.errors import JobError, WanmaError
 from wanma.job.retry import Patience
 
@@ -76,7 +76,7 @@ def test_any_fsspec_url_is_read() -> None:
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
     """Storage that a test makes fail, tried again without long pauses."""
     quick = Patience(tries=4, first_pause_seconds=0.001)
-    for module in (wanma.data.text, wanma.data.tokenizer):
+    for module in (wanma.data.text.documents, wanma.data.text.tokenizer):
         monkeypatch.setattr(module, "PATIENCE", quick)
     return register()
 

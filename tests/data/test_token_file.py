@@ -16,11 +16,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from wanma.data import token_build, token_file
-from wanma.data.text import Document, list_documents
-from wanma.data.token_build import TokenWriter
-from wanma.data.token_file import DamagedError, TokenFile, ensure_token_file, open_token_file
-from wanma.data.tokenizer import BytesTokenizer, load_tokenizer
+from wanma.data.text import token_file, tokenization
+from wanma.data.text.documents import Document, list_documents
+from wanma.data.text.token_file import DamagedError, TokenFile, ensure_token_file, open_token_file
+from wanma.data.text.tokenization import TokenWriter
+from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.errors import WanmaError
 
 TEXTS = [f"document {number}\n" * (number + 1) for number in range(20)]
@@ -90,7 +90,7 @@ def build_at(folder: Path) -> TokenFile:
 def test_processes_build_the_same_file_as_one(
     documents: list[Document], tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_build, "_TASK_BYTES", 500)
+    monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
     if tokenizer == "words":
         backend = Backend(models.WordLevel({"document": 0, "?": 1, "3": 2}, unk_token="?"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -114,7 +114,7 @@ def test_processes_build_the_same_file_as_one(
 def test_an_error_in_a_process_is_told_and_leaves_nothing(
     documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_build, "_TASK_BYTES", 500)
+    monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
     Path(documents[7].path).unlink()
     with pytest.raises(WanmaError, match=r"data\.text\[0\]: cannot read '.*07\.txt'"):
         build(documents, tmp_path, workers=2)
@@ -124,7 +124,7 @@ def test_an_error_in_a_process_is_told_and_leaves_nothing(
 def test_a_process_that_dies_is_told_and_leaves_nothing(
     documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_build, "_TASK_BYTES", 500)
+    monkeypatch.setattr(tokenization, "_TASK_BYTES", 500)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WanmaError, match="a process that encodes text ended with code 1"):
         build(documents, tmp_path, workers=2)
@@ -205,7 +205,7 @@ def test_documents_that_are_not_utf8_are_replaced_and_counted_where_it_matters(t
 
 
 def test_memory_is_built_here_whatever_the_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(token_build, "_TASK_BYTES", 10)
+    monkeypatch.setattr(tokenization, "_TASK_BYTES", 10)
     for name in "ab":
         fsspec.filesystem("memory").pipe(f"/built-here/{name}", name.encode() * 20)
     file = build(list_documents(["memory://built-here"]), tmp_path, workers=2)
@@ -280,7 +280,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(
 def test_a_disk_that_fills_up_in_a_process_is_told_alike(documents: list[Document], tmp_path: Path) -> None:
     BytesTokenizer().save(tmp_path)
     (tmp_path / "part").symlink_to("/dev/full")  # every write to it fails as on a full disk
-    process = token_build._Process(tmp_path, "bytes")
+    process = tokenization._Process(tmp_path, "bytes")
     try:
         with pytest.raises(WanmaError, match="No space left on device"), token_file._folder_errors(tmp_path):
             process.encode(documents, tmp_path / "part")
@@ -298,9 +298,9 @@ def test_a_cache_that_cannot_be_made_is_told(documents: list[Document], tmp_path
 BUILDER = """
 import sys, time
 from pathlib import Path
-from wanma.data.text import list_documents
-from wanma.data.token_file import ensure_token_file
-from wanma.data.tokenizer import BytesTokenizer
+from wanma.data.text.documents import list_documents
+from wanma.data.text.token_file import ensure_token_file
+from wanma.data.text.tokenizer import BytesTokenizer
 def progress(done, total):
     print("building", done, flush=True)
     time.sleep(float(sys.argv[3]))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from wanma.data.tokenizer import BytesTokenizer, load_tokenizer
+from wanma.data.text.tokenizer import BytesTokenizer, load_tokenizer
 from wanma.job.errors import JobError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from support.supervisors import Supervisor
-from wanma.elastic.launch import Launch, Outcome
-from wanma.elastic.supervisor import run_node
+from wanma.elastic.launch_config import Launch, Outcome
+from wanma.elastic.supervisor.supervisor import run_node
 
 HERE = str(Path(__file__).parent)
 

@@ -191,7 +191,7 @@ def meet(worker: Any, folder: Path, where: str, says: str = "") -> bool:
 def leave_image(worker: Any, step: int) -> None:
     import xxhash
 
-    from wanma.checkpoint.image import Head, ImageFile
+    from wanma.checkpoint.in_memory.memory_file import Head, ImageFile
 
     image = ImageFile(worker.images.mine[step % 2])
     content = image.content(8)

@@ -12,7 +12,7 @@ import pytest
 
 from support.injection import VARIABLE, Fault, injected
 from support.supervisors import wait_for_listener
-from wanma.job import claims
+from wanma.job.run import generation_claims
 
 STEPS = list(range(1, 9))
 
@@ -67,10 +67,10 @@ def test_the_other_node_hosts_the_run_when_the_host_is_killed(
     assert restart["failure"].startswith("node 0 (")
     assert (restart["step"], restart["reached_step"], restart["attempt"]) == (3, 3, 1)
     assert steps(third) == STEPS[3:]
-    mine = claims.read(tmp_path / "run", 2)
+    mine = generation_claims.read(tmp_path / "run", 2)
     assert mine is not None
     assert (mine.node, mine.ended, mine.followed) == (1, 0, False)
-    older = claims.read(tmp_path / "run", 1)
+    older = generation_claims.read(tmp_path / "run", 1)
     assert older is not None
     assert older.followed
 
@@ -125,7 +125,7 @@ def test_a_second_coordinator_that_finds_the_run_claimed_elsewhere_joins_there(
     second.process.send_signal(signal.SIGCONT)
     assert (second.end(), third.end()) == (0, 0), (second.lines, third.lines)
     assert any("another process answers in its place" in text for text in second.texts)
-    claim = claims.newest(tmp_path / "run")
+    claim = generation_claims.newest(tmp_path / "run")
     assert claim is not None
     assert (claim.generation, claim.node) == (2, 1)
     assert claim.place != rendezvous

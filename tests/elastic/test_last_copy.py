@@ -6,8 +6,7 @@ import pytest
 
 from support.coordinator import Table, seated
 from wanma.elastic.failure import Failure
-from wanma.elastic.last_copy import GIVE_UP_SECONDS
-from wanma.elastic.messages import (
+from wanma.elastic.protocol.messages import (
     Abort,
     Failed,
     Halted,
@@ -18,6 +17,7 @@ from wanma.elastic.messages import (
     Rescued,
     StopRequest,
 )
+from wanma.elastic.recovery.flush_round import GIVE_UP_SECONDS
 
 STEP_9 = Image(1, 9)
 FULL = Rescued("", "No space left on device", "apart")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from wanma.elastic.processes import process_state
+from wanma.elastic.workers.linux_processes import process_state
 
 SUPERVISE = """
 import sys
 from pathlib import Path
-from wanma.elastic.launch import Launch
-from wanma.elastic.supervisor import run_node
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.supervisor.supervisor import run_node
 
 run = Path(sys.argv[1])
 launch = Launch(run / "run", "elastic_entries:stubborn", str(run).encode(), ("torch",), ranks_per_node=2)
@@ -122,7 +122,8 @@ def test_a_module_that_cannot_be_preloaded_is_told_and_does_no_harm(run: Any) ->
 
 
 def test_importing_torch_alone_leaves_a_process_that_may_fork() -> None:
-    code = "import torch; from wanma.elastic.processes import fork_obstacle; print(repr(fork_obstacle(())))"
+    code = "import torch; from wanma.elastic.workers.linux_processes import fork_obstacle; "
+    code += "print(repr(fork_obstacle(())))"
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     printed = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
@@ -133,7 +134,7 @@ def test_importing_torch_alone_leaves_a_process_that_may_fork() -> None:
 def test_own_sockets_are_no_obstacle_and_foreign_ones_are() -> None:
     code = """
 import socket
-from wanma.elastic.processes import fork_obstacle
+from wanma.elastic.workers.linux_processes import fork_obstacle
 a, b = socket.socketpair()
 print(fork_obstacle({a.fileno(), b.fileno()}) == "")
 print(fork_obstacle({a.fileno()}))

@@ -12,7 +12,7 @@ import pytest
 
 from support.networks import Cable, Proxy, cable, long_cable
 from support.supervisors import wait_for_listener
-from wanma.job import claims
+from wanma.job.run import generation_claims
 
 SECRET = "0123456789abcdef"
 
@@ -92,7 +92,7 @@ def test_of_two_nodes_cut_off_from_each_other_none_goes_on_alone(pair: Any, tmp_
         while "the ranks here are ended" not in second.until("message")["text"]:
             pass
         time.sleep(5)
-        newest = claims.newest(tmp_path / "run")
+        newest = generation_claims.newest(tmp_path / "run")
         assert newest is not None
         assert newest.generation == 1, "both live, as both see in the run directory"
         between.plug_in()

@@ -150,7 +150,7 @@ def test_an_interrupt_after_a_recovery_stops_in_order(run_with: RunWith) -> None
 def test_an_interrupt_while_ranks_are_ended_reaches_the_new_ones(
     run_with: RunWith, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wanma.elastic.team import Team
+    from wanma.elastic.supervisor.worker_group import Team
 
     kill = Team.kill
 
@@ -167,7 +167,7 @@ def test_an_interrupt_while_ranks_are_ended_reaches_the_new_ones(
 
 
 def test_two_interrupts_end_a_recovery_at_once(run_with: RunWith, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wanma.elastic.team import Team
+    from wanma.elastic.supervisor.worker_group import Team
 
     kill = Team.kill
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from support.networks import Cable, cable, ip
-from wanma.elastic.launch import Launch
-from wanma.elastic.team import team_environment
-from wanma.hardware.interfaces import Way
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.supervisor.worker_group import team_environment
+from wanma.hardware.discovery.network_interfaces import Way
 
 SECRET = "0123456789abcdef"
 ROUTE = Way("eth0", "10.0.0.5", "by the route to 10.0.0.1")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from wanma.elastic.failure import killed_hint
-from wanma.elastic.launch import Launch
-from wanma.engines.base import Engine, Status
+from wanma.elastic.launch_config import Launch
+from wanma.engines.engine import Engine, Status
 from wanma.engines.local import LocalEngine, run
-from wanma.hardware.limits import memory_kills
+from wanma.hardware.discovery.resource_limits import memory_kills
 from wanma.job.errors import WanmaError
 
 HERE = Path(__file__).parent

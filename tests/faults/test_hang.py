@@ -47,6 +47,6 @@ def test_a_rank_that_sleeps_in_data_loading_is_named_with_the_line_and_those_who
     report = (desk.training("asleep").path / "logs" / "hang-report.txt").read_text()
     stack = report.partition("rank 2 stands here")[2]
     assert re.search(
-        r"sleepy.py:\d+ in read_slowly\n.* in __getitem__\n(.*\n)*.*loader.py:\d+ in __next__", stack
+        r"sleepy.py:\d+ in read_slowly\n.* in __getitem__\n(.*\n)*.*step_loader.py:\d+ in __next__", stack
     )
     assert re.search(r"rank 2: .* collective: none, before that: .*all_reduce #\d+", report)

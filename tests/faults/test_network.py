@@ -13,7 +13,7 @@ from support.injection import Fault, injected
 from support.networks import Cable, cable, long_cable
 from support.nodes import SHARDED, Machines
 from support.recovered import check_whole
-from wanma.elastic.secret import VARIABLE
+from wanma.elastic.protocol.shared_secret import VARIABLE
 
 PLAN = "ZeRO-3 on 2 machines"
 CUT_SECONDS = 3.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.catalogue import CATALOGUE, _plain, find_device, find_named, named
+from wanma.hardware.catalogue.lookup import CATALOGUE, _plain, find_device, find_named, named
 from wanma.job.errors import JobError
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "tables"

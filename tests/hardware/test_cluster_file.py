@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.hardware.catalogue import CATALOGUE
-from wanma.hardware.cluster_file import load_cluster, read_cluster
-from wanma.hardware.cluster_sections import ClusterFile
-from wanma.hardware.cluster_text import parse_cluster
-from wanma.hardware.cluster_toml import to_toml
-from wanma.hardware.discover import discover
-from wanma.hardware.kinds import DeviceKind
+from wanma.hardware.catalogue.device_kind import DeviceKind
+from wanma.hardware.catalogue.lookup import CATALOGUE
+from wanma.hardware.cluster_file.export import to_toml
+from wanma.hardware.cluster_file.reader import load_cluster, read_cluster
+from wanma.hardware.cluster_file.schema import ClusterFile
+from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.hardware.discovery.node import discover
 from wanma.job.cluster import Cluster, Device, Level, Node
-from wanma.job.describe import markdown_table
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.schema import tables
+from wanma.job.file.reference import markdown_table
+from wanma.job.file.schema import tables
 
 MIXED = """
 [[nodes]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.hardware.catalogue import CATALOGUE
-from wanma.hardware.cluster_text import is_text, parse_cluster
+from wanma.hardware.catalogue.lookup import CATALOGUE
+from wanma.hardware.cluster_file.shorthand import is_text, parse_cluster
 from wanma.job.errors import JobError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.hardware import cpu_peak
-from wanma.hardware.cpu_peak import measure_cpu_peak, peak_file, stored_cpu_peak
+from wanma.hardware.discovery import cpu_peak
+from wanma.hardware.discovery.cpu_peak import measure_cpu_peak, peak_file, stored_cpu_peak
 from wanma.job.errors import WanmaError
 
 
@@ -61,7 +61,7 @@ def test_the_file_lies_in_the_user_s_cache_folder() -> None:
 
 def test_reading_the_peak_back_imports_no_torch() -> None:
     code = (
-        "import sys; from wanma.hardware.cpu_peak import stored_cpu_peak; stored_cpu_peak(1);"
+        "import sys; from wanma.hardware.discovery.cpu_peak import stored_cpu_peak; stored_cpu_peak(1);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.discover import Gpu, discover, list_gpus, visible
+from wanma.hardware.discovery.node import Gpu, discover, list_gpus, visible
 from wanma.job.cluster import Device
 from wanma.job.errors import WanmaError
 
@@ -141,7 +141,7 @@ def test_visible_devices_are_chosen_as_cuda_chooses(setting: str | None, letters
 def test_discovery_imports_no_torch_and_takes_milliseconds() -> None:
     code = """
 import sys, time
-from wanma.hardware.discover import discover
+from wanma.hardware.discovery.node import discover
 
 def seconds():
     start = time.perf_counter()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.command import share_compiled
-from wanma.hardware import cpu_peak, doctor
-from wanma.hardware.doctor import Finding, examine
-from wanma.hardware.interfaces import Interface, Way
-from wanma.hardware.probes import disk_write_seconds, loopback_gloo
+from wanma.hardware.checks import doctor
+from wanma.hardware.checks.doctor import Finding, examine
+from wanma.hardware.checks.probes import disk_write_seconds, loopback_gloo
+from wanma.hardware.discovery import cpu_peak
+from wanma.hardware.discovery.network_interfaces import Interface, Way
 
 
 @pytest.fixture(autouse=True)

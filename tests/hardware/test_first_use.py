@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from wanma.api.planning import peak_flops_per_second
-from wanma.hardware.cpu_peak import peak_file, stored_cpu_peak
-from wanma.hardware.discover import discover
-from wanma.hardware.first_use import with_measured_processor
+from wanma.hardware.discovery.cpu_peak import peak_file, stored_cpu_peak
+from wanma.hardware.discovery.first_use_measurement import with_measured_processor
+from wanma.hardware.discovery.node import discover
 from wanma.job.cluster import Cluster
-from wanma.job.plan import Plan
-from wanma.planner.cost.machines import machine_of
+from wanma.job.plan.plan import Plan
+from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.preparation.job_planning import peak_flops_per_second
 
 
 @pytest.fixture

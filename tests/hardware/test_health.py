@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from wanma.hardware import health
-from wanma.hardware.health import DEPTH, PERIOD, Extent, check_device, expected_product, factors
+from wanma.hardware.checks import device_check
+from wanma.hardware.checks.device_check import DEPTH, PERIOD, Extent, check_device, expected_product, factors
 from wanma.job.errors import UnfitError
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_one_wrong_number_of_a_product_is_shown_beside_the_right_one(monkeypatch
         found[3, 7] += 1
         return found
 
-    monkeypatch.setattr(health, "product", product)
+    monkeypatch.setattr(device_check, "product", product)
     right = int(expected_product(32)[3, 7])
     with pytest.raises(UnfitError) as caught:
         check_device(CPU, LITTLE)
@@ -56,7 +56,7 @@ def test_one_wrong_number_of_a_product_is_shown_beside_the_right_one(monkeypatch
 
 def test_a_later_round_counts_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = iter([0, 1])
-    monkeypatch.setattr(health, "product", lambda left, right: left @ right + next(rounds))
+    monkeypatch.setattr(device_check, "product", lambda left, right: left @ right + next(rounds))
     with pytest.raises(UnfitError, match=r"in round 2: 1,024 of 1,024 numbers"):
         check_device(CPU, LITTLE)
 

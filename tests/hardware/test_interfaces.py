@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from wanma.hardware.interfaces import (
+from wanma.hardware.discovery.network_interfaces import (
     ANYWHERE,
     Interface,
     Way,

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.limits import cpu_model, memory_kills, usable_cores, usable_memory_bytes
+from wanma.hardware.discovery.resource_limits import (
+    cpu_model,
+    memory_kills,
+    usable_cores,
+    usable_memory_bytes,
+)
 
 CORES = len(os.sched_getaffinity(0))
 

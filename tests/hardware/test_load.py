@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.load import busy_cpu_seconds
+from wanma.hardware.discovery.cpu_load import busy_cpu_seconds
 
 
 def test_user_system_and_stolen_time_count_and_idle_and_interrupts_do_not(tmp_path: Path) -> None:

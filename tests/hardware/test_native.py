@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware import native
-from wanma.hardware.compiler import cpp_compiler
-from wanma.hardware.native import COLLECTIVES, built, library_folder
+from wanma.hardware.native import native_library
+from wanma.hardware.native.cpp_compiler import cpp_compiler
+from wanma.hardware.native.native_library import COLLECTIVES, built, library_folder
 from wanma.job.errors import WanmaError
 
 COMPILER = cpp_compiler() or "no compiler"
@@ -35,7 +35,7 @@ def test_what_is_compiled_is_kept_until_a_source_changes(
     first = built(source, COMPILER, place)
     assert answer(first) == 41
     with monkeypatch.context() as patched:
-        patched.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+        patched.setattr(native_library.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
         assert built(source, COMPILER, place) == first
     (tmp_path / "answer.hpp").write_text("#define OFFSET 1\n")
     second = built(source, COMPILER, place)
@@ -47,13 +47,13 @@ def test_what_is_compiled_is_kept_until_a_source_changes(
 def test_of_several_that_come_at_once_one_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     source, compiled = write(tmp_path, 7), []
-    compile_really = native._compile
+    compile_really = native_library._compile
 
     def count(*arguments: Path | str) -> None:
         compiled.append(arguments)
         compile_really(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(native, "_compile", count)
+    monkeypatch.setattr(native_library, "_compile", count)
     threads = [threading.Thread(target=built, args=(source, COMPILER, place)) for _ in range(4)]
     for thread in threads:
         thread.start()

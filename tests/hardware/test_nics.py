@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.machines import Cards
-from wanma.hardware.nics import network_cards
+from wanma.hardware.cluster_file.node_builder import Cards
+from wanma.hardware.discovery.nics import network_cards
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

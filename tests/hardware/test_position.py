@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from wanma.hardware.cluster_file import load_cluster
-from wanma.hardware.cluster_toml import to_toml
-from wanma.hardware.hosts import expand_hosts
-from wanma.hardware.position import Position, position_of
+from wanma.hardware.cluster_file.export import to_toml
+from wanma.hardware.cluster_file.host_list import expand_hosts
+from wanma.hardware.cluster_file.reader import load_cluster
+from wanma.hardware.discovery.topology_address import Position, position_of
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.sections import ClusterSection
+from wanma.job.sections.job import ClusterSection
 
 SLURM = {"SLURM_TOPOLOGY_ADDR": "s0.s4.node7"}
 FILE = """

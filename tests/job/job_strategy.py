@@ -9,11 +9,11 @@ import annotated_types
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from wanma.job.data_section import DataSection
-from wanma.job.observe_section import ObserveSection, why_no_name
-from wanma.job.parallel_section import ParallelSection
-from wanma.job.section import Section
-from wanma.job.sections import ClusterSection, Job, ModelSection, TrainSection
+from wanma.job.sections.base import Section
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import ClusterSection, Job, ModelSection, TrainSection
+from wanma.job.sections.observe import ObserveSection, why_no_name
+from wanma.job.sections.parallel import ParallelSection
 
 text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
 plain = st.recursive(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from wanma.job import claims
-from wanma.job.claims import Claim, Fence
 from wanma.job.errors import WanmaError
-from wanma.job.run_directory import RunDirectory
-from wanma.observe.jsonl import JsonLinesSink
+from wanma.job.run import generation_claims
+from wanma.job.run.generation_claims import Claim, Fence
+from wanma.job.run.run_directory import RunDirectory
 from wanma.observe.recorder import Recorder
+from wanma.observe.sinks.jsonl import JsonLinesSink
 
 
 def claim(generation: int, name: str = "one") -> Claim:
@@ -23,7 +23,7 @@ def claim(generation: int, name: str = "one") -> Claim:
 
 def _try(folder: str, name: str, barrier: Any, won: Any) -> None:
     barrier.wait()
-    won.put((name, claims.make(Path(folder), claim(1, name))))
+    won.put((name, generation_claims.make(Path(folder), claim(1, name))))
 
 
 def test_of_many_that_claim_a_generation_one_has_it(tmp_path: Path) -> None:
@@ -36,48 +36,50 @@ def test_of_many_that_claim_a_generation_one_has_it(tmp_path: Path) -> None:
     for one in tries:
         one.join()
     [winner] = [name for name, has in results.items() if has]
-    newest = claims.newest(tmp_path)
+    newest = generation_claims.newest(tmp_path)
     assert newest is not None
     assert newest.coordinator == winner
-    assert claims.make(tmp_path, claim(1, winner)), "to claim what one has is no mistake"
+    assert generation_claims.make(tmp_path, claim(1, winner)), "to claim what one has is no mistake"
 
 
 def test_a_claim_closes_the_older_ones_before_anybody_starts_under_it(tmp_path: Path) -> None:
-    assert claims.newest(tmp_path) is None
+    assert generation_claims.newest(tmp_path) is None
     for generation in (1, 2, 4):
-        assert claims.make(tmp_path, claim(generation))
-    followed = [found.followed for n in (1, 2, 4) if (found := claims.read(tmp_path, n)) is not None]
+        assert generation_claims.make(tmp_path, claim(generation))
+    followed = [
+        found.followed for n in (1, 2, 4) if (found := generation_claims.read(tmp_path, n)) is not None
+    ]
     assert followed == [True, True, False]
-    assert claims.read(tmp_path, 3) is None
+    assert generation_claims.read(tmp_path, 3) is None
 
 
 def test_a_claim_whose_writer_died_over_it_counts_but_leads_nowhere(tmp_path: Path) -> None:
-    assert claims.make(tmp_path, claim(1))
+    assert generation_claims.make(tmp_path, claim(1))
     (tmp_path / "generations" / "2").write_text('{"generation": 2, "pla')
-    newest = claims.newest(tmp_path)
+    newest = generation_claims.newest(tmp_path)
     assert newest is not None
     assert (newest.generation, newest.place) == (2, "")
-    assert not claims.make(tmp_path, claim(2, "other"))
-    assert claims.make(tmp_path, claim(3, "other"))
+    assert not generation_claims.make(tmp_path, claim(2, "other"))
+    assert generation_claims.make(tmp_path, claim(3, "other"))
 
 
 def test_a_slow_writer_s_claim_is_closed_though_it_was_followed_before_its_line_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert claims.make(tmp_path, claim(1))
+    assert generation_claims.make(tmp_path, claim(1))
     write = os.write
 
     def after_another_has_followed(descriptor: int, line: bytes) -> int:
         monkeypatch.setattr(os, "write", write)
-        seen = claims.newest(tmp_path)
+        seen = generation_claims.newest(tmp_path)
         assert seen is not None
         assert (seen.generation, seen.place) == (2, ""), "there, and still empty"
-        assert claims.make(tmp_path, claim(3, "other"))
+        assert generation_claims.make(tmp_path, claim(3, "other"))
         return write(descriptor, line)
 
     monkeypatch.setattr(os, "write", after_another_has_followed)
-    assert claims.make(tmp_path, claim(2, "slow"))
-    found = claims.read(tmp_path, 2)
+    assert generation_claims.make(tmp_path, claim(2, "slow"))
+    found = generation_claims.read(tmp_path, 2)
     assert found is not None
     assert (found.coordinator, found.place, found.followed) == ("slow", "10.0.0.1:29500", True)
     with pytest.raises(WanmaError, match="start 2 of this run has been followed by start 3"):
@@ -86,27 +88,27 @@ def test_a_slow_writer_s_claim_is_closed_though_it_was_followed_before_its_line_
 
 
 def test_the_end_of_a_run_is_no_successor(tmp_path: Path) -> None:
-    claims.make(tmp_path, claim(1))
-    claims.end(tmp_path, 1, 130)
-    found = claims.read(tmp_path, 1)
+    generation_claims.make(tmp_path, claim(1))
+    generation_claims.end(tmp_path, 1, 130)
+    found = generation_claims.read(tmp_path, 1)
     assert found is not None
     assert (found.followed, found.ended) == (False, 130)
     Fence(tmp_path, 1).check()
 
 
 def test_a_sign_of_life_shows_and_votes_are_counted(tmp_path: Path) -> None:
-    claims.make(tmp_path, claim(1))
+    generation_claims.make(tmp_path, claim(1))
     os.utime(tmp_path / "generations" / "1", (1, 1))
-    before = claims.pulse(tmp_path, 1)
-    claims.beat(tmp_path, 1)
-    assert claims.pulse(tmp_path, 1) != before
-    assert claims.pulse(tmp_path, 2) == -1
+    before = generation_claims.pulse(tmp_path, 1)
+    generation_claims.beat(tmp_path, 1)
+    assert generation_claims.pulse(tmp_path, 1) != before
+    assert generation_claims.pulse(tmp_path, 2) == -1
     for node in (1, 2):
-        claims.vote(tmp_path, 1, node)
-    claims.vote(tmp_path, 12, 0)
-    claims.withdraw(tmp_path, 1, 1)
-    assert claims.votes(tmp_path, 1) == {2}
-    newest = claims.newest(tmp_path)
+        generation_claims.vote(tmp_path, 1, node)
+    generation_claims.vote(tmp_path, 12, 0)
+    generation_claims.withdraw(tmp_path, 1, 1)
+    assert generation_claims.votes(tmp_path, 1) == {2}
+    newest = generation_claims.newest(tmp_path)
     assert newest is not None
     assert newest.generation == 1, "a vote is no claim"
 
@@ -114,15 +116,15 @@ def test_a_sign_of_life_shows_and_votes_are_counted(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "generations").write_text("a file")
     with pytest.raises(WanmaError, match=r"cannot claim generation 1 of the run in .*generations/1"):
-        claims.make(tmp_path, claim(1))
+        generation_claims.make(tmp_path, claim(1))
 
 
 def test_ranks_of_an_older_start_record_nothing_more(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    claims.make(tmp_path, claim(1))
+    generation_claims.make(tmp_path, claim(1))
     recorder = Recorder(run, [JsonLinesSink()], 1, Fence(tmp_path, 1).check)
     recorder.message("before")
-    claims.make(tmp_path, claim(2, "other"))
+    generation_claims.make(tmp_path, claim(2, "other"))
     with pytest.raises(
         WanmaError, match=r"start 1 of this run has been followed by start 2, .* 10.0.0.1:29500"
     ):

@@ -6,10 +6,10 @@ import re
 import tomllib
 from pathlib import Path
 
-from wanma.job.describe import markdown, starter_toml
-from wanma.job.load import job_from
-from wanma.job.schema import keys, tables
-from wanma.job.sections import Job, ModelSection
+from wanma.job.file.loading import job_from
+from wanma.job.file.reference import markdown, starter_toml
+from wanma.job.file.schema import keys, tables
+from wanma.job.sections.job import Job, ModelSection
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wanma.job.load import load_job
+from wanma.job.file.loading import load_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

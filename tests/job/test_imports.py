@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from wanma.job.errors import EXIT_USAGE, JobError
-from wanma.job.imports import import_object
+from wanma.job.file.import_path import import_object
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanma.job.errors import EXIT_USAGE, JobError
-from wanma.job.load import job_from, load_job
-from wanma.job.schema import keys
-from wanma.job.sections import Job, ModelSection
+from wanma.job.file.loading import job_from, load_job
+from wanma.job.file.schema import keys
+from wanma.job.sections.job import Job, ModelSection
 
 MODEL = '[model]\npreset = "gpt-10m"\n'
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wanma.job.errors import JobError
-from wanma.job.load import Override, load_job, parse_override
+from wanma.job.file.loading import Override, load_job, parse_override
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.parallel_section import Shard
-from wanma.job.placement import Place, Replicas
-from wanma.job.plan import AXES, Plan
-from wanma.job.shares import why_equal_counts
+from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.plan import AXES, Plan
+from wanma.job.plan.rank_timing import why_equal_counts
+from wanma.job.sections.parallel import Shard
 
 sizes = st.integers(1, 4)
 plans = st.builds(

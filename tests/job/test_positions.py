@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.positions import KeyPath, toml_lines, yaml_lines
+from wanma.job.file.key_lines import KeyPath, toml_lines, yaml_lines
 
 TEXT = r'''
 top = 1  # [not.a.table]
@@ -91,7 +91,7 @@ values = st.recursive(
 def test_each_key_of_any_file_is_found_on_the_line_it_was_written_on(
     tables: dict[str, Any], gap: int
 ) -> None:
-    from wanma.job.write import toml_value
+    from wanma.job.file.serialization import toml_value
 
     lines = [f"{toml_value(key)} = {toml_value(value)}" for key, value in tables.items()]
     text = ("\n" * (gap + 1)).join(lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from wanma.job.errors import WanmaError
-from wanma.job.run_directory import RunDirectory, list_runs, write_atomically, write_json
+from wanma.job.run.run_directory import RunDirectory, list_runs, write_atomically, write_json
 
 
 def test_creating_it_makes_the_folders_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.plan import Plan
-from wanma.job.synchronization import Synchronization
+from wanma.job.plan.plan import Plan
+from wanma.job.plan.synchronization import Synchronization
 
 NAMES = ["embedding.weight", "layers.0.a.weight", "layers.0.b.weight", "layers.1.a.weight", "norm.weight"]
 

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from wanma.job.imports import import_object
-from wanma.job.user_code import users_line
+from wanma.job.file.import_path import import_object
+from wanma.job.user_frames import users_line
 
 
 def parse(text: str) -> object:

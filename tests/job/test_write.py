@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from wanma.job.errors import JobError
-from wanma.job.load import job_from, load_job
-from wanma.job.sections import Job, ModelSection
-from wanma.job.write import differences, job_hash, to_toml, toml_value
+from wanma.job.file.loading import job_from, load_job
+from wanma.job.file.serialization import differences, job_hash, to_toml, toml_value
+from wanma.job.sections.job import Job, ModelSection
 
 sys.path.insert(0, str(Path(__file__).parent))  # a helper beside the tests, which are no package
 from job_strategy import jobs, plain

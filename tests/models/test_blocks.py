@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from wanma.models.blocks import repeated_blocks, shared_parameters
+from wanma.models.structure.repeated_blocks import repeated_blocks, shared_parameters
 
 
 def block(width: int = 8) -> nn.Module:

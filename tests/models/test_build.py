@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from wanma.job.errors import JobError
-from wanma.job.sections import ModelSection
-from wanma.models.build import ModelSpec, build_model, custom_spec, model_spec
-from wanma.models.initialize import initial_value
-from wanma.models.statistics import GroupedBatchNorm, couples_samples
+from wanma.job.sections.job import ModelSection
+from wanma.models.layers.batch_norm import GroupedBatchNorm, couples_samples
+from wanma.models.model_spec import ModelSpec, build_model, custom_spec, model_spec
+from wanma.models.structure.parameter_initialization import initial_value
 
 MODULE = """
 import torch

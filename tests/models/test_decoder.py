@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wanma.job.sections import ModelSection
-from wanma.models.build import build_model, model_spec
-from wanma.models.decoder import Decoder
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.normalization import RMSNorm
-from wanma.models.rotary import rotary_factors, rotate
+from wanma.job.sections.job import ModelSection
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.layers.rms_norm import RMSNorm
+from wanma.models.layers.rotary_embedding import rotary_factors, rotate
+from wanma.models.model_spec import build_model, model_spec
 
 SMALL = DecoderDimensions(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=96, vocabulary=64)
 

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wanma.job.errors import WanmaError
-from wanma.models.decoder import Decoder
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.dropout import (
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.keyed_random.dropout import (
     KeyedDropout,
     keyed_samples,
     recompute_context,
     replace_dropout,
     unkeyed_randomness,
 )
-from wanma.models.initialize import stable_hash
+from wanma.models.structure.parameter_initialization import stable_hash
 
 
 def dropped(

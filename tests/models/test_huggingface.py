@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.huggingface import FAMILIES, write_config
 from support.tiny_config import tiny_config
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.sections import ModelSection
-from wanma.models.build import ModelSpec, build_model, model_spec
-from wanma.models.dropout import keyed_samples, replace_dropout
-from wanma.models.huggingface import HuggingFaceModel
-from wanma.models.published import choose, published_shapes
-from wanma.models.workload import section_dimensions, section_workload
+from wanma.job.sections.job import ModelSection
+from wanma.models.huggingface.causal_model import HuggingFaceModel
+from wanma.models.keyed_random.dropout import keyed_samples, replace_dropout
+from wanma.models.model_spec import ModelSpec, build_model, model_spec
+from wanma.models.state_dict.tensor_mapping import choose, published_shapes
+from wanma.models.workload.model_workload import section_dimensions, section_workload
 
 
 def spec(folder: Path, vocabulary: int | None = 257, length: int = 16, **arguments: Any) -> ModelSpec:

@@ -11,8 +11,8 @@ import torch
 
 from support.architectures import Verdict, mend, tiny_config
 from wanma.job.errors import JobError
-from wanma.job.sections import ModelSection
-from wanma.models.build import model_spec
+from wanma.job.sections.job import ModelSection
+from wanma.models.model_spec import model_spec
 
 
 def refusal(folder: Path, config: dict[str, Any], length: int = 16) -> JobError:

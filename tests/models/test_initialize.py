@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from wanma.job.errors import WanmaError
-from wanma.models.decoder import Decoder
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.initialize import initial_value, stable_hash
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.structure.parameter_initialization import initial_value, stable_hash
 
 with torch.device("meta"):
     MODEL = Decoder(DecoderDimensions(8, 64, 4, 4, 192, 512, attention_bias=True, head_norm=True))

@@ -3,9 +3,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from wanma.models.decoder import Decoder
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.layout import find_blocks, tie_parameters
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.structure.parallel_spec import find_blocks, tie_parameters
 
 
 def test_a_decoder_declares_what_to_do_with_each_of_its_modules() -> None:

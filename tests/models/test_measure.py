@@ -19,15 +19,15 @@ from support.flops import attention_on_cpu
 from support.huggingface import write_config
 from support.modules import ImageTransformer, Recommender, Translator
 from wanma.job.errors import WanmaError
-from wanma.job.forecast import Layer, Workload
-from wanma.job.operator import Operator, Product
-from wanma.job.sections import ModelSection
-from wanma.models.build import build_model, model_spec
-from wanma.models.decoder import Decoder
-from wanma.models.described import vision_dimensions
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.vision import build_vision
-from wanma.models.workload import module_workload, section_workload
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.operators import Operator, Product
+from wanma.job.sections.job import ModelSection
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.architectures.image_classifiers import build_vision
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.resolution import vision_dimensions
+from wanma.models.model_spec import build_model, model_spec
+from wanma.models.workload.model_workload import module_workload, section_workload
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 

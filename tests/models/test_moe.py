@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wanma.job.errors import WanmaError
-from wanma.models.build import ModelSpec, build_model
-from wanma.models.decoder import Decoder, decoder_layout
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.dropout import keyed_samples, recompute_context
-from wanma.models.moe import (
+from wanma.models.architectures.decoder import Decoder, decoder_layout
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.keyed_random.dropout import keyed_samples, recompute_context
+from wanma.models.layers.experts import (
     GroupedFeedForward,
     MixtureOfExperts,
     collect,
@@ -26,7 +25,8 @@ from wanma.models.moe import (
     spread,
     weighted_swiglu,
 )
-from wanma.models.routing import Routing, set_loss_factor
+from wanma.models.layers.router import Routing, set_loss_factor
+from wanma.models.model_spec import ModelSpec, build_model
 
 MIXTRAL = DecoderDimensions(
     2, 32, 4, 2, 48, 64, rope_theta=1e6, experts=4, experts_per_token=2, norm_epsilon=1e-5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from wanma.models.parametrized import dumps_by_value
+from wanma.models.user_modules.parametrization_pickling import dumps_by_value
 
 
 class Symmetric(nn.Module):

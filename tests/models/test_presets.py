@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.job.errors import JobError
-from wanma.job.sections import ModelSection
-from wanma.models.described import decoder_dimensions, model_kind, vision_dimensions
-from wanma.models.presets import DECODER_PRESETS, GPT_PRESETS, VISION_PRESETS
-from wanma.models.workload import decoder_workload
+from wanma.job.sections.job import ModelSection
+from wanma.models.config.presets import DECODER_PRESETS, GPT_PRESETS, VISION_PRESETS
+from wanma.models.config.resolution import decoder_dimensions, model_kind, vision_dimensions
+from wanma.models.workload.model_workload import decoder_workload
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,8 @@ def test_without_data_a_vision_model_says_what_it_misses() -> None:
 
 
 def test_presets_and_forecasts_of_decoders_do_not_import_torch() -> None:
-    code = "import sys, wanma.models, wanma.models.presets, wanma.models.layout, wanma.models.workload; "
+    code = "import sys, wanma.models, wanma.models.config.presets, wanma.models.structure.parallel_spec; "
+    code += "import wanma.models.workload.model_workload; "
     code += "print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wanma.models.published import Piece, choose, mixture, one_by_one, published_shapes, whole
+from wanma.models.state_dict.tensor_mapping import Piece, choose, mixture, one_by_one, published_shapes, whole
 
 
 @st.composite

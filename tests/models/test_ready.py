@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from support.own import Plain
 from wanma.api.train import _take_weights
 from wanma.job.errors import JobError
-from wanma.models.build import custom_spec
+from wanma.models.model_spec import custom_spec
 
 
 @pytest.mark.parametrize(

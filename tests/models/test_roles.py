@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from support.huggingface import FAMILIES
 from support.own import Tagger
 from wanma.job.errors import JobError
-from wanma.job.sections import ModelSection, TrainSection
-from wanma.models.build import build_model, model_spec
-from wanma.models.roles import output_layers, parameter_roles
-from wanma.training.optimizer import group_rules
+from wanma.job.sections.job import ModelSection, TrainSection
+from wanma.models.model_spec import build_model, model_spec
+from wanma.models.structure.parameter_roles import output_layers, parameter_roles
+from wanma.training.optimizer.named_optimizer import group_rules
 
 
 def matrices(model: nn.Module) -> set[str]:

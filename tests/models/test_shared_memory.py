@@ -11,7 +11,7 @@ from torch import nn
 import wanma
 from support.own import Numbers
 from wanma.job.errors import JobError
-from wanma.models.shared_memory import refuse_shared_memory
+from wanma.models.user_modules.overlapping_parameters import refuse_shared_memory
 
 
 def pair() -> nn.Sequential:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from wanma.job.errors import WanmaError
-from wanma.models.statistics import (
+from wanma.models.layers.batch_norm import (
     GroupedBatchNorm,
     convert_batch_norm,
     couples_samples,

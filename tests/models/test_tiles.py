@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from wanma.models.initialize import initial_part, initial_value, tile_shape
+from wanma.models.structure.parameter_initialization import initial_part, initial_value, tile_shape
 
 
 class Normal(nn.Module):

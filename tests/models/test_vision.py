@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from wanma.job.sections import ModelSection
-from wanma.models.build import build_model, model_spec
-from wanma.models.statistics import noting_modules
+from wanma.job.sections.job import ModelSection
+from wanma.models.layers.batch_norm import noting_modules
+from wanma.models.model_spec import build_model, model_spec
 
 
 def build(preset: str, shape: tuple[int, int, int], **keys: object) -> nn.Module:

@@ -7,15 +7,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from support.flops import attention_on_cpu
 from wanma.job.errors import WanmaError
-from wanma.job.sections import ModelSection
-from wanma.models.build import ModelSpec, build_model
-from wanma.models.decoder import Decoder, decoder_layout
-from wanma.models.described import vision_dimensions
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.presets import GPT_MOE_PRESETS
-from wanma.models.statistics import noting_modules
-from wanma.models.vision import build_vision
-from wanma.models.workload import decoder_workload, module_workload, section_workload
+from wanma.job.sections.job import ModelSection
+from wanma.models.architectures.decoder import Decoder, decoder_layout
+from wanma.models.architectures.image_classifiers import build_vision
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.presets import GPT_MOE_PRESETS
+from wanma.models.config.resolution import vision_dimensions
+from wanma.models.layers.batch_norm import noting_modules
+from wanma.models.model_spec import ModelSpec, build_model
+from wanma.models.workload.model_workload import decoder_workload, module_workload, section_workload
 
 SHAPES = {
     "plain": DecoderDimensions(3, 64, 4, 4, 192, 320),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wanma.job.run_directory import RunDirectory
+from wanma.job.run.run_directory import RunDirectory
 
 
 @pytest.fixture

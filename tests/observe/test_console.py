@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from wanma.job.observe_section import ObserveSection
-from wanma.job.run_directory import RunDirectory
-from wanma.observe.console import PlainConsole, open_console
-from wanma.observe.progress import Curve, Progress, recovery_text, sparkline
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.observe import ObserveSection
+from wanma.observe.console.console import PlainConsole, open_console
+from wanma.observe.console.progress import Curve, Progress, recovery_text, sparkline
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -103,9 +103,9 @@ def test_without_a_terminal_auto_is_plain(run: RunDirectory) -> None:
 LIVE = """
 import sys, time
 from pathlib import Path
-from wanma.job.run_directory import RunDirectory
-from wanma.job.observe_section import ObserveSection
-from wanma.observe.console import open_console
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.observe import ObserveSection
+from wanma.observe.console.console import open_console
 
 with open_console(RunDirectory(Path("runs/gpt")), ObserveSection(), 30) as console:
     console.write({"kind": "start", "step": 0, "steps": 30, "time": 0.0})
@@ -154,7 +154,7 @@ def test_the_live_display_shows_the_run_and_restores_the_terminal(argument: str)
 
 
 def test_the_console_needs_neither_torch_nor_rich_until_it_is_live() -> None:
-    code = "import sys, wanma.observe.console; assert not {'torch', 'rich'} & set(sys.modules)"
+    code = "import sys, wanma.observe.console.console; assert not {'torch', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from wanma.job.errors import WanmaError
-from wanma.observe.gpu import GpuSampler
+from wanma.observe.metrics.gpu import GpuSampler
 
 
 class NvmlError(Exception):

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanma.job.errors import WanmaError
-from wanma.job.run_directory import RunDirectory
-from wanma.observe.append import AppendFile
-from wanma.observe.jsonl import JsonLinesSink, last_record, to_line, trim_lines
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.sinks.append_file import AppendFile
+from wanma.observe.sinks.jsonl import JsonLinesSink, last_record, to_line, trim_lines
 
 Record = Callable[..., dict[str, Any]]
 

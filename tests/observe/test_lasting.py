@@ -12,11 +12,11 @@ from typing import TextIO
 
 import pytest
 
-from wanma.job.observe_section import ObserveSection
-from wanma.job.run_directory import RunDirectory
-from wanma.observe import lasting
-from wanma.observe.console import open_console
-from wanma.observe.lasting import LastingStream
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.observe import ObserveSection
+from wanma.observe.console import fault_tolerant_stream
+from wanma.observe.console.console import open_console
+from wanma.observe.console.fault_tolerant_stream import LastingStream
 
 
 class Disk(io.StringIO):
@@ -70,7 +70,7 @@ def test_a_terminal_that_is_not_read_keeps_nobody_waiting_and_is_told_what_it_mi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-S, or a pipe into a program that does something else."""
-    monkeypatch.setattr(lasting, "KEPT_BYTES", 1 << 18)
+    monkeypatch.setattr(fault_tolerant_stream, "KEPT_BYTES", 1 << 18)
     reader, writer = os.pipe()
     stream = LastingStream(os.fdopen(writer, "w"))
     began = time.monotonic()
@@ -120,7 +120,7 @@ def test_a_reader_that_keeps_up_sees_every_line() -> None:
 
 
 def test_the_end_of_a_run_does_not_wait_for_ever_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lasting, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(fault_tolerant_stream, "LAST_SECONDS", 0.1)
     reader, writer = os.pipe()
     stream = LastingStream(os.fdopen(writer, "w"))
     stream.write("x" * (1 << 20))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.observe.memory import host_memory, peak_memory_bytes
-from wanma.observe.mfu import model_flops_utilization
+from wanma.observe.metrics.memory import host_memory, peak_memory_bytes
+from wanma.observe.metrics.mfu import model_flops_utilization
 from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
 
 
@@ -26,7 +26,7 @@ def test_the_kernel_s_numbers_are_read_in_bytes(tmp_path: Path) -> None:
 def test_files_in_memory_are_not_a_process_s_own() -> None:
     code = """
 import mmap, os
-from wanma.observe.memory import host_memory
+from wanma.observe.metrics.memory import host_memory
 before = host_memory()
 file = os.memfd_create("copies")
 os.ftruncate(file, 64 << 20)
@@ -41,7 +41,7 @@ print(after.resident_bytes - before.resident_bytes)
 
 def test_the_peak_remembers_what_was_let_go_until_it_is_reset() -> None:
     code = """
-from wanma.observe.memory import host_memory, peak_memory_bytes, reset_peak
+from wanma.observe.metrics.memory import host_memory, peak_memory_bytes, reset_peak
 block = bytearray(b"x") * (64 << 20)
 del block
 print(peak_memory_bytes())

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from wanma.observe import phases
-from wanma.observe.phases import PHASES, PhaseTimer
+from wanma.observe.metrics import phase_timer
+from wanma.observe.metrics.phase_timer import PHASES, PhaseTimer
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that shows the first element of a list that the test moves."""
     now = [0.0]
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(phase_timer.time, "perf_counter", lambda: now[0])
     return now
 
 

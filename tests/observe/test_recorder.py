@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from wanma.job.errors import WanmaError
-from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Event, Unsupervised
-from wanma.observe.forward import ForwardSink
-from wanma.observe.jsonl import JsonLinesSink
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event, Unsupervised
 from wanma.observe.recorder import Recorder
+from wanma.observe.sinks.jsonl import JsonLinesSink
+from wanma.observe.sinks.supervisor import ForwardSink
 
 
 class FullSink:

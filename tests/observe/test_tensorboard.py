@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from wanma.job.errors import WanmaError
-from wanma.job.run_directory import RunDirectory
-from wanma.observe.tensorboard import TensorBoardSink, to_scalars
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.sinks.tensorboard import TensorBoardSink, to_scalars
 
 Record = Callable[..., dict[str, Any]]
 
@@ -49,7 +49,7 @@ def test_scalars_are_read_back(run: RunDirectory, step_record: Record) -> None:
 def test_a_resumed_run_overrules_the_steps_it_repeats(
     run: RunDirectory, step_record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import wanma.observe.tensorboard as module
+    import wanma.observe.sinks.tensorboard as module
 
     monkeypatch.setattr(module.time, "time", lambda: 1000.0)
     write(run, step_record, range(1, 6), loss=1.0)
@@ -75,7 +75,7 @@ def test_without_the_package_the_start_fails_with_the_command(monkeypatch: pytes
 
 def test_writing_needs_no_torch() -> None:
     code = (
-        "import sys; from wanma.observe.tensorboard import TensorBoardSink; TensorBoardSink();"
+        "import sys; from wanma.observe.sinks.tensorboard import TensorBoardSink; TensorBoardSink();"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,16 +14,16 @@ from torch import nn
 from support.compare import one_process, spread_over
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.plan import Plan
-from wanma.job.sections import Job, ModelSection
-from wanma.models.build import model_spec
-from wanma.parallel.context import split_context
-from wanma.parallel.expert import split_experts
-from wanma.parallel.pipeline import SCHEDULES
-from wanma.parallel.stages import stage_layout
-from wanma.parallel.tensor import split_tensors
-from wanma.planner import capabilities
-from wanma.planner.capabilities import can_compile_again, installed_torch, not_runnable
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job, ModelSection
+from wanma.models.model_spec import model_spec
+from wanma.parallel.context.context_parallel import split_context
+from wanma.parallel.expert.expert_parallel import split_experts
+from wanma.parallel.pipeline.pipeline_runner import SCHEDULES
+from wanma.parallel.pipeline.stage_partition import stage_layout
+from wanma.parallel.tensor.tensor_parallel import split_tensors
+from wanma.planner.rules import capabilities
+from wanma.planner.rules.capabilities import can_compile_again, installed_torch, not_runnable
 
 HERE = Cluster((Node("here", 8, 16 << 30, ()),))
 IMAGES = ("cifar-convnet", "resnet-18")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.compare import one_process, spread_over
 from support.huggingface import FAMILIES, write_config
 from support.ranks import Outcome
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 STEPS = 3
 

@@ -10,8 +10,8 @@ import torch
 
 from support.compare import one_process, same_numbers, same_tensors, spread_over
 from support.ranks import Outcome
-from wanma.job.plan import Plan
-from wanma.models.lora import is_adapter, merge
+from wanma.job.plan.plan import Plan
+from wanma.models.layers.lora import is_adapter, merge
 
 MODEL = {
     "family": "decoder",
@@ -92,8 +92,8 @@ def test_every_plan_follows_one_process(name: str, tmp_path: Path, before: Outco
 
 
 def test_merged_the_model_begins_where_the_adapted_one_ended(tmp_path: Path, one: Outcome) -> None:
-    from wanma.job.sections import ModelSection
-    from wanma.models.build import build_model, model_spec
+    from wanma.job.sections.job import ModelSection
+    from wanma.models.model_spec import build_model, model_spec
 
     weights = {n.removeprefix("model."): t for n, t in one.tensors().items() if n.startswith("model.")}
 

@@ -18,7 +18,7 @@ import pytest
 from support.compare import same_training
 from support.matrix import FP32, GLOBAL_BATCH, LENGTH, MODELS, VARIANTS, Case, cases, table
 from support.ranks import Outcome, run_job
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 STEPS = 3
 """The first shows what gradients are, the second what an update did, the third what the optimizer kept."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, seeded
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 JOB: dict[str, Any] = {
     "model": {"factory": "any:thing"},

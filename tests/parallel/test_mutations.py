@@ -15,7 +15,7 @@ import pytest
 from support import mutations as broken
 from support.compare import one_process, same_training, spread_over
 from support.ranks import Outcome
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 SAMPLES = 7
 """Which no number of ranks divides."""

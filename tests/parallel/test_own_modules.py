@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, seeded
 from support.ranks import run_ranks
-from wanma.job.plan import Plan
-from wanma.job.worker import Worker
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
 
 
 class Translator(nn.Module):
@@ -188,8 +188,8 @@ def builds_if(right: bool, model: nn.Module, otherwise: str, ranks: int = 1) -> 
 
 
 def build(worker: Worker, model: nn.Module, plan: Plan) -> None:
-    from wanma.models.build import custom_spec
-    from wanma.parallel.mesh import process_grid
+    from wanma.models.model_spec import custom_spec
+    from wanma.parallel.mesh.parallel_mesh import process_grid
     from wanma.parallel.parallelize import parallelize
 
     with process_grid(worker, plan, 60) as grid:
@@ -199,10 +199,10 @@ def build(worker: Worker, model: nn.Module, plan: Plan) -> None:
 def count_units(worker: Worker, kind: type[nn.Module]) -> int:
     from torch.distributed.fsdp import FSDPModule
 
-    from wanma.models.build import custom_spec
-    from wanma.parallel.mesh import process_grid
+    from wanma.models.model_spec import custom_spec
+    from wanma.parallel.memory.disk_pool import Scratch
+    from wanma.parallel.mesh.parallel_mesh import process_grid
     from wanma.parallel.parallelize import parallelize
-    from wanma.parallel.scratch import Scratch
 
     plan = Plan(offload_parameters="disk")
     with process_grid(worker, plan, 60) as grid, Scratch(worker.run_directory) as scratch:

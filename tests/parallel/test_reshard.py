@@ -19,20 +19,20 @@ import torch.distributed as dist
 
 from support.compare import same_tensors
 from support.ranks import Outcome, run_job, run_ranks
-from wanma.checkpoint.folder import read_manifest
-from wanma.checkpoint.reader import read_state
-from wanma.checkpoint.shards import local_part
-from wanma.data.open import open_data
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.job.worker import Worker
-from wanma.parallel.mesh import process_grid
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.load.reader import read_state
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
+from wanma.data.opening import open_data
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.job.sections.job import Job
+from wanma.parallel.mesh.parallel_mesh import process_grid
 from wanma.parallel.parallelize import parallelize
-from wanma.training.identity import Identity
-from wanma.training.main import choose_spec
-from wanma.training.numerics import set_numerics
-from wanma.training.request import Request
-from wanma.training.trainer import Trainer
+from wanma.training.checkpointing.run_identity import Identity
+from wanma.training.loop.train_request import Request
+from wanma.training.loop.train_worker import choose_spec
+from wanma.training.run.numerics import set_numerics
+from wanma.training.run.trainer import Trainer
 
 HALF, STEPS = 2, 4
 

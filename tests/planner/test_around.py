@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.problems import job, problem
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.around import (
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.planner.forecast.plan_forecast import forecast, time
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.forecast.run_cost import run_seconds
+from wanma.planner.forecast.step_overhead import (
     BATCH_SECONDS,
     HANDED_SECONDS,
     HASH_BYTES_PER_SECOND,
@@ -23,10 +26,7 @@ from wanma.planner.around import (
     Around,
     around,
 )
-from wanma.planner.cost.energy import run_seconds
-from wanma.planner.forecast import forecast, time
-from wanma.planner.problem import Problem
-from wanma.planner.search.best import search
+from wanma.planner.search.branch_and_bound import search
 from wanma.planner.search.space import Space, plans
 
 PLAN = Plan(dp_replicate=4, micro_batch=2, precision="bf16", device="cuda")

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
-from wanma.job.load import job_from
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.automatic import find_plans, merged, run_worlds, why_not_by_time
-from wanma.planner.capabilities import not_runnable
-from wanma.planner.choose import Planned, automatic, complete, layout, plan_for
-from wanma.planner.cost.machines import machine_of
-from wanma.planner.forecast import forecast
-from wanma.planner.measure.calibration import Calibration, Measured
-from wanma.planner.problem import MEMORY_SHARE, equal_machines, problem_of
+from wanma.job.file.loading import job_from
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import MEMORY_SHARE, equal_machines, problem_of
+from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.hardware_model.calibration import Calibration, Measured
+from wanma.planner.job_planner import Planned, automatic, complete, layout, plan_for
+from wanma.planner.plan_search import find_plans, merged, run_worlds, why_not_by_time
+from wanma.planner.rules.capabilities import not_runnable
 from wanma.planner.search import space
-from wanma.planner.search.best import search
+from wanma.planner.search.branch_and_bound import search
 from wanma.planner.search.space import Space
 
 H100 = parse_cluster("8 H100")

@@ -8,15 +8,15 @@ import pytest
 
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.forecast import Layer, Workload
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.job.shares import why_not_timed
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.capabilities import not_runnable
-from wanma.planner.choose import complete, layout
-from wanma.planner.share_rules import wrong_shares
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.plan.rank_timing import why_not_timed
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.batch_share_rules import wrong_shares
+from wanma.planner.job_planner import complete, layout
+from wanma.planner.rules.capabilities import not_runnable
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
 

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 from support.problems import SMALL, problem
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.job.synchronization import Synchronization
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
+from wanma.job.plan.plan import Plan
+from wanma.job.plan.synchronization import Synchronization
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
 from wanma.observe.units import bytes_text
-from wanma.planner.capabilities import not_runnable
-from wanma.planner.choose import layout, plan_for
-from wanma.planner.cost.operators import Software
-from wanma.planner.explain.changes import families
-from wanma.planner.explain.layout import group_of, stages
-from wanma.planner.forecast import forecast
-from wanma.planner.memory.state import Parameters, State, state_of
-from wanma.planner.problem import problem_of
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.explain.plan_changes import families
+from wanma.planner.explain.rank_layout import group_of, stages
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import problem_of
+from wanma.planner.job_planner import layout, plan_for
+from wanma.planner.memory.model_states import Parameters, State, state_of
 from wanma.planner.replan import replan
+from wanma.planner.rules.capabilities import not_runnable
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
 

@@ -7,14 +7,14 @@ from typing import Any, get_args
 
 import pytest
 
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.parallel_section import Approximation, Schedule
-from wanma.job.placement import Place, Replicas
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.capabilities import (
+from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.job.sections.parallel import Approximation, Schedule
+from wanma.planner.rules.capabilities import (
     APPROXIMATIONS,
     SCHEDULES,
     allowed_approximations,

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.data.ramp import global_batch
+from wanma.data.sampling.batch_size_schedule import global_batch
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
-from wanma.job.forecast import Layer, Workload
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.described import decoder_dimensions
-from wanma.planner.choose import Planned, complete, layout
-from wanma.planner.problem import HOST_SHARE, device_of
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.resolution import decoder_dimensions
+from wanma.planner.forecast.problem import HOST_SHARE, device_of
+from wanma.planner.job_planner import Planned, complete, layout
 
 GIB = 1 << 30
 GPU = Device("cuda", "H100", 80 * GIB, {"bf16": 989e12})

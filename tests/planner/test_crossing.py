@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from support.problems import job, problem
-from wanma.job.plan import Plan
-from wanma.planner.cost.machine import Link
-from wanma.planner.crossing import CROSSES, crossing
-from wanma.planner.forecast import forecast
-from wanma.planner.problem import Problem
+from wanma.job.plan.plan import Plan
+from wanma.planner.forecast.node_crossing import CROSSES, crossing
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.hardware_model.model import Link
 
 
 @pytest.mark.parametrize(

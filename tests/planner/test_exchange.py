@@ -10,20 +10,20 @@ import pytest
 from support.machines import CHIP
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.plan import LEAST_TOGETHER_BYTES, REDUCED_TOGETHER_BYTES, Plan
-from wanma.job.sections import Job
-from wanma.planner.choose import complete, layout
-from wanma.planner.cost.communication import Group, all_reduce_seconds
+from wanma.job.plan.plan import LEAST_TOGETHER_BYTES, REDUCED_TOGETHER_BYTES, Plan
+from wanma.job.sections.job import Job
 from wanma.planner.cost.data_parallel import DataParallel, hides_sums
-from wanma.planner.cost.machine import Link, Machine
-from wanma.planner.cost.operators import Software
-from wanma.planner.exchange import (
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.gradient_reduction import (
     check_buckets,
     exchange_reasons,
     fewest_bytes,
     why_not_hierarchical,
     with_exchange,
 )
+from wanma.planner.hardware_model.collective_time import Group, all_reduce_seconds
+from wanma.planner.hardware_model.model import Link, Machine
+from wanma.planner.job_planner import complete, layout
 
 FOUR = Plan(dp_replicate=4)
 

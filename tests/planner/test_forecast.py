@@ -8,11 +8,11 @@ import pytest
 
 from support.problems import SMALL, job, problem
 from wanma.job.errors import JobError
-from wanma.job.plan import Plan
-from wanma.planner.around import HANDED_SECONDS
+from wanma.job.plan.plan import Plan
 from wanma.planner.cost.decoder import step_time
-from wanma.planner.cost.energy import run_cost
-from wanma.planner.forecast import forecast, where_time_goes, with_pipeline_ranks
+from wanma.planner.forecast.plan_forecast import forecast, where_time_goes, with_pipeline_ranks
+from wanma.planner.forecast.run_cost import run_cost
+from wanma.planner.forecast.step_overhead import HANDED_SECONDS
 
 PLAN = Plan(dp_shard=4, tp=2, sequence=True, shard="parameters", precision="bf16", device="cuda")
 

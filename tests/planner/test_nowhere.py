@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.automatic import run_worlds
-from wanma.planner.choose import plan_for
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
 from wanma.planner.explain.advice import advice
-from wanma.planner.forecast import memory
-from wanma.planner.nowhere import check_open
-from wanma.planner.problem import HOST_SHARE, MEMORY_SHARE, problem_of
-from wanma.planner.smallest import leanest, machine_counts, smallest_cluster
+from wanma.planner.forecast.plan_forecast import memory
+from wanma.planner.forecast.problem import HOST_SHARE, MEMORY_SHARE, problem_of
+from wanma.planner.infeasibility import check_open
+from wanma.planner.job_planner import plan_for
+from wanma.planner.minimum_cluster import leanest, machine_counts, smallest_cluster
+from wanma.planner.plan_search import run_worlds
 
 LARGE = DecoderDimensions(80, 8192, 64, 8, 28672, 128256)
 """70 billion parameters."""

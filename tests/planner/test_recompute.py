@@ -8,13 +8,13 @@ import pytest
 
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
-from wanma.job.forecast import Layer, Workload
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.choose import Planned, complete, layout
-from wanma.planner.memory.ranks import CUDA_CONTEXT_BYTES, forecast_memory
-from wanma.planner.problem import MEMORY_SHARE
-from wanma.planner.recompute import least_recompute
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.planner.forecast.problem import MEMORY_SHARE
+from wanma.planner.job_planner import Planned, complete, layout
+from wanma.planner.memory.peak import CUDA_CONTEXT_BYTES, forecast_memory
+from wanma.planner.recompute_policy import least_recompute
 
 GIB = 1 << 30
 MODEL = Workload(

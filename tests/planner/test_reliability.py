@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.planner.reliability import (
+from wanma.planner.forecast.failure_model import (
     DAY,
     LLAMA3,
     Copy,

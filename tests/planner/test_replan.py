@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.choose import plan_for
-from wanma.planner.forecast import forecast
-from wanma.planner.problem import Problem, problem_of
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import Problem, problem_of
+from wanma.planner.job_planner import plan_for
 from wanma.planner.replan import ChangeCost, Replanned, change_cost, replan
 
 MODEL = DecoderDimensions(4, 2048, 16, 16, 8192, 32000)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from wanma.job.cluster import Cluster, Device, Node
 from wanma.job.errors import JobError
-from wanma.job.parallel_section import Schedule
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.choose import complete, layout
-from wanma.planner.rules import check_axes, check_dimensions
-from wanma.planner.stages import wrong_micro_batches
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.job.sections.parallel import Schedule
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.job_planner import complete, layout
+from wanma.planner.pipeline.schedules import wrong_micro_batches
+from wanma.planner.rules.mesh import check_axes, check_dimensions
 
 LAPTOP = Cluster((Node("laptop", 8, 16 << 30, ()),))
 BOX = Cluster(

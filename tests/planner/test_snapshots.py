@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from support.problems import SMALL, job, problem
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.workload import decoder_workload
-from wanma.planner.forecast import forecast
-from wanma.planner.problem import host_overflow
-from wanma.planner.snapshots import snapshot_bytes
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import host_overflow
+from wanma.planner.memory.in_memory_checkpoints import snapshot_bytes
 
 WORKLOAD = decoder_workload(SMALL, 512)
 STATE = 3 * 4 * WORKLOAD.parameters

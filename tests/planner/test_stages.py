@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from support.schedules import comes_to_an_end, fake_stages, most_kept, step_time
-from wanma.job.forecast import Layer, Workload
-from wanma.job.parallel_section import Recompute, Schedule
-from wanma.job.plan import Plan
-from wanma.parallel.pipeline import SCHEDULES
-from wanma.planner.stages import (
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Recompute, Schedule
+from wanma.parallel.pipeline.pipeline_runner import SCHEDULES
+from wanma.planner.pipeline.schedules import (
     INTERLEAVED,
     VIRTUAL_STAGES,
     balanced_cuts,

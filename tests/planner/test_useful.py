@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 
 from support.problems import SMALL, job
 from support.problems import problem as plain_problem
-from wanma.job.forecast import StepTime
-from wanma.job.plan import Plan
-from wanma.planner.cost.energy import run_cost, run_seconds
-from wanma.planner.forecast import forecast
-from wanma.planner.problem import Problem
-from wanma.planner.reliability import DAY, LLAMA3, Copy, Recovery, daly_interval, useful_share
-from wanma.planner.snapshots import steps_between
-from wanma.planner.useful import (
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
+from wanma.planner.forecast.failure_model import DAY, LLAMA3, Copy, Recovery, daly_interval, useful_share
+from wanma.planner.forecast.goodput import (
     DISK_SECONDS,
     MEMORY_SECONDS,
     PARTNER_SECONDS,
@@ -27,6 +23,10 @@ from wanma.planner.useful import (
     places,
     useful_time,
 )
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.forecast.run_cost import run_cost, run_seconds
+from wanma.planner.memory.in_memory_checkpoints import steps_between
 
 GPUS = 16_384
 PLAN = Plan(dp_replicate=GPUS // 8, tp=8, sequence=True, precision="bf16", device="cuda")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from wanma.job.load import job_from
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.without_effect import without_effect
+from wanma.job.file.loading import job_from
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.planner.rules.unused_keys import without_effect
 
 ALONE = Plan()
 

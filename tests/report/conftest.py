@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from wanma.job.forecast import Forecast
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory, write_json
-from wanma.observe.jsonl import JsonLinesSink
+from wanma.job.forecast.forecast import Forecast
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory, write_json
 from wanma.observe.recorder import Recorder
+from wanma.observe.sinks.jsonl import JsonLinesSink
 
 JOB = """[model]
 preset = "gpt-10m"

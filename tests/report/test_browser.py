@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from support.studies import answers
-from wanma.api.plan_page import answers_page
-from wanma.job.run_directory import RunDirectory
-from wanma.report.html import write_report
+from wanma.api.plan_report.html_page import answers_page
+from wanma.job.run.run_directory import RunDirectory
+from wanma.report.report_page import write_report
 
 FLAGS = [
     "--headless",

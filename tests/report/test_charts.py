@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.report.buckets import to_buckets
-from wanma.report.chart import Chart, Line, figure
-from wanma.report.scale import Scale, log_span, span, tick_text
+from wanma.report.components.axis import Scale, log_span, span, tick_text
+from wanma.report.components.downsampling import to_buckets
+from wanma.report.components.line_chart import Chart, Line, figure
 
 numbers = st.floats(-1e12, 1e12)
 

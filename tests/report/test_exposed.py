@@ -8,14 +8,14 @@ from dataclasses import asdict
 
 import pytest
 
-from wanma.job.forecast import StepTime
-from wanma.job.run_directory import RunDirectory
-from wanma.observe.progress import Progress
-from wanma.observe.tensorboard import to_scalars
-from wanma.report.exposed import Exposure, exposure_text, exposures
-from wanma.report.html import page
-from wanma.report.read import read_report
-from wanma.report.text import summary
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.console.progress import Progress
+from wanma.observe.sinks.tensorboard import to_scalars
+from wanma.report.exposed_communication import Exposure, exposure_text, exposures
+from wanma.report.report_page import page
+from wanma.report.run_report import read_report
+from wanma.report.terminal import summary
 
 NewRun = Callable[..., RunDirectory]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from wanma.cli.main import main
-from wanma.cli.show import wrapped
-from wanma.job.run_directory import RunDirectory
+from wanma.cli.output import wrapped
+from wanma.job.run.run_directory import RunDirectory
 
 NewRun = Callable[..., RunDirectory]
 WARNING = "spikes were left out, and this is what a long warning looks like, whose end nobody could read"

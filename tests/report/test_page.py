@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from wanma.job.errors import WanmaError
-from wanma.job.run_directory import RunDirectory
-from wanma.report.html import write_report
+from wanma.job.run.run_directory import RunDirectory
+from wanma.report.report_page import write_report
 
 NewRun = Callable[..., RunDirectory]
 VOID = {"meta", "path", "circle", "rect", "polyline", "polygon"}

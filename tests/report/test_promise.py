@@ -8,11 +8,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from wanma.job.forecast import StepTime
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.report.html import page
-from wanma.report.promise import (
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.report.forecast_comparison import (
     Kept,
     kept,
     peak_memory_bytes,
@@ -21,8 +20,9 @@ from wanma.report.promise import (
     sentence,
     usual_step_seconds,
 )
-from wanma.report.read import read_report
-from wanma.report.text import summary
+from wanma.report.report_page import page
+from wanma.report.run_report import read_report
+from wanma.report.terminal import summary
 
 NewRun = Callable[..., RunDirectory]
 

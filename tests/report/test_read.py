@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from wanma.job.run_directory import RunDirectory
-from wanma.observe.jsonl import JsonLinesSink, append_event
-from wanma.report.html import page
-from wanma.report.read import read_report
-from wanma.report.text import summary
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.sinks.jsonl import JsonLinesSink, append_event
+from wanma.report.report_page import page
+from wanma.report.run_report import read_report
+from wanma.report.terminal import summary
 
 NewRun = Callable[..., RunDirectory]
 
@@ -205,5 +205,5 @@ def test_a_run_that_began_anew_is_told_from_there(new_run: NewRun) -> None:
 
 
 def test_reading_imports_no_torch() -> None:
-    code = "import sys, wanma.report.html, wanma.report.text; assert 'torch' not in sys.modules"
+    code = "import sys, wanma.report.report_page, wanma.report.terminal; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from wanma.report.chart import FULL_WIDTH, RIGHT
-from wanma.report.rows import LEFT, MOST_TEXTS, Interval, Row, rows_figure
+from wanma.report.components.gantt_chart import LEFT, MOST_TEXTS, Interval, Row, rows_figure
+from wanma.report.components.line_chart import FULL_WIDTH, RIGHT
 
 
 def widths(drawing: str) -> list[tuple[float, float]]:

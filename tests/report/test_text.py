@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from wanma.job.run_directory import RunDirectory
-from wanma.report.html import page
-from wanma.report.read import read_report
-from wanma.report.text import runs_table, summary
+from wanma.job.run.run_directory import RunDirectory
+from wanma.report.report_page import page
+from wanma.report.run_report import read_report
+from wanma.report.terminal import runs_table, summary
 
 NewRun = Callable[..., RunDirectory]
 

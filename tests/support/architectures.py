@@ -31,14 +31,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from support.ranks import Outcome, run_ranks
 from support.tiny_config import LENGTH, tiny_config
-from wanma.api.export import export
+from wanma.api.checkpoints.export import export
 from wanma.job.errors import WanmaError
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import Job, ModelSection
-from wanma.job.worker import Worker
-from wanma.job.write import to_toml
-from wanma.models.build import model_spec
+from wanma.job.file.serialization import to_toml
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Worker
+from wanma.job.sections.job import Job, ModelSection
+from wanma.models.model_spec import model_spec
 
 KINDS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 STEPS, SAMPLES, RATE, EPSILON = 3, 4, 1e-2, 1e-3
@@ -333,7 +333,7 @@ def _train_layout(worker: Worker, job: dict[str, Any], plan: Plan, length: int) 
     Returns:
         what went wrong.
     """
-    from wanma.training.main import Request, train
+    from wanma.training.loop.train_worker import Request, train
 
     data = (Tokens(length), Tokens(length))
     try:

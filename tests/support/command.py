@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 
-from wanma.checkpoint.reader import load_full, newest
-from wanma.hardware.native import library_folder
+from wanma.checkpoint.load.reader import load_full, newest
+from wanma.hardware.native.native_library import library_folder
 
 WANMA = (sys.executable, "-m", "wanma")
 TEXT_JOB = """\

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support.ranks import Outcome, run_job
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 
 def one_process(folder: Path, job: dict[str, Any], micro_batch: int, **more: Any) -> Outcome:

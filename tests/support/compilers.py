@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from wanma.hardware import native
+from wanma.hardware.native import native_library
 
 
 def there_is_none() -> None:
     """Nothing of our own can be compiled, whatever is installed."""
-    native.cpp_compiler = lambda: None  # type: ignore[attr-defined]  # a test's
+    native_library.cpp_compiler = lambda: None  # type: ignore[attr-defined]  # a test's

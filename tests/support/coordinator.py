@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from wanma.elastic.coordinator import Coordinator
+from wanma.elastic.coordinator.coordinator import Coordinator
+from wanma.elastic.coordinator.coordinator_config import Terms
 from wanma.elastic.failure import Failure
-from wanma.elastic.messages import Join, Message
-from wanma.elastic.terms import Terms
+from wanma.elastic.protocol.messages import Join, Message
 
 ECHO = Failure("Connection closed by peer", rank=0, consequence=True)
 CAUSE = Failure("ValueError", rank=1)

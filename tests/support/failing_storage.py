@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from wanma.checkpoint import uploader
+from wanma.checkpoint.remote import uploader
 from wanma.job.retry import Patience
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from wanma.checkpoint.image import read_head
-from wanma.checkpoint.partner import Partner
-from wanma.checkpoint.shards import local_part
-from wanma.checkpoint.snapshot import _Image
-from wanma.checkpoint.writer import Checkpointer, SaveResult
-from wanma.training import snapshots
-from wanma.training.snapshots import StepSnapshots
-from wanma.training.trainer import Trainer
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.checkpoint.in_memory.in_memory_checkpointer import _Image
+from wanma.checkpoint.in_memory.memory_file import read_head
+from wanma.checkpoint.in_memory.partner_replication import Partner
+from wanma.checkpoint.save.checkpointer import Checkpointer, SaveResult
+from wanma.training.checkpointing import in_memory_checkpoints
+from wanma.training.checkpointing.in_memory_checkpoints import StepSnapshots
+from wanma.training.run.trainer import Trainer
 
 
 class InjectedError(RuntimeError):
@@ -46,7 +46,7 @@ def rank_1_fails_in_step_4() -> None:
 
 def snapshots_may_come_every_five_steps() -> None:
     """Whatever they cost."""
-    snapshots.steps_between = lambda _cost, _step: 5  # type: ignore[assignment]
+    in_memory_checkpoints.steps_between = lambda _cost, _step: 5  # type: ignore[assignment]
 
 
 def rank_1_has_no_memory_for_snapshots() -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from support.machines import CHIP, machine
 from support.problems import SMALL, job, problem
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.cost.machine import Link
-from wanma.planner.mixed.fleet import Fleet, Kind
-from wanma.planner.mixed.timing import MixedCosts
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.hardware_model.model import Link
+from wanma.planner.heterogeneous.costs import MixedCosts
+from wanma.planner.heterogeneous.node_pools import Fleet, Kind
 
 START = Plan(precision="bf16", device="cuda", sequence=True)
 SLOW = replace(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from wanma.parallel.compressed import GradientCompression
-from wanma.training.trainer import Trainer
+from wanma.parallel.gradients.gradient_compression import GradientCompression
+from wanma.training.run.trainer import Trainer
 
 
 def errors_are_forgotten() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from wanma.parallel import parallelize, shard
+from wanma.parallel import parallelize
+from wanma.parallel.data_parallel import sharded
 
 
 def keep_in_fp32() -> None:
@@ -18,4 +19,4 @@ def keep_in_fp32() -> None:
 
     parallelize.round_frozen = nothing
     parallelize.Parallel.trainable = everything  # type: ignore[method-assign]
-    shard.held_once = lambda *_: set()
+    sharded.held_once = lambda *_: set()

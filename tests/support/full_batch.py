@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.compare import spread_over
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 RATE = 1e-2
 ROWS = 8

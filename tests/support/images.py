@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from wanma.checkpoint.image import Head, read_head
-from wanma.job.worker import Images
+from wanma.checkpoint.in_memory.memory_file import Head, read_head
+from wanma.job.run.worker import Images
 
 
 class Held:

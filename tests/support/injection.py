@@ -128,18 +128,18 @@ def install() -> None:
     """Put a probe into every rank that this process becomes the parent of, and into one that rescues."""
     order = json.loads(os.environ[VARIABLE])
     faults = [Fault(**fault) for fault in order["faults"]]
-    if "wanma.elastic.rescue" in sys.orig_argv:
+    if "wanma.elastic.recovery.flush_process" in sys.orig_argv:
         _install_in_rescue(Path(order["folder"]), faults)
         return
-    from wanma.elastic import worker_main
+    from wanma.elastic.workers import worker_process
 
-    run = worker_main._run
+    run = worker_process._run
 
     def probed(spec: Any, *rest: Any) -> int:
         probe = Probe(Path(order["folder"]), Path(order["trace"]), faults, spec)
         probe.at(0, "born")
 
-        class Probed(worker_main.Supervised):
+        class Probed(worker_process.Supervised):
             def __init__(self, channel: Any, board: Any, writer: Any) -> None:
                 super().__init__(channel, board, writer)
                 progress, step_done = self.progress, self.step_done
@@ -154,16 +154,16 @@ def install() -> None:
 
                 self.progress, self.step_done = told, done
 
-        worker_main.Supervised = Probed  # type: ignore[misc]  # in this rank's own process
+        worker_process.Supervised = Probed  # type: ignore[misc]  # in this rank's own process
         return run(spec, *rest)
 
-    worker_main._run = probed
+    worker_process._run = probed
 
 
 def _install_in_rescue(folder: Path, faults: Sequence[Fault]) -> None:
-    from wanma.checkpoint import parts, rescue
+    from wanma.checkpoint.in_memory import flush, partial_checkpoints
 
-    write_file = rescue.write_file
+    write_file = flush.write_file
 
     def write(path: Path, *content: memoryview) -> str:
         for number, fault in enumerate(faults):
@@ -173,7 +173,7 @@ def _install_in_rescue(folder: Path, faults: Sequence[Fault]) -> None:
                 time.sleep(60)
         return write_file(path, *content)
 
-    rescue.write_file = parts.write_file = write  # type: ignore[attr-defined]  # in this process
+    flush.write_file = partial_checkpoints.write_file = write  # type: ignore[attr-defined]  # in this process
 
 
 def _mark(folder: Path, number: int) -> bool:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from wanma.parallel import parallelize
-from wanma.parallel.common_weights import CommonWeights
-from wanma.training.forward_backward import ForwardBackward
-from wanma.training.optimizer import Updater
+from wanma.parallel.data_parallel.shared_memory_weights import CommonWeights
+from wanma.training.optimizer.named_optimizer import Updater
+from wanma.training.step.forward_backward import ForwardBackward
 
 SECONDS = 0.15
 

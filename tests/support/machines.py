@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
+from wanma.planner.hardware_model.model import AttentionCurve, Chip, Link, Machine, ProductCurve
 
 CHIP = Chip(
     name="test chip",

@@ -12,10 +12,10 @@ from typing import Any
 
 from wanma.job.cluster import Cluster, Node
 from wanma.job.errors import JobError
-from wanma.job.parallel_section import ParallelSection
-from wanma.job.plan import Plan
-from wanma.job.sections import Job, Precision
-from wanma.planner.rules import check_axes, check_micro_batches
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job, Precision
+from wanma.job.sections.parallel import ParallelSection
+from wanma.planner.rules.mesh import check_axes, check_micro_batches
 
 GLOBAL_BATCH, LENGTH = 7, 32
 """Samples that no number of ranks divides."""

@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.job.worker import Worker
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.job.sections.job import Job
 
 
 def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, int]:
@@ -22,15 +22,15 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
     Gradients and gathered parameters are looked at between the operators of each block; what shares
     storage counts once.
     """
-    from wanma.collectives.shared.backend import allocated_bytes
-    from wanma.data.loader import Loader
-    from wanma.data.open import open_data
-    from wanma.models.build import model_spec, with_frozen
-    from wanma.parallel.mesh import process_grid
+    from wanma.collectives.shared_memory.backend import allocated_bytes
+    from wanma.data.opening import open_data
+    from wanma.data.step_loader import Loader
+    from wanma.models.model_spec import model_spec, with_frozen
+    from wanma.parallel.mesh.parallel_mesh import process_grid
     from wanma.parallel.parallelize import parallelize
-    from wanma.training.forward_backward import ForwardBackward
-    from wanma.training.loss import classification_loss
-    from wanma.training.optimizer import build_updater
+    from wanma.training.loss.loss_functions import classification_loss
+    from wanma.training.optimizer.named_optimizer import build_updater
+    from wanma.training.step.forward_backward import ForwardBackward
 
     parsed = Job.model_validate(job)
     peaks: dict[str, int] = {}
@@ -104,11 +104,11 @@ def measure_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> dict[str, i
 
 def kept_activations(job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps of the first micro-batch of a job on one process, its loss included."""
-    from wanma.data.open import open_data
-    from wanma.models.build import build_model, model_spec
-    from wanma.parallel.recompute import recompute
-    from wanma.parallel.shard import DTYPES
-    from wanma.training.loss import classification_loss
+    from wanma.data.opening import open_data
+    from wanma.models.model_spec import build_model, model_spec
+    from wanma.parallel.data_parallel.sharded import DTYPES
+    from wanma.parallel.memory.recompute import recompute
+    from wanma.training.loss.loss_functions import classification_loss
 
     parsed = Job.model_validate(job)
     data = open_data(parsed.data, parsed.train)
@@ -132,12 +132,12 @@ def kept_activations(job: dict[str, Any], plan: Plan) -> int:
 
 def kept_by_rank(worker: Worker, job: dict[str, Any], plan: Plan) -> int:
     """Bytes that autograd keeps on this rank of the first micro-batch, its loss included."""
-    from wanma.data.open import open_data
-    from wanma.models.build import model_spec, with_frozen
-    from wanma.parallel.mesh import process_grid
+    from wanma.data.opening import open_data
+    from wanma.models.model_spec import model_spec, with_frozen
+    from wanma.parallel.mesh.parallel_mesh import process_grid
     from wanma.parallel.parallelize import parallelize
-    from wanma.training.forward_backward import ForwardBackward
-    from wanma.training.loss import classification_loss
+    from wanma.training.loss.loss_functions import classification_loss
+    from wanma.training.step.forward_backward import ForwardBackward
 
     parsed = Job.model_validate(job)
     with process_grid(worker, plan, 60) as grid:
@@ -183,7 +183,7 @@ def held_after(run: Callable[[], Any]) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    from wanma.parallel.materialize import local_part
+    from wanma.parallel.parameters.initialization import local_part
 
     return local_part(tensor)
 

@@ -17,23 +17,20 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from wanma.collectives import gloo
-from wanma.collectives.shared import fsdp
-from wanma.collectives.stopwatch import Flight
-from wanma.models import random_draws
-from wanma.models.routing import Routing
-from wanma.parallel import (
-    all_to_all,
-    data_sums,
-    expert,
-    local,
-    parallelize,
-    pipeline,
-    ring,
-    tensor,
-    ties,
-)
-from wanma.training import batch_statistics, cross_entropy, forward_backward, optimizer, trainer, update
+from wanma.collectives.fsdp import point_to_point_collectives, shared_memory_collectives
+from wanma.collectives.timing.communication_timer import Flight
+from wanma.models.keyed_random import forward_draws
+from wanma.models.layers.router import Routing
+from wanma.parallel import parallelize
+from wanma.parallel.context import all_to_all_attention, ring_attention
+from wanma.parallel.expert import expert_parallel
+from wanma.parallel.gradients import reduction_groups
+from wanma.parallel.pipeline import pipeline_runner, tied_weights
+from wanma.parallel.tensor import local_parameters, tensor_parallel
+from wanma.training.loss import cross_entropy
+from wanma.training.optimizer import named_optimizer
+from wanma.training.run import trainer
+from wanma.training.step import forward_backward, model_statistics, parameter_update
 
 
 class _Changed:
@@ -58,14 +55,14 @@ def _without_all_reduce(module: Any, unless: Callable[..., bool] = lambda *_, **
 # ---------------------------------------------------------------- tensor and sequence
 
 
-class _UnsummedAxis(tensor._Axis):
+class _UnsummedAxis(tensor_parallel._Axis):
     def reduce(self, parts: Tensor) -> Tensor:
         return parts
 
 
 def _not_summed(role: str) -> None:
-    split = tensor._ROLES[role]  # type: ignore[index]  # a literal
-    tensor._ROLES[role] = lambda module, axis: split(  # type: ignore[index]
+    split = tensor_parallel._ROLES[role]  # type: ignore[index]  # a literal
+    tensor_parallel._ROLES[role] = lambda module, axis: split(  # type: ignore[index]
         module, _UnsummedAxis(axis.mesh, axis.residual, axis.layout)
     )
 
@@ -84,22 +81,22 @@ def tokens_of_other_ranks_are_not_masked() -> None:
     def where(mask: Tensor, x: Tensor, other: Any) -> Tensor:
         return x if x.is_floating_point() else torch.where(mask, x, other)
 
-    tensor.torch = _Changed(torch, {"where": where})  # type: ignore[assignment]
+    tensor_parallel.torch = _Changed(torch, {"where": where})  # type: ignore[assignment]
 
 
 def gradients_of_gathered_inputs_are_not_summed() -> None:
-    local._Convert.backward = staticmethod(lambda _, gradient: (gradient, None, None, None, None))  # type: ignore[method-assign]
+    local_parameters._Convert.backward = staticmethod(lambda _, gradient: (gradient, None, None, None, None))  # type: ignore[method-assign]
 
 
 def _move_otherwise(move: Callable[..., Tensor | None]) -> None:
     """Replace `local._move` where `move` does not give None."""
-    right = local._move
+    right = local_parameters._move
 
     def moved(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
         result = move(right, x, source, target, ranks, group)
         return right(x, source, target, ranks, group) if result is None else result
 
-    local._move = moved
+    local_parameters._move = moved
 
 
 def scattered_parts_are_not_summed() -> None:
@@ -123,12 +120,12 @@ def sequence_is_gathered_in_another_order() -> None:
 
 def gradients_of_norms_are_of_a_part_of_the_sequence() -> None:
     """Each rank updates its copy by the gradient of its own tokens."""
-    tensor.whole_with_partial_gradient = local.own_shard
+    tensor_parallel.whole_with_partial_gradient = local_parameters.own_shard
 
 
 def all_look_at_the_first_key_head() -> None:
-    right = tensor.heads_seen
-    tensor.heads_seen = lambda *arguments: [0] * len(right(*arguments))
+    right = tensor_parallel.heads_seen
+    tensor_parallel.heads_seen = lambda *arguments: [0] * len(right(*arguments))
 
 
 # ---------------------------------------------------------------- the loss over a split vocabulary
@@ -155,13 +152,13 @@ def targets_count_on_every_rank() -> None:
 
 
 def _see_otherwise(change: Callable[[Any], Any]) -> None:
-    right = ring._block
+    right = ring_attention._block
 
     def block(*arguments: Any) -> Any:
         found = right(*arguments)
         return replace(found, sight=change(found.sight))
 
-    ring._block = block
+    ring_attention._block = block
 
 
 def ones_own_block_is_not_causal() -> None:
@@ -177,28 +174,28 @@ def blocks_are_merged_with_equal_weights() -> None:
         output.lerp_(block_output.to(output.dtype), 0.5)
         log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
 
-    ring._merge = merge
+    ring_attention._merge = merge
 
 
 def log_sums_are_of_ones_own_block() -> None:
     """Only backward uses them, where two ranks make the ring."""
-    right = ring._merge
-    ring._merge = lambda output, log_sum, *block: right(output, log_sum.clone(), *block)
+    right = ring_attention._merge
+    ring_attention._merge = lambda output, log_sum, *block: right(output, log_sum.clone(), *block)
 
 
 def gradients_of_keys_do_not_travel() -> None:
-    right = ring._Ring.pass_on
+    right = ring_attention._Ring.pass_on
 
     def pass_on(self: Any, x: Tensor, tag: int) -> Any:
-        if tag == ring._BACKWARD:
-            return ring._Arrival(x, x, [], Flight("context"))
+        if tag == ring_attention._BACKWARD:
+            return ring_attention._Arrival(x, x, [], Flight("context"))
         return right(self, x, tag)
 
-    ring._Ring.pass_on = pass_on  # type: ignore[method-assign]
+    ring_attention._Ring.pass_on = pass_on  # type: ignore[method-assign]
 
 
 def gradients_of_heads_are_not_exchanged() -> None:
-    all_to_all._Exchange.backward = staticmethod(lambda _, gradient: (gradient, None))  # type: ignore[method-assign]
+    all_to_all_attention._Exchange.backward = staticmethod(lambda _, gradient: (gradient, None))  # type: ignore[method-assign]
 
 
 def positions_are_those_of_the_front() -> None:
@@ -223,25 +220,25 @@ def dropout_does_not_know_its_positions() -> None:
 
 def dropout_is_keyed_by_row() -> None:
     """Of the micro-batch, and not of the run."""
-    right = random_draws.keyed_samples
+    right = forward_draws.keyed_samples
 
     def keyed(model: Any, seed: int, samples: Tensor, *more: Any) -> Any:
         rows = torch.arange(len(samples))
         return right(model, seed, torch.where(samples >= 0, rows, samples), *more)
 
-    random_draws.keyed_samples = keyed
+    forward_draws.keyed_samples = keyed
 
 
 # ---------------------------------------------------------------- experts
 
 
 def results_return_in_the_order_of_experts() -> None:
-    expert.collect = lambda rows, *_: rows
+    expert_parallel.collect = lambda rows, *_: rows
 
 
 def weights_stay_in_the_order_of_senders() -> None:
-    right = expert.spread
-    expert.spread = lambda x, *order: x if x.shape[-1] == 1 else right(x, *order)
+    right = expert_parallel.spread
+    expert_parallel.spread = lambda x, *order: x if x.shape[-1] == 1 else right(x, *order)
 
 
 def gradients_of_experts_stay_with_one_replica() -> None:
@@ -254,16 +251,16 @@ def gradients_of_experts_stay_with_one_replica() -> None:
 
 
 def load_is_that_of_one_rank() -> None:
-    _without_all_reduce(batch_statistics)
+    _without_all_reduce(model_statistics)
 
 
 def balance_is_that_of_a_part_of_the_sample() -> None:
-    _without_all_reduce(expert)
+    _without_all_reduce(expert_parallel)
 
 
 def capacity_goes_by_the_order_held() -> None:
     """And not by the order of the sequence: other tokens are dropped."""
-    expert.SplitSamples._order = lambda self, held, _: torch.arange(held * self._context_ranks)  # type: ignore[method-assign]
+    expert_parallel.SplitSamples._order = lambda self, held, _: torch.arange(held * self._context_ranks)  # type: ignore[method-assign]
 
 
 def balancing_loss_has_no_factor() -> None:
@@ -275,22 +272,22 @@ def balancing_loss_has_no_factor() -> None:
 
 def gradients_are_divided_by_micro_batches() -> None:
     """torch's own default."""
-    right = pipeline.Pipeline._training
+    right = pipeline_runner.Pipeline._training
 
     def training(self: Any, *arguments: Any) -> Any:
         schedule = right(self, *arguments)
         schedule.scale_grads = True
         return schedule
 
-    pipeline.Pipeline._training = training  # type: ignore[method-assign]
+    pipeline_runner.Pipeline._training = training  # type: ignore[method-assign]
 
 
 def tied_gradients_are_not_summed() -> None:
-    _without_all_reduce(ties)
+    _without_all_reduce(tied_weights)
 
 
 def tied_tensors_count_twice_in_the_norm() -> None:
-    optimizer.Updater.counted_gradients = optimizer.Updater.gradients  # type: ignore[method-assign]
+    named_optimizer.Updater.counted_gradients = named_optimizer.Updater.gradients  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- data
@@ -303,7 +300,7 @@ def replicas_are_not_summed() -> None:
 
         def wait(self) -> None: ...
 
-    data_sums.over_group = lambda _: lambda _bucket: Nothing()
+    reduction_groups.over_group = lambda _: lambda _bucket: Nothing()
 
 
 def replicas_of_shards_are_not_summed() -> None:
@@ -314,7 +311,10 @@ def shards_keep_their_own_gradient() -> None:
     def keep(_: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, *__: Any, **___: Any) -> None:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
 
-    for scatter in (gloo.GlooReduceScatter, fsdp.SharedReduceScatter):
+    for scatter in (
+        point_to_point_collectives.GlooReduceScatter,
+        shared_memory_collectives.SharedReduceScatter,
+    ):
         scatter.__call__ = keep  # type: ignore[method-assign]
 
 
@@ -331,11 +331,11 @@ def replicated_gradients_count_on_every_rank() -> None:
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         return torch.stack([part.double().square().sum() for part in parts]).sum()
 
-    update.squared_norm_share = share
+    parameter_update.squared_norm_share = share
 
 
 def ranks_do_not_agree_on_the_step() -> None:
-    _without_all_reduce(update)
+    _without_all_reduce(parameter_update)
 
 
 def the_mean_is_over_all_targets_that_could_be() -> None:

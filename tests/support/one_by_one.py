@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from wanma.collectives.compression.in_flight import together
-from wanma.parallel import compressed
+from wanma.collectives.compression.overlap import together
+from wanma.parallel.gradients import gradient_compression
 
 
 def sum_one_by_one() -> None:
-    compressed.together = partial(together, at_once=1)  # type: ignore[assignment]
+    gradient_compression.together = partial(together, at_once=1)  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,21 @@ class Shifted(Plain):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.last(F.relu(self.first(x) + self.shift))
         return logits
+
+
+def exact_job(folder: Path, collectives: str = "auto") -> dict[str, Any]:
+    """Job of three deterministic steps in fp64, 7 samples each, for a model given as an object."""
+    return {
+        "model": {"factory": "any:thing"},
+        "data": {"cache": str(folder / "cache")},
+        "train": {
+            "steps": 3,
+            "global_batch": 7,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "deterministic": True,
+            "validation_samples": 2,
+        },
+        "parallel": {"collectives": collectives},
+        "checkpoint": {"every_steps": 0},
+    }

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import wanma
 from support.own import Numbers, Plain, seeded
-from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Worker, current_worker
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Worker, current_worker
 
 
 def session_job(**sections: Any) -> dict[str, Any]:

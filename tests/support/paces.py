@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from wanma.data.ramp import global_batch
-from wanma.training.share_moves import ShareMoves
+from wanma.data.sampling.batch_size_schedule import global_batch
+from wanma.training.balancing.share_rebalancer import ShareMoves
 
 
 def last_rank_takes_thrice() -> None:

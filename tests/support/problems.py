@@ -6,10 +6,10 @@ from typing import Any
 
 from support.machines import CHIP, machine
 from wanma.job.cluster import Cluster, Device, Node
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.problem import Problem
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.forecast.problem import Problem
 
 SMALL = DecoderDimensions(4, 512, 8, 8, 2048, 8192)
 SEQUENCE = 512

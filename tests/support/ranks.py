@@ -21,15 +21,20 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from wanma.collectives.shared.errors import SharedMemoryError
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import Job
-from wanma.job.worker import Worker
+from wanma.collectives.shared_memory.errors import SharedMemoryError
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Worker
+from wanma.job.sections.job import Job
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["wanma.training.main", "torch.distributed.fsdp", "torch._dynamo", "wanma.models.huggingface"]
+    [
+        "wanma.training.loop.train_worker",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "wanma.models.huggingface.causal_model",
+    ]
 )
 
 
@@ -53,7 +58,7 @@ class Outcome:
 
     def tensors(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """Full tensors of the checkpoint of `step`, by default the newest."""
-        from wanma.checkpoint.reader import load_full
+        from wanma.checkpoint.load.reader import load_full
 
         folders = sorted(self.directory.joinpath("checkpoints").glob("step-*[0-9]"))
         path = folders[-1] if step is None else self.directory / "checkpoints" / f"step-{step:08d}"
@@ -83,8 +88,8 @@ def run_job(
 
 def run_here(directory: Path, job: dict[str, Any], plan: Plan, objects: dict[str, Any]) -> Outcome:
     """`run_job` of one rank in this very process, which costs no start of another; raises its error."""
-    from wanma.training.main import train
-    from wanma.training.request import Request
+    from wanma.training.loop.train_request import Request
+    from wanma.training.loop.train_worker import train
 
     RunDirectory(directory).create()
     given = cloudpickle.loads(cloudpickle.dumps(objects))
@@ -190,8 +195,8 @@ def _train_rank(
 ) -> str:
     from dataclasses import replace
 
-    from wanma.job.imports import import_object
-    from wanma.training.main import Request, train
+    from wanma.job.file.import_path import import_object
+    from wanma.training.loop.train_worker import Request, train
 
     if patch is not None:
         import_object(patch, "patch")()

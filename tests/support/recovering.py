@@ -10,8 +10,8 @@ import torch
 
 from support.images import Held, workers
 from support.ranks import Outcome, run_job
-from wanma.job.plan import Plan
-from wanma.job.worker import Restart
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Restart
 
 RESTART = Restart("rank 0 failed", 0.0, 3, 1)
 

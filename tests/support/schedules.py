@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 Orders = dict[int, list[Any]]
 """By rank: torch's actions in order."""

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from wanma.collectives.shared import backend
-from wanma.collectives.shared.backend import shared_group
-from wanma.collectives.shared.group import SharedGroup
-from wanma.job.plan import Plan
-from wanma.job.worker import Worker
-from wanma.parallel.mesh import Grid, process_grid
+from wanma.collectives.shared_memory import backend
+from wanma.collectives.shared_memory.backend import shared_group
+from wanma.collectives.shared_memory.process_group import SharedGroup
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.parallel.mesh.parallel_mesh import Grid, process_grid
 
 CHUNK_BYTES = 1 << 14
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from support.own import Tagger, seeded
 from wanma.data.batch import IGNORED
-from wanma.data.open import open_data
-from wanma.job.sections import Job
+from wanma.data.opening import open_data
+from wanma.job.sections.job import Job
 
 FRAGMENTS = (("embedding.", "blocks.1."), ("blocks.0.", "head."))
 """Of a `Tagger`, in two: its four units in turn."""

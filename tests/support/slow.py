@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wanma.job.worker import Unsupervised
-from wanma.models.decoder import Block
+from wanma.job.run.worker import Unsupervised
+from wanma.models.architectures.decoder import Block
 
 SECONDS = 0.15
 """That the slow rank takes longer in every forward of a block."""

@@ -41,11 +41,11 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
         case "sleep":
             time.sleep(float(argument))
         case "slow":
-            from wanma.training.forward_backward import ForwardBackward
+            from wanma.training.step.forward_backward import ForwardBackward
 
             _delay(ForwardBackward, "__call__", float(argument))
         case "slow upload":
-            from wanma.checkpoint.storage import Storage
+            from wanma.checkpoint.remote.remote_storage import Storage
 
             _delay(Storage, "put", float(argument))
         case "wrong product":
@@ -61,7 +61,7 @@ def strike(what: str, argument: str, making: int, spec: Any) -> None:
 
             flip_bit(next(iter(_trainer().state.weights().values())))
         case "nan" | "spike":
-            from wanma.checkpoint.shards import local_part
+            from wanma.checkpoint.format.local_shards import local_part
 
             for gradient in _trainer().state.updater.gradients():
                 local_part(gradient).mul_(float("nan") if what == "nan" else 1e6)
@@ -92,16 +92,16 @@ def _delay(kind: type, method: str, seconds: float) -> None:
 
 
 def _spoil_product() -> None:
-    from wanma.hardware import health
+    from wanma.hardware.checks import device_check
 
-    right = health.product
+    right = device_check.product
 
     def wrong(*factors: Any) -> Any:
         found = right(*factors)
         found[5, 77] += 4
         return found
 
-    health.product = wrong
+    device_check.product = wrong
 
 
 def _eat(group: Path) -> None:
@@ -114,7 +114,7 @@ def _eat(group: Path) -> None:
 
 def _flip_snapshots(paths: tuple[str, ...], step: int) -> None:
     """One bit in each of this rank's copies, as soon as one is of `step`: whichever is taken up is wrong."""
-    from wanma.checkpoint.image import HEAD_BYTES, read_head
+    from wanma.checkpoint.in_memory.memory_file import HEAD_BYTES, read_head
 
     def is_there() -> bool:
         heads = [read_head(path) for path in paths]
@@ -159,7 +159,7 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
 
 
 def _trainer() -> Any:
-    from wanma.training.trainer import Trainer
+    from wanma.training.run.trainer import Trainer
 
     (trainer,) = (one for one in gc.get_objects() if isinstance(one, Trainer))
     return trainer

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from support.problems import job, problem
-from wanma.api.study import Answers, Searched, Study, WhatIf, Why
-from wanma.job.plan import Plan
-from wanma.planner.choose import Planned
-from wanma.planner.explain.compare import compare
+from wanma.job.plan.plan import Plan
+from wanma.planner.explain.comparison import compare
 from wanma.planner.explain.scaling import ScalePoint
 from wanma.planner.explain.timeline import timeline_of
-from wanma.planner.forecast import forecast
-from wanma.planner.problem import Problem
-from wanma.planner.search.candidates import Candidate, Found, pareto_front
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.job_planner import Planned
+from wanma.planner.presentation.plan_analysis import Answers, Searched, Study, WhatIf, Why
+from wanma.planner.search.result import Candidate, Found, pareto_front
 
 PLANS = (
     Plan(dp_replicate=8, precision="bf16", device="cuda", micro_batch=2),

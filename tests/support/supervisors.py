@@ -14,8 +14,8 @@ from typing import Any
 SUPERVISE = """
 import json, sys
 from pathlib import Path
-from wanma.elastic.launch import Launch
-from wanma.elastic.supervisor import run_node
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.supervisor.supervisor import run_node
 from wanma.job.errors import WanmaError
 
 changes = json.loads(sys.stdin.readline())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.compare import one_process, spread_over
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from support.ranks import Outcome, run_job
-from wanma.job.parallel_section import Compression
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Compression
 
 LOSSY: tuple[Compression, ...] = ("int8", "topk", "powersgd")
 ALL: tuple[Compression, ...] = ("bf16", "fp16", *LOSSY)

@@ -8,7 +8,7 @@ import pytest
 
 from support.compare import same_bits, spread_over
 from support.text import REAL_TEXT
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import wanma
 from support.full_batch import ROWS, adamw, full_batch_job, largest_error, plain_loop, trained
 from support.own import Numbers, seeded
 from support.ranks import run_job, run_ranks
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Worker, current_worker
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Worker, current_worker
 
 STEPS = 5
 DATA = Numbers(size=ROWS)

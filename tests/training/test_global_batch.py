@@ -18,11 +18,11 @@ from support.compare import same_numbers
 from support.contrastive import Deep, Pairs, Standardised, Towers, WithPairs, contrastive, plain_contrastive
 from support.own import seeded
 from support.ranks import Outcome, run_job, run_ranks
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Worker, current_worker
-from wanma.parallel.global_batch import GlobalBatch
-from wanma.parallel.mesh import process_grid
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Worker, current_worker
+from wanma.parallel.data_parallel.global_batch import GlobalBatch
+from wanma.parallel.mesh.parallel_mesh import process_grid
 
 
 def job(global_batch: int = 7, **parallel: Any) -> dict[str, Any]:

@@ -19,12 +19,18 @@ from torch import Tensor, nn
 
 from support.own import Noisy, Numbers, Plain, Scaled, seeded
 from support.ranks import run_here
-from wanma.data.fingerprint import dataset_fingerprint
+from wanma.data.datasets.fingerprint import dataset_fingerprint
 from wanma.job.errors import WanmaError
-from wanma.job.plan import Plan
-from wanma.job.run_directory import RunDirectory
-from wanma.training.code_fingerprint import code_fingerprint, same_code
-from wanma.training.identity import DEFAULT_LOSS, Identity, check_identity, identity_of, note_returned
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.training.checkpointing.code_fingerprint import code_fingerprint, same_code
+from wanma.training.checkpointing.run_identity import (
+    DEFAULT_LOSS,
+    Identity,
+    check_identity,
+    identity_of,
+    note_returned,
+)
 
 
 def loss(output: Tensor, targets: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 
 from support.ranks import Outcome, run_job
 from support.text import REAL_TEXT
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 STEPS = 5
 

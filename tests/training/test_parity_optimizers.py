@@ -11,7 +11,7 @@ import torch
 from support.compare import one_process, same_numbers, same_tensors, spread_over
 from support.own import Tagger, seeded
 from support.text import REAL_TEXT
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 STEPS = 4
 

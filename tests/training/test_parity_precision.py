@@ -18,8 +18,8 @@ import torch
 
 from support.compare import one_process, same_bits, spread_over
 from support.ranks import Outcome
-from wanma.checkpoint.reader import read_state
-from wanma.job.plan import Plan
+from wanma.checkpoint.load.reader import read_state
+from wanma.job.plan.plan import Plan
 
 STEPS = 5
 ORDERS = (8, 4, 2, 1)

@@ -10,7 +10,7 @@ import pytest
 from support.compare import one_process, same_numbers, spread_over
 from support.ranks import Outcome
 from support.text import REAL_TEXT
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 BATCH = 8
 DENSE = {"family": "decoder", "layers": 4, "hidden": 16, "heads": 2, "dropout": 0.1}

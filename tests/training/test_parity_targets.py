@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support.compare import one_process, same_numbers, spread_over
 from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
 from wanma.data.batch import IGNORED
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 STEPS = 4
 

@@ -13,7 +13,7 @@ from support.compare import one_process, same_numbers, spread_over
 from support.own import Noisy, Normalised, Numbers, Poisoned, Tagger, save_images, seeded
 from support.ranks import Outcome
 from support.text import REAL_TEXT
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 STEPS = 3
 GROUP = 2

@@ -11,8 +11,8 @@ import torch
 
 from support.images import Held
 from support.ranks import Outcome, run_job
-from wanma.job.plan import Plan
-from wanma.job.worker import Restart
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Restart
 
 PLAN = Plan(dp_shard=2, shard="parameters", micro_batch=3)
 RESTART = Restart("node 1 (host) was lost", 0.0, 3, 1)

@@ -19,9 +19,9 @@ from support.own import Numbers, Plain, seeded
 from support.own_loop import session_job
 from support.ranks import Outcome, run_job, run_ranks
 from wanma.job.errors import WanmaError
-from wanma.job.plan import Plan
-from wanma.models.dropout import replace_dropout
-from wanma.models.random_draws import RandomDraws
+from wanma.job.plan.plan import Plan
+from wanma.models.keyed_random.dropout import replace_dropout
+from wanma.models.keyed_random.forward_draws import RandomDraws
 
 Draw = Callable[[Tensor], Tensor]
 
@@ -251,8 +251,8 @@ def drawing_loop(worker: Any, run_directory: Path) -> None:
     """A loop of one's own that draws beside the model: before the forward, and in the losses."""
     from dataclasses import replace
 
-    from wanma.job.run_directory import RunDirectory
-    from wanma.job.worker import current_worker
+    from wanma.job.run.run_directory import RunDirectory
+    from wanma.job.run.worker import current_worker
 
     RunDirectory(run_directory).create()
     current_worker.set(replace(worker, run_directory=run_directory))

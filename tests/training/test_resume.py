@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from support.own import Numbers
 from support.ranks import Outcome, run_job
-from wanma.checkpoint.convert import convert
-from wanma.job.plan import Plan
+from wanma.checkpoint.conversion.conversion import convert
+from wanma.job.plan.plan import Plan
 
 
 def job(folder: Path, steps: int = 6, **train: Any) -> dict[str, Any]:

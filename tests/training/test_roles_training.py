@@ -15,7 +15,7 @@ from support.full_batch import RATE, ROWS, adamw, full_batch_job, largest_error,
 from support.huggingface import FAMILIES, write_config
 from support.own import Numbers, PartlyLabelled, seeded
 from support.text import REAL_TEXT
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 LAYOUTS = {
     "one": Plan(micro_batch=8),

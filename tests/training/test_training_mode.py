@@ -11,7 +11,7 @@ import wanma
 from support.own import Numbers, PartlyLabelled, Plain, Tagger, seeded
 from support.own_loop import per_sample, session_job
 from support.ranks import run_here
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 
 JOB = {
     "model": {"factory": "support.own:Tagger"},

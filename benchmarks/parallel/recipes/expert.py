@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.parallel.recipes.common import clip, loss_share, shard
 from benchmarks.train.workload import Workload, arguments
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.moe import MixtureOfExperts
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.layers.experts import MixtureOfExperts
 
 
 def main() -> None:

@@ -9,21 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.machines import here, run_on
-from wanma.api.planning import job_dimensions
-from wanma.api.read_model import read_model
-from wanma.hardware.cluster_file import read_cluster
+from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.forecast import Forecast, Workload
-from wanma.job.load import job_from
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.planner.automatic import find_plans, run_worlds, why_not_by_time
-from wanma.planner.choose import plan_for
-from wanma.planner.measure.calibration import Calibration, load_calibration
-from wanma.planner.nowhere import no_plan
-from wanma.planner.problem import equal_machines
+from wanma.job.file.loading import job_from
+from wanma.job.forecast.forecast import Forecast, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.planner.forecast.problem import equal_machines
+from wanma.planner.hardware_model.calibration import Calibration, load_calibration
+from wanma.planner.infeasibility import no_plan
+from wanma.planner.job_planner import plan_for
+from wanma.planner.plan_search import find_plans, run_worlds, why_not_by_time
+from wanma.planner.preparation.job_cluster import here, run_on
+from wanma.planner.preparation.job_planning import job_dimensions
+from wanma.planner.preparation.job_workload import read_model
 from wanma.planner.search.space import usable_devices
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ def _workload(
                 "give example=(tensor, ...), dim 0 the samples; only shapes and types count: "
                 "torch.empty(1, 3, 224, 224, device='meta')",
             )
-        from wanma.models.roles import is_frozen
-        from wanma.models.workload import module_workload
+        from wanma.models.structure.parameter_roles import is_frozen
+        from wanma.models.workload.model_workload import module_workload
 
         return module_workload(
             module,

@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from wanma.api.sample import Sampling, continuation
-from wanma.checkpoint.format import Box
-from wanma.checkpoint.reader import Saved, read_state
-from wanma.checkpoint.verify import find_whole
-from wanma.data.tokenizer import Tokenizer, load_tokenizer
+from wanma.api.checkpoints.generation import Sampling, continuation
+from wanma.checkpoint.format.manifest import Box
+from wanma.checkpoint.load.reader import Saved, read_state
+from wanma.checkpoint.load.verification import find_whole
+from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
 from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
-from wanma.job.load import load_job
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import Job, ModelSection
-from wanma.models.described import model_kind
+from wanma.job.file.loading import load_job
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.sections.job import Job, ModelSection
+from wanma.models.config.resolution import model_kind
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from wanma.api.unrounded import Unrounded
-    from wanma.models.build import ModelSpec
+    from wanma.api.checkpoints.unrounded_weights import Unrounded
+    from wanma.models.model_spec import ModelSpec
 
 _NAMED = 4
 """Tensors in one message, at most."""
@@ -179,7 +179,7 @@ def _model(
     job: Job, run: RunDirectory, saved: Saved, state: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> nn.Module:
     """The job's model, as plain as its maker makes it."""
-    from wanma.models.build import build_model, empty_model, model_spec
+    from wanma.models.model_spec import build_model, empty_model, model_spec
 
     section = job.model.model_copy(update={"lora_rank": 0})  # adapters are added to the weights
     kind = model_kind(section)
@@ -204,8 +204,8 @@ def _own_model(job: Job, run: RunDirectory, state: Mapping[str, Any]) -> nn.Modu
     Raises:
         WanmaError: it cannot be made so.
     """
-    from wanma.job.imports import import_object
-    from wanma.models.build import build_plain
+    from wanma.job.file.import_path import import_object
+    from wanma.models.model_spec import build_plain
 
     factory = job.model.factory
     assert factory is not None
@@ -239,8 +239,8 @@ def _parameters(maker: Any) -> list[str] | None:
 
 
 def _refuse_other_code(model: nn.Module, run: RunDirectory, state: Mapping[str, Any], way_out: str) -> None:
-    from wanma.training.code_fingerprint import same_code
-    from wanma.training.identity import identity_of
+    from wanma.training.checkpointing.code_fingerprint import same_code
+    from wanma.training.checkpointing.run_identity import identity_of
 
     before = state["identity"].get("model", "")
     if before and not same_code(before, identity_of(model, seeded=False).model):
@@ -288,8 +288,8 @@ class _Weights:
         """
         import torch
 
-        from wanma.api.unrounded import open_start
-        from wanma.models.lora import is_adapter
+        from wanma.api.checkpoints.unrounded_weights import open_start
+        from wanma.models.layers.lora import is_adapter
 
         persistent = model.state_dict(keep_vars=True)
         held: dict[str, Tensor] = dict(model.named_parameters())
@@ -340,7 +340,7 @@ class _Weights:
         halves = {part: f"{layer}{dot}{part}" for part in ("lora_a", "lora_b")}
         if self._alpha is None or kind != "weight" or not added.issuperset(halves.values()):
             return weight
-        from wanma.models.lora import merge
+        from wanma.models.layers.lora import merge
 
         adapter = {part: self._saved.read(self._names[half]) for part, half in halves.items()}
         return merge({"weight": weight, **adapter}, self._alpha)["weight"]

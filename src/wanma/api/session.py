@@ -11,13 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.callbacks import check_callbacks
-from wanma.api.called_control import calling
-from wanma.api.elastic import refuse_elastic
-from wanma.api.own_model import name_own_model
-from wanma.api.own_update import check_update
-from wanma.api.planning import Prepared, finish, first_layout, notes, peak_flops_per_second
-from wanma.api.records import (
+from wanma.api.run.callback_thread import check_callbacks
+from wanma.api.run.model_override import name_own_model
+from wanma.api.run.replanning import refuse_elastic
+from wanma.api.run.run_records import (
     changes,
     events_so_far,
     only_one,
@@ -26,20 +23,29 @@ from wanma.api.records import (
     write_down,
     write_down_accepted,
 )
-from wanma.elastic.dispositions import deaf
-from wanma.elastic.torchrun import Place, place_among
+from wanma.api.run.session_callbacks import calling
+from wanma.api.run.user_update import check_update
+from wanma.elastic.workers.signal_dispositions import deaf
+from wanma.elastic.workers.torchrun_variables import Place, place_among
 from wanma.job.callbacks import Callback
 from wanma.job.errors import WanmaError
-from wanma.job.forecast import Workload
-from wanma.job.load import job_from
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import ClusterSection, Job
-from wanma.job.worker import OUTSIDE, Unsupervised, Worker, current_worker, in_session, launched_cluster
-from wanma.models.described import model_kind
-from wanma.observe.console import open_console
+from wanma.job.file.loading import job_from
+from wanma.job.forecast.forecast import Workload
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import OUTSIDE, Unsupervised, Worker, current_worker, in_session, launched_cluster
+from wanma.job.sections.job import ClusterSection, Job
+from wanma.models.config.resolution import model_kind
+from wanma.observe.console.console import open_console
+from wanma.planner.preparation.job_planning import (
+    Prepared,
+    finish,
+    first_layout,
+    notes,
+    peak_flops_per_second,
+)
 
 if TYPE_CHECKING:
-    from wanma.training.session import Session
+    from wanma.training.loop.session import Session
 
 OWN_MODEL = "__main__:own_loop"
 """Stands in `[model]` for a module that the user's program makes."""
@@ -139,10 +145,10 @@ def _inside(worker: Worker) -> Iterator[Worker]:
 @contextmanager
 def _joined(job: Job, prepared: Prepared, worker: Worker, objects: Mapping[str, Any]) -> Iterator[Session]:
     """The session of one rank, in the run's process group."""
-    from wanma.parallel.mesh import process_grid
-    from wanma.training.main import longest_silence
-    from wanma.training.numerics import set_numerics
-    from wanma.training.session import Session
+    from wanma.parallel.mesh.parallel_mesh import process_grid
+    from wanma.training.loop.session import Session
+    from wanma.training.loop.train_worker import longest_silence
+    from wanma.training.run.numerics import set_numerics
 
     run, plan = RunDirectory(worker.run_directory), prepared.plan
     reads_text = bool(job.data.text or job.data.sources)

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanma.api.callbacks import check_callbacks
-from wanma.api.own_model import name_own_model
-from wanma.api.own_update import check_update
-from wanma.api.records import run_directory_of
-from wanma.api.run import train_job
-from wanma.elastic.torchrun import place_among
+from wanma.api.run.callback_thread import check_callbacks
+from wanma.api.run.job_run import train_job
+from wanma.api.run.model_override import name_own_model
+from wanma.api.run.run_records import run_directory_of
+from wanma.api.run.user_update import check_update
+from wanma.elastic.workers.torchrun_variables import place_among
 from wanma.job.callbacks import Callback
 from wanma.job.errors import JobError, WanmaError
-from wanma.job.load import job_from
-from wanma.job.run_directory import RunDirectory
-from wanma.job.sections import Job
-from wanma.job.worker import current_worker
+from wanma.job.file.loading import job_from
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import current_worker
+from wanma.job.sections.job import Job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from wanma.report.read import Report
+    from wanma.report.run_report import Report
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Result:
     @property
     def report(self) -> Report:
         """What happened, read from the run directory."""
-        from wanma.report.read import read_report
+        from wanma.report.run_report import read_report
 
         return read_report(self.run)
 
@@ -51,8 +51,8 @@ class Result:
         Raises:
             WanmaError: there is no whole checkpoint.
         """
-        from wanma.checkpoint.reader import load_full
-        from wanma.checkpoint.verify import find_whole
+        from wanma.checkpoint.load.reader import load_full
+        from wanma.checkpoint.load.verification import find_whole
 
         path = find_whole(self.run.checkpoints, None, warnings.warn)
         return {
@@ -121,7 +121,7 @@ def train(
         raise WanmaError(failures[0], exit_code=exit_code)
     result = Result(run, exit_code)
     if model is not None:
-        from wanma.training.identity import note_returned
+        from wanma.training.checkpointing.run_identity import note_returned
 
         _take_weights(model, result.weights())
         note_returned(run, model)
@@ -145,19 +145,19 @@ def _refuse_ranks() -> None:
 def _check_objects(model: Any, data: Any, loss: Any, metrics: Any) -> None:
     """Refuse, before anything starts, what cannot be a model, a dataset, a loss or metrics."""
     if model is not None:
-        from wanma.models.ready import check_ready
+        from wanma.models.user_modules.validation import check_ready
 
         check_ready(model)
     if data is not None:
-        from wanma.data.custom import check_dataset
+        from wanma.data.datasets.map_dataset import check_dataset
 
         check_dataset(data)
     if loss is not None:
-        from wanma.training.own_loss import check_loss
+        from wanma.training.loss.user_loss import check_loss
 
         check_loss(loss)
     if metrics is not None:
-        from wanma.training.metrics import check_metrics
+        from wanma.training.loss.validation_metrics import check_metrics
 
         check_metrics(metrics)
 

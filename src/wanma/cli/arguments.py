@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
-from wanma.job.run_directory import RunDirectory, is_run, list_runs
+from wanma.job.run.run_directory import RunDirectory, is_run, list_runs
 
 Completer = Callable[..., Iterable[str]]
 
@@ -148,7 +148,7 @@ def job_files(prefix: str, **_: Any) -> list[str]:
 
 def override_texts(prefix: str, **_: Any) -> list[str]:
     """Keys for 'train.st', then the values of an enumeration for 'train.precision='."""
-    from wanma.job.schema import tables
+    from wanma.job.file.schema import tables
 
     name, chosen, _value = prefix.partition("=")
     keys = {key.path: key for table in tables() if not table.repeated for key in table.keys}

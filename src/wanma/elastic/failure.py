@@ -6,7 +6,7 @@ import signal
 import traceback
 from dataclasses import dataclass
 
-from wanma.hardware.limits import memory_kills, usable_memory_bytes
+from wanma.hardware.discovery.resource_limits import memory_kills, usable_memory_bytes
 from wanma.job.errors import EXIT_FAILED, EXIT_USAGE, AgreedError, ScriptExitError, UnfitError, WanmaError
 from wanma.observe.units import bytes_text
 

@@ -15,12 +15,12 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from wanma.elastic.failure import Failure, killed_hint, signal_name
-from wanma.elastic.launch import Launch, OnEvent, Outcome
-from wanma.elastic.node import Node
-from wanma.elastic.processes import die_with_parent
-from wanma.elastic.supervisor import run_node
-from wanma.engines.base import Status
-from wanma.hardware.limits import memory_kills
+from wanma.elastic.launch_config import Launch, OnEvent, Outcome
+from wanma.elastic.supervisor.supervisor import run_node
+from wanma.elastic.workers.fork_server_handle import Node
+from wanma.elastic.workers.linux_processes import die_with_parent
+from wanma.engines.engine import Status
+from wanma.hardware.discovery.resource_limits import memory_kills
 from wanma.job.errors import EXIT_FAILED, WanmaError
 
 

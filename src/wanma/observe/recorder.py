@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from wanma.job.run_directory import RunDirectory
-from wanma.job.worker import Event
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
 from wanma.observe.units import count_text
 
 STEP_KEYS = (

@@ -9,41 +9,41 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from wanma.collectives.stopwatch import Stopwatch
-from wanma.collectives.waits import Waits, waits
+from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.collectives.timing.functional_wait_time import Waits, waits
 from wanma.job.errors import JobError
-from wanma.job.plan import Plan
-from wanma.models.blocks import repeated_blocks
-from wanma.models.build import ModelSpec, seeded_generators
-from wanma.models.dropout import replace_dropout, unkeyed_randomness
-from wanma.models.layout import Layout
-from wanma.models.random_draws import RandomDraws
-from wanma.models.roles import Role, parameter_roles
-from wanma.models.shared_memory import refuse_shared_memory
-from wanma.models.statistics import NotesStatistics, couples_samples, keeps_statistics, noting_modules
-from wanma.parallel.autocast import autocast_forward
-from wanma.parallel.common_weights import share_weights
-from wanma.parallel.compressed import GradientCompression, open_compression
-from wanma.parallel.context import split_context
-from wanma.parallel.expert import split_experts
-from wanma.parallel.freezing import Flags, frozen_for_good
-from wanma.parallel.frozen_weights import round_frozen
-from wanma.parallel.gather_watch import watch_gathers
-from wanma.parallel.gradient_hooks import GradientHooks
-from wanma.parallel.low_precision import compute_in_fp8
-from wanma.parallel.materialize import allocate, draw
-from wanma.parallel.mesh import Grid
-from wanma.parallel.offload import offload_activations, offload_parameters, parameters_device
-from wanma.parallel.pipeline import Pipeline
-from wanma.parallel.recompute import recompute
-from wanma.parallel.scratch import Scratch
-from wanma.parallel.shard import DTYPES, Sharded, shard_data
-from wanma.parallel.stages import keep_stage, stage_layout
-from wanma.parallel.strays import Strays
-from wanma.parallel.tensor import split_tensors
-from wanma.parallel.ties import Ties, between_ends, tie_stages
-from wanma.parallel.whole import Whole
-from wanma.parallel.work_clock import WorkClock
+from wanma.job.plan.plan import Plan
+from wanma.models.keyed_random.dropout import replace_dropout, unkeyed_randomness
+from wanma.models.keyed_random.forward_draws import RandomDraws
+from wanma.models.layers.batch_norm import NotesStatistics, couples_samples, keeps_statistics, noting_modules
+from wanma.models.model_spec import ModelSpec, seeded_generators
+from wanma.models.structure.parallel_spec import Layout
+from wanma.models.structure.parameter_roles import Role, parameter_roles
+from wanma.models.structure.repeated_blocks import repeated_blocks
+from wanma.models.user_modules.overlapping_parameters import refuse_shared_memory
+from wanma.parallel.context.context_parallel import split_context
+from wanma.parallel.data_parallel.gather_order_check import watch_gathers
+from wanma.parallel.data_parallel.replicated import Whole
+from wanma.parallel.data_parallel.sharded import DTYPES, Sharded, shard_data
+from wanma.parallel.data_parallel.shared_memory_weights import share_weights
+from wanma.parallel.expert.expert_parallel import split_experts
+from wanma.parallel.gradients.gradient_compression import GradientCompression, open_compression
+from wanma.parallel.gradients.gradient_hooks import GradientHooks
+from wanma.parallel.memory.disk_pool import Scratch
+from wanma.parallel.memory.offload import offload_activations, offload_parameters, parameters_device
+from wanma.parallel.memory.recompute import recompute
+from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.parameters.freezing import Flags, frozen_for_good
+from wanma.parallel.parameters.frozen_weights import round_frozen
+from wanma.parallel.parameters.initialization import allocate, draw
+from wanma.parallel.parameters.stale_parameters import Strays
+from wanma.parallel.pipeline.pipeline_runner import Pipeline
+from wanma.parallel.pipeline.stage_partition import keep_stage, stage_layout
+from wanma.parallel.pipeline.tied_weights import Ties, between_ends, tie_stages
+from wanma.parallel.precision.autocast import autocast_forward
+from wanma.parallel.precision.float8 import compute_in_fp8
+from wanma.parallel.profiling.compute_timer import WorkClock
+from wanma.parallel.tensor.tensor_parallel import split_tensors
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.forecast import Forecast
-from wanma.job.parallel_section import ParallelSection
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
+from wanma.job.forecast.forecast import Forecast
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.job.sections.parallel import ParallelSection
 from wanma.observe.units import bytes_text, duration_text
-from wanma.planner.automatic import why_not_by_time
-from wanma.planner.choose import plan_for
-from wanma.planner.forecast import forecast
-from wanma.planner.measure.calibration import Calibration
-from wanma.planner.memory.state import state_elements, weight_bytes
-from wanma.planner.problem import Problem, device_of, problem_of
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import Problem, device_of, problem_of
+from wanma.planner.hardware_model.calibration import Calibration
+from wanma.planner.job_planner import plan_for
+from wanma.planner.memory.model_states import state_elements, weight_bytes
+from wanma.planner.plan_search import why_not_by_time
 
 RESTART_SECONDS = {"cpu": 0.5, "cuda": 10.0}
 """From the last step under one plan to the first under another, by device, but for the state's way. CPUs: a

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.job.parallel_section import Schedule
-from wanma.planner.cost.bounds import busy_seconds, least_seconds
-from wanma.planner.cost.pipeline import StageCost, pipeline_seconds
-from wanma.planner.stages import SPLIT_BACKWARD, VIRTUAL_STAGES, wrong_micro_batches
+from wanma.job.sections.parallel import Schedule
+from wanma.planner.pipeline.lower_bounds import busy_seconds, least_seconds
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, VIRTUAL_STAGES, wrong_micro_batches
+from wanma.planner.pipeline.simulation import StageCost, pipeline_seconds
 
 SCHEDULES = list(VIRTUAL_STAGES)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.machines import CHIP, machine
-from wanma.planner.cost.communication import (
+from wanma.planner.hardware_model.collective_time import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
@@ -16,7 +16,7 @@ from wanma.planner.cost.communication import (
     routed_seconds,
     send_seconds,
 )
-from wanma.planner.cost.machine import Link, Machine
+from wanma.planner.hardware_model.model import Link, Machine
 
 GIGABYTE = 1e9
 FREE = machine(latency=0.0)

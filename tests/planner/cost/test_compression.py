@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_text import parse_cluster
-from wanma.job.parallel_section import Compression
-from wanma.job.plan import Plan
-from wanma.planner.cost.communication import Group, all_gather_seconds, all_reduce_seconds
-from wanma.planner.cost.compression import (
+from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Compression
+from wanma.planner.cost.gradient_collectives import (
     CPU_INT8_BYTES,
     KERNELS,
     MOVED_BYTES,
@@ -20,8 +19,9 @@ from wanma.planner.cost.compression import (
     error_bytes,
     sent_bytes,
 )
-from wanma.planner.cost.compute import streaming_seconds
-from wanma.planner.cost.machines import machine_of
+from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.hardware_model.collective_time import Group, all_gather_seconds, all_reduce_seconds
+from wanma.planner.hardware_model.operator_time import streaming_seconds
 
 NODES = machine_of(parse_cluster("16x8 A100, 1x10G"))
 ONE_EACH = Group(16, 8)

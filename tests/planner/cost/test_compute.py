@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.machines import CHIP
-from wanma.planner.cost.compute import attention_seconds, product_seconds, streaming_seconds
+from wanma.planner.hardware_model.operator_time import attention_seconds, product_seconds, streaming_seconds
 
 SIDES = st.integers(1, 20_000)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from wanma.hardware.cluster_text import parse_cluster
-from wanma.job.plan import Plan
+from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.job.plan.plan import Plan
 from wanma.planner.cost.data_parallel import DataParallel
-from wanma.planner.cost.machines import machine_of
-from wanma.planner.cost.operators import Software
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.hardware_model.builder import machine_of
 
 MACHINE = machine_of(parse_cluster("16x8 A100, 1x10G"))
 REPLICAS = Plan(dp_replicate=128, precision="bf16", device="cuda")

@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.machines import CHIP, machine
-from wanma.job.forecast import StepTime
-from wanma.job.parallel_section import Shard
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.cost.communication import (
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Shard
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.cost.data_parallel import INTERFERENCE
+from wanma.planner.cost.decoder import stage_blocks, step_time
+from wanma.planner.cost.decoder_layers import CPU_LOSS_16_BITS, Software
+from wanma.planner.hardware_model.collective_time import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
@@ -21,10 +24,7 @@ from wanma.planner.cost.communication import (
     reduce_scatter_seconds,
     routed_seconds,
 )
-from wanma.planner.cost.data_parallel import INTERFERENCE
-from wanma.planner.cost.decoder import stage_blocks, step_time
-from wanma.planner.cost.machine import Link, Machine, Program
-from wanma.planner.cost.operators import CPU_LOSS_16_BITS, Software
+from wanma.planner.hardware_model.model import Link, Machine, Program
 
 MODEL = DecoderDimensions(16, 4096, 32, 8, 14336, 32000)
 MIXTURE = replace(MODEL, experts=16, experts_per_token=2, expert_feed_forward=2048)

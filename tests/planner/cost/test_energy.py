@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.hardware.cluster_file import read_cluster
+from wanma.hardware.cluster_file.reader import read_cluster
 from wanma.job.cluster import Cluster, Node
-from wanma.job.forecast import Layer, RunCost, StepTime, Workload
-from wanma.job.plan import Plan
-from wanma.job.sections import Job, TrainSection
-from wanma.models.dimensions import DecoderDimensions
+from wanma.job.forecast.forecast import Layer, RunCost, StepTime, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job, TrainSection
+from wanma.models.config.dimensions import DecoderDimensions
 from wanma.planner.cost.decoder import step_time
-from wanma.planner.cost.energy import Activity, activity, cost_of, node_watts, run_cost, run_seconds
-from wanma.planner.cost.machines import machine_of
-from wanma.planner.cost.operators import Software
-from wanma.planner.problem import Problem
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.forecast.run_cost import Activity, activity, cost_of, node_watts, run_cost, run_seconds
+from wanma.planner.hardware_model.builder import machine_of
 
 STEP = StepTime(10.0, compute=6.0, tensor=1.0, data=0.5, bubble=2.0, optimizer=0.5)
 IDLE = Activity(0.0, 0.0, 0.0, 1.0)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from wanma.hardware.catalogue import named
-from wanma.hardware.machines import machines
+from wanma.hardware.catalogue.lookup import named
+from wanma.hardware.cluster_file.node_builder import machines
 from wanma.job.cluster import Cluster
-from wanma.job.forecast import Workload
-from wanma.job.plan import Plan
-from wanma.job.sections import Job, ModelSection, ParameterGroupSection
-from wanma.models.build import model_spec
-from wanma.models.roles import is_frozen
-from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.forecast import anatomy, pieces_of
-from wanma.planner.forecast import time as step_time
-from wanma.planner.problem import Problem, problem_of
+from wanma.job.forecast.forecast import Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job, ModelSection, ParameterGroupSection
+from wanma.models.model_spec import model_spec
+from wanma.models.structure.parameter_roles import is_frozen
+from wanma.models.workload.model_workload import section_dimensions, section_workload
+from wanma.planner.forecast.plan_forecast import anatomy, pieces_of
+from wanma.planner.forecast.plan_forecast import time as step_time
+from wanma.planner.forecast.problem import Problem, problem_of
 
 MODEL = {"family": "decoder", "layers": 4, "hidden": 256, "heads": 4, "vocabulary": 512}
 SEQUENCE, BATCH = 128, 8

@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.hardware.attained import ATTAINED
-from wanma.hardware.catalogue import CATALOGUE, named
-from wanma.hardware.cluster_file import load_cluster, read_cluster
-from wanma.hardware.machines import Cards, machines
+from wanma.hardware.catalogue.efficiency import ATTAINED
+from wanma.hardware.catalogue.lookup import CATALOGUE, named
+from wanma.hardware.cluster_file.node_builder import Cards, machines
+from wanma.hardware.cluster_file.reader import load_cluster, read_cluster
 from wanma.job.cluster import Cluster, Device, Level, Node
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.cost.communication import Group, all_to_all_seconds, crosses
-from wanma.planner.cost.curves import GENERATIONS
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
 from wanma.planner.cost.decoder import step_time
-from wanma.planner.cost.machine import Host, Link, Machine
-from wanma.planner.cost.machines import (
+from wanma.planner.hardware_model.builder import (
     DISK_BYTES_PER_SECOND,
     HOST_LINK_SHARE,
     machine_of,
     nearest_kind,
 )
-from wanma.planner.measure.calibration import Calibration, Corrections, Measured
+from wanma.planner.hardware_model.calibration import Calibration, Corrections, Measured
+from wanma.planner.hardware_model.collective_time import Group, all_to_all_seconds, crosses
+from wanma.planner.hardware_model.efficiency_curves import GENERATIONS
+from wanma.planner.hardware_model.model import Host, Link, Machine
 
 MODEL = DecoderDimensions(8, 2048, 16, 16, 8192, 32000)
 ACCELERATORS = [kind.name for kind in CATALOGUE if kind.kind != "cpu"]

@@ -13,25 +13,30 @@ from torch import nn
 
 from support.machines import CHIP, machine
 from support.modules import ImageTransformer, Recommender
-from wanma.job.forecast import Layer, StepTime, Workload
-from wanma.job.operator import Operator
-from wanma.job.plan import Plan
-from wanma.models.decoder import Decoder
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import module_workload
-from wanma.planner.cost.communication import (
+from wanma.job.forecast.forecast import Layer, StepTime, Workload
+from wanma.job.forecast.operators import Operator
+from wanma.job.plan.plan import Plan
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import module_workload
+from wanma.planner.cost.data_parallel import INTERFERENCE, DataParallel
+from wanma.planner.cost.decoder import step_time
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.cost.traced_module import (
+    module_boundary_seconds,
+    module_step_time,
+    part_time,
+    told_of_tables,
+)
+from wanma.planner.hardware_model.collective_time import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
     reduce_scatter_seconds,
     send_seconds,
 )
-from wanma.planner.cost.compute import product_seconds, streaming_seconds
-from wanma.planner.cost.data_parallel import INTERFERENCE, DataParallel
-from wanma.planner.cost.decoder import step_time
-from wanma.planner.cost.machine import Chip, Link, Machine, ProductCurve
-from wanma.planner.cost.module import module_boundary_seconds, module_step_time, part_time, told_of_tables
-from wanma.planner.cost.operators import Software
+from wanma.planner.hardware_model.model import Chip, Link, Machine, ProductCurve
+from wanma.planner.hardware_model.operator_time import product_seconds, streaming_seconds
 
 PLAN = Plan(precision="bf16", device="cuda", micro_batch=256)
 ALONE = Software(graphs=True)

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from support.problems import SMALL, job, problem
-from wanma.job.forecast import StepTime
-from wanma.job.plan import Plan
-from wanma.models.workload import module_workload
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
+from wanma.models.workload.model_workload import module_workload
 from wanma.planner.cost.data_parallel import INTERFERENCE
-from wanma.planner.cost.machine import Host
 from wanma.planner.cost.step import OPTIMIZER_KERNELS
-from wanma.planner.forecast import forecast, pieces_of
-from wanma.planner.memory.ranks import memory_of_ranks
-from wanma.planner.memory.table import tabulate
-from wanma.planner.problem import Problem
+from wanma.planner.forecast.plan_forecast import forecast, pieces_of
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.hardware_model.model import Host
+from wanma.planner.memory.memory_table import tabulate
+from wanma.planner.memory.peak import memory_of_ranks
 
 HOST = Host(
     link_bytes_per_second=20e9,

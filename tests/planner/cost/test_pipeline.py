@@ -8,16 +8,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from wanma.job.parallel_section import Schedule
-from wanma.planner.cost.ordered import Size, orders_of
-from wanma.planner.cost.pipeline import (
+from wanma.job.sections.parallel import Schedule
+from wanma.planner.pipeline.schedules import bubble_share, stages_in_flight
+from wanma.planner.pipeline.simulation import (
     Operation,
     StageCost,
     _play,
     pipeline_intervals,
     pipeline_seconds,
 )
-from wanma.planner.stages import bubble_share, stages_in_flight
+from wanma.planner.pipeline.static_schedule import Size, orders_of
 
 WHOLE = StageCost(1.0, 2.0)
 SPLIT = StageCost(1.0, 1.0, 1.0)

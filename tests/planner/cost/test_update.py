@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from wanma.hardware.cluster_text import parse_cluster
-from wanma.job.forecast import Forecast, Layer, Workload
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.cost.update import orthogonalizing_flops, update_of
-from wanma.planner.forecast import forecast
-from wanma.planner.problem import Problem, problem_of
+from wanma.hardware.cluster_file.shorthand import parse_cluster
+from wanma.job.forecast.forecast import Forecast, Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.cost.optimizer_update import orthogonalizing_flops, update_of
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import Problem, problem_of
 
 MODEL = DecoderDimensions(8, 4096, 32, 32, 4096, 32000)
 """All of a block's matrices are square."""

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 from wanma.planner.explain.advice import CHEAP, advice, savings
-from wanma.planner.explain.changes import families, settings_between
-from wanma.planner.forecast import forecast, memory
-from wanma.planner.refusal import refusal
+from wanma.planner.explain.plan_changes import families, settings_between
+from wanma.planner.forecast.plan_forecast import forecast, memory
+from wanma.planner.forecast.plan_validity import refusal
 
 PLAN = Plan(dp_replicate=8, micro_batch=2, precision="bf16", device="cuda")
 

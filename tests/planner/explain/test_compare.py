@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
 from wanma.job.cluster import Cluster, Device
-from wanma.job.forecast import MEMORY_KINDS
-from wanma.job.plan import Plan
+from wanma.job.forecast.forecast import MEMORY_KINDS
+from wanma.job.plan.plan import Plan
 from wanma.observe.units import bytes_text
-from wanma.planner.explain.compare import NAMED, compare
-from wanma.planner.forecast import forecast, memory
-from wanma.planner.memory.ranks import memory_of_ranks
-from wanma.planner.problem import Problem
-from wanma.planner.search.candidates import Candidate
+from wanma.planner.explain.comparison import NAMED, compare
+from wanma.planner.forecast.plan_forecast import forecast, memory
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.memory.peak import memory_of_ranks
+from wanma.planner.search.result import Candidate
 
 BEST = Plan(dp_replicate=16, precision="bf16", device="cuda")
 WIDE = replace(BEST, dp_replicate=1, tp=16, sequence=True, micro_batch=64)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanma.job.plan import AXES, Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.explain.layout import axes, group_of, holding, stages
+from wanma.job.plan.plan import AXES, Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.explain.rank_layout import axes, group_of, holding, stages
 
 DIMENSIONS = DecoderDimensions(8, 64, 8, 4, 192, 320)
 sizes = st.sampled_from([1, 2, 4])
@@ -79,7 +79,7 @@ def test_positions_are_those_that_the_runtime_gives(plan: Plan) -> None:
     import torch
 
     from wanma.data.batch import Batch
-    from wanma.parallel.sequence import residual_positions
+    from wanma.parallel.context.sequence_shards import residual_positions
 
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     batch = Batch((tokens,), tokens, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool))

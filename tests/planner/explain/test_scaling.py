@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
-from wanma.job.forecast import Forecast, StepTime
-from wanma.job.plan import Plan
+from wanma.job.forecast.forecast import Forecast, StepTime
+from wanma.job.plan.plan import Plan
 from wanma.planner.explain.scaling import MOST_POINTS, scale_counts, scaling
-from wanma.planner.search.candidates import Candidate, Found
+from wanma.planner.search.result import Candidate, Found
 
 CLUSTER = parse_cluster("8x8 H100 SXM, 8x400G")
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from support.machines import machine
 from support.problems import SMALL
-from wanma.job.plan import Plan
+from wanma.job.plan.plan import Plan
 from wanma.planner.cost.decoder import step_anatomy
-from wanma.planner.cost.operators import Software
+from wanma.planner.cost.decoder_layers import Software
 from wanma.planner.cost.step import Anatomy, step_of
 from wanma.planner.explain.timeline import Timeline, chrome_trace, timeline
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.cluster import Cluster, Level
 from wanma.job.errors import JobError
 from wanma.planner.explain.what_if import changed, parse, with_gpus

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 from support.machines import machine
 from wanma.job.errors import WanmaError
-from wanma.planner.cost.communication import Group, all_reduce_seconds
-from wanma.planner.cost.compute import product_seconds, streaming_seconds
-from wanma.planner.cost.machine import AttentionCurve, Host, Link, Machine, Program
-from wanma.planner.measure.calibration import (
+from wanma.planner.hardware_model.calibration import (
     FACTOR_BOUNDS,
     Calibration,
     Corrections,
@@ -25,6 +22,9 @@ from wanma.planner.measure.calibration import (
     load_calibration,
     save_calibration,
 )
+from wanma.planner.hardware_model.collective_time import Group, all_reduce_seconds
+from wanma.planner.hardware_model.model import AttentionCurve, Host, Link, Machine, Program
+from wanma.planner.hardware_model.operator_time import product_seconds, streaming_seconds
 
 factors = st.floats(*FACTOR_BOUNDS)
 

@@ -8,7 +8,9 @@ import pytest
 
 from support.machines import CHIP
 from wanma.job.errors import WanmaError
-from wanma.planner.cost.communication import (
+from wanma.planner.calibration.curve_fitting import CPU_TILES, fitted_machine
+from wanma.planner.hardware_model.calibration import Operator, Point
+from wanma.planner.hardware_model.collective_time import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
@@ -16,10 +18,8 @@ from wanma.planner.cost.communication import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from wanma.planner.cost.compute import attention_seconds, product_seconds, streaming_seconds
-from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve
-from wanma.planner.measure.calibration import Operator, Point
-from wanma.planner.measure.fitting import CPU_TILES, fitted_machine
+from wanma.planner.hardware_model.model import AttentionCurve, Chip, Link, Machine, ProductCurve
+from wanma.planner.hardware_model.operator_time import attention_seconds, product_seconds, streaming_seconds
 
 PRODUCTS = ((64, 64, 64), (256, 512, 128), (1024, 512, 512), (2048, 2048, 1024), (512, 512, 4096))
 ATTENTION = ((4, 256, 4, 64), (2, 512, 8, 64), (1, 2048, 8, 64))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wanma.hardware.discover import discover
-from wanma.hardware.limits import cpu_model
-from wanma.planner.measure.here import machine_text
+from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.resource_limits import cpu_model
+from wanma.planner.calibration.local_node import machine_text
 
 
 def test_a_processor_is_named_once() -> None:

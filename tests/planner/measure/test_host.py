@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanma.planner.cost.machine import Host
-from wanma.planner.measure.calibration import Point
-from wanma.planner.measure.host import COPIED_BYTES, fitted_host, host_cases
+from wanma.planner.calibration.host_benchmarks import COPIED_BYTES, fitted_host, host_cases
+from wanma.planner.hardware_model.calibration import Point
+from wanma.planner.hardware_model.model import Host
 
 
 def test_every_rate_of_a_cpus_host_is_measured_on_the_disk_in_question(tmp_path: Path) -> None:

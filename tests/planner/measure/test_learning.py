@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.machines import machine
-from wanma.job.forecast import Forecast, Layer, StepTime, Workload
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
+from wanma.job.forecast.forecast import Forecast, Layer, StepTime, Workload
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.calibration.correction_update import LEAST_GAIN, Lesson, Observed, learned
 from wanma.planner.cost.decoder import step_time
-from wanma.planner.cost.operators import Software
-from wanma.planner.measure.calibration import FACTOR_BOUNDS, Corrections
-from wanma.planner.measure.learning import LEAST_GAIN, Lesson, Observed, learned
-from wanma.planner.memory.ranks import forecast_memory
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.hardware_model.calibration import FACTOR_BOUNDS, Corrections
+from wanma.planner.memory.peak import forecast_memory
 
 MODEL = DecoderDimensions(8, 1024, 16, 16, 2816, 32000)
 PLAN = Plan(dp_replicate=2, precision="bf16")

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from wanma.planner.measure.microbenchmarks import _timed
+from wanma.planner.calibration.microbenchmarks import _timed
 
 CPU = torch.device("cpu")
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from wanma.planner.cost.compute import attention_seconds, product_seconds
-from wanma.planner.cost.machine import AttentionCurve, Chip, Link, Machine, ProductCurve, Program
-from wanma.planner.measure.calibration import Point
-from wanma.planner.measure.fitting import CPU_TILES
-from wanma.planner.measure.program import BLOCKS, fitted_program, micro_batch_seconds, plans
+from wanma.planner.calibration.curve_fitting import CPU_TILES
+from wanma.planner.calibration.framework_benchmarks import BLOCKS, fitted_program, micro_batch_seconds, plans
+from wanma.planner.hardware_model.calibration import Point
+from wanma.planner.hardware_model.model import AttentionCurve, Chip, Link, Machine, ProductCurve, Program
+from wanma.planner.hardware_model.operator_time import attention_seconds, product_seconds
 
 CPU = Machine(
     Chip(

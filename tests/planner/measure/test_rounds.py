@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.planner.measure.rounds import (
+from wanma.planner.calibration.noise_filter import (
     ENOUGH,
     STRETCH_SECONDS,
     Judged,

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.parallel_section import Recompute
-from wanma.job.plan import Plan
-from wanma.models.block_workload import attention_half, feed_forward_half
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.cost.operators import Software
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Recompute
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.models.workload.sublayer_cost import attention_half, feed_forward_half
+from wanma.planner.cost.decoder_layers import Software
 from wanma.planner.memory.activations import decoder_block, kept_tensors
-from wanma.planner.memory.ranks import memory_of_ranks
+from wanma.planner.memory.peak import memory_of_ranks
 
 MEGATRON = Software(architecture="gpt", attention="scores", selective="attention", regathers=True)
 """As Korthikanti et al. 2022 count."""

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from wanma.job.forecast import Layer, Workload
-from wanma.job.parallel_section import Recompute
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.cost.operators import Software
-from wanma.planner.memory.grid import States, memory_grid
-from wanma.planner.memory.ranks import Setting, forecast_memory
-from wanma.planner.memory.table import tabulate
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Recompute
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.memory.memory_table import tabulate
+from wanma.planner.memory.peak import Setting, forecast_memory
+from wanma.planner.memory.vectorized import States, memory_grid
 
 MODEL = Workload(
     (

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from support.measure import kept_activations, kept_by_rank, measure_rank
 from support.ranks import run_ranks
-from wanma.job.forecast import Layer, Workload
-from wanma.job.parallel_section import Recompute, Schedule, Shard
-from wanma.job.plan import UPDATED_TOGETHER, Plan
-from wanma.job.sections import ModelSection, ParameterGroupSection, Precision
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import section_dimensions, section_workload
-from wanma.planner.cost.operators import Software
-from wanma.planner.memory.ranks import RankMemory, forecast_memory, memory_of_ranks, unused_shares
-from wanma.planner.memory.table import table_key, tabulate
-from wanma.planner.stages import VIRTUAL_STAGES
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import UPDATED_TOGETHER, Plan
+from wanma.job.sections.job import ModelSection, ParameterGroupSection, Precision
+from wanma.job.sections.parallel import Recompute, Schedule, Shard
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import section_dimensions, section_workload
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.memory.memory_table import table_key, tabulate
+from wanma.planner.memory.peak import RankMemory, forecast_memory, memory_of_ranks, unused_shares
+from wanma.planner.pipeline.schedules import VIRTUAL_STAGES
 
 MODEL = {"family": "decoder", "layers": 4, "hidden": 64, "heads": 4, "vocabulary": 320}
 SEQUENCE = 32

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanma.job.parallel_section import Shard
-from wanma.job.plan import Plan
-from wanma.planner.cost.operators import Software
-from wanma.planner.memory.state import Parameters, State, state_of
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Shard
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.memory.model_states import Parameters, State, state_of
 
 PSI = 1_000_000.0
 MEGATRON = Software(weights="copies")

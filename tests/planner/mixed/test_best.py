@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from support.fleets import START, costs, fleet
 from support.problems import SMALL, job, problem
-from wanma.hardware.cluster_text import parse_cluster
+from wanma.hardware.cluster_file.shorthand import parse_cluster
 from wanma.job.errors import JobError
-from wanma.job.parallel_section import Shard
-from wanma.job.placement import Place, Replicas
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.models.workload import decoder_workload
-from wanma.planner.mixed.best import Share, placed_plan, search_mixed
-from wanma.planner.mixed.fleet import Fleet, fleet_of
-from wanma.planner.mixed.options import MixedSpace, Option, Options, Segment
-from wanma.planner.mixed.placing import Placed, Placer
-from wanma.planner.mixed.simulate import simulated_seconds
-from wanma.planner.mixed.timing import MixedCosts, mixed_step_time
-from wanma.planner.problem import problem_of
+from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Shard
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.forecast.problem import problem_of
+from wanma.planner.heterogeneous.costs import MixedCosts, mixed_step_time
+from wanma.planner.heterogeneous.node_pools import Fleet, fleet_of
+from wanma.planner.heterogeneous.placement_search import Share, placed_plan, search_mixed
+from wanma.planner.heterogeneous.replica_shapes import MixedSpace, Option, Options, Segment
+from wanma.planner.heterogeneous.simulation import simulated_seconds
+from wanma.planner.heterogeneous.stage_placement import Placed, Placer
 
 TINY = MixedSpace(tp=(1, 2), stages=(1, 2, 3), micro_batch=(1, 2), recompute=("none", "full"))
 

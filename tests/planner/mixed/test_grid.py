@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from support.fleets import START, costs, fleet
-from wanma.job.placement import Place, Replicas
-from wanma.job.plan import Plan
-from wanma.planner.mixed.best import search_mixed
-from wanma.planner.mixed.grid import as_grid, gridded, search_grids
-from wanma.planner.mixed.options import MixedSpace
+from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.plan import Plan
+from wanma.planner.heterogeneous.mesh_plans import as_grid, gridded, search_grids
+from wanma.planner.heterogeneous.placement_search import search_mixed
+from wanma.planner.heterogeneous.replica_shapes import MixedSpace
 
 FAST, SLOW = Place(0, 4), Place(1, 4)
 

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from support.fleets import START, costs, fleet
 from support.problems import SEQUENCE, SMALL
-from wanma.job.parallel_section import Shard
-from wanma.job.placement import Place, Replicas
-from wanma.job.plan import Plan
+from wanma.job.plan.placement import Place, Replicas
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Shard
 from wanma.planner.cost.decoder import step_time
-from wanma.planner.cost.machine import Link
-from wanma.planner.cost.operators import Software
-from wanma.planner.cost.pipeline import StageCost, pipeline_seconds
-from wanma.planner.memory.ranks import memory_of_ranks
-from wanma.planner.mixed.simulate import simulated_seconds
-from wanma.planner.mixed.timing import (
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.hardware_model.model import Link
+from wanma.planner.heterogeneous.costs import (
     Part,
     Pipeline,
     exchange_seconds,
     mixed_step_time,
     replica_seconds,
 )
+from wanma.planner.heterogeneous.simulation import simulated_seconds
+from wanma.planner.memory.peak import memory_of_ranks
+from wanma.planner.pipeline.simulation import StageCost, pipeline_seconds
 
 FAST, SLOW = 0, 1
 seconds = st.floats(0.5, 3.0)

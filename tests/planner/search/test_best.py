@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
-from wanma.job.parallel_section import Schedule
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.cost import pipeline
-from wanma.planner.cost.machine import Program
-from wanma.planner.cost.pipeline import Pipelined, StageCost, _play
-from wanma.planner.forecast import forecast
-from wanma.planner.problem import Problem
-from wanma.planner.search.best import SLOWEST, TOLERANCE, complexity, layout_of, rank_of, search
-from wanma.planner.search.candidates import Candidate, pareto_front
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Schedule
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.hardware_model.model import Program
+from wanma.planner.pipeline import simulation
+from wanma.planner.pipeline.simulation import Pipelined, StageCost, _play
+from wanma.planner.search.branch_and_bound import SLOWEST, TOLERANCE, complexity, layout_of, rank_of, search
+from wanma.planner.search.result import Candidate, pareto_front
 from wanma.planner.search.space import Space, plans
 
 TINY = replace(SMALL, layers=3)
@@ -245,7 +245,7 @@ def test_no_pipeline_is_played_twice_also_not_for_the_forecasts_of_what_is_kept(
         played.append((schedule, tuple(costs), pp, *rest))
         return _play(schedule, costs, pp, *rest)
 
-    monkeypatch.setattr(pipeline, "_play", play)
+    monkeypatch.setattr(simulation, "_play", play)
     given = problem(job(global_batch=12), TINY)
     found = search(given, small_space(given, devices=(4,), pp=(2, 4)))
     assert len([one for one in found.candidates if one.plan.pp > 1]) > 1

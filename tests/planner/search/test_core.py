@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.forecast import forecast
-from wanma.planner.memory.grid import States
-from wanma.planner.search.core import Core
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.memory.vectorized import States
+from wanma.planner.search.cost_cache import Tables
+from wanma.planner.search.leaf import Core
 from wanma.planner.search.space import Space, cores, grids, recomputes, states
-from wanma.planner.search.tables import Tables
 
 MIXTURE = replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)
 OFFLOADS = [

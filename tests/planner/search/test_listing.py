@@ -8,9 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.forecast import forecast
-from wanma.planner.search.listing import Listing
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.search.cost_cache import Tables
+from wanma.planner.search.enumeration import Listing
 from wanma.planner.search.space import (
     Space,
     cores,
@@ -19,7 +20,6 @@ from wanma.planner.search.space import (
     splits,
     states,
 )
-from wanma.planner.search.tables import Tables
 
 MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)]
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, job, problem
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.forecast import forecast, memory_setting
-from wanma.planner.memory.grid import States
-from wanma.planner.search.recomputes import Recomputes
-from wanma.planner.search.sketch import Sketch
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.forecast.plan_forecast import forecast, memory_setting
+from wanma.planner.memory.vectorized import States
+from wanma.planner.search.cost_cache import Tables
+from wanma.planner.search.recompute_options import Recomputes
+from wanma.planner.search.schedule_bounds import Sketch
 from wanma.planner.search.space import Space, cores, grids, recomputes, states
-from wanma.planner.search.tables import Tables
 
 MODELS = [SMALL, replace(SMALL, layers=7, experts=8, experts_per_token=2, dense_layers=2)]
 

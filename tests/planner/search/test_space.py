@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.problems import SMALL, cluster, job
-from wanma.job.plan import Plan
-from wanma.models.workload import decoder_workload
-from wanma.planner.rules import (
+from wanma.job.plan.plan import Plan
+from wanma.models.workload.model_workload import decoder_workload
+from wanma.planner.pipeline.schedules import planned_cuts
+from wanma.planner.rules.mesh import (
     check_axes,
     check_dimensions,
     check_micro_batches,
     check_schedule,
     check_stage_cuts,
 )
-from wanma.planner.search.admits import divisors, micro_batch_sizes
+from wanma.planner.rules.predicates import divisors, micro_batch_sizes
 from wanma.planner.search.space import Grid, Space, grids, micro_batches, plans, usable_devices
-from wanma.planner.stages import planned_cuts
 
 MIXTURE = replace(SMALL, experts=8, experts_per_token=2)
 WORKLOAD = decoder_workload(SMALL, 512)

@@ -21,7 +21,7 @@ from support.generated.case import Case, program
 from support.generated.reference import Trained
 from support.ranks import _context
 from wanma.job.errors import WanmaError
-from wanma.job.worker import Unsupervised, Worker
+from wanma.job.run.worker import Unsupervised, Worker
 
 SECONDS = 150
 """After which a case that no rank has ended is said to hang."""
@@ -145,7 +145,7 @@ class Steps(Unsupervised):
 
 
 def _run(worker: Worker, case: Case) -> Outcome:
-    from wanma.collectives.shared.errors import SharedMemoryError
+    from wanma.collectives.shared_memory.errors import SharedMemoryError
 
     control: Any = worker.control
     try:
@@ -173,11 +173,11 @@ def _run(worker: Worker, case: Case) -> Outcome:
 def _train(worker: Worker, case: Case, own: Any) -> None:
     """What `wanma.train` has a rank do."""
     from support.generated.losses import LOSSES
-    from wanma.api.planning import finish, first_layout
-    from wanma.api.run import to_bytes
-    from wanma.job.run_directory import RunDirectory
-    from wanma.job.sections import Job
-    from wanma.training.main import Request, train_worker
+    from wanma.api.run.job_run import to_bytes
+    from wanma.job.run.run_directory import RunDirectory
+    from wanma.job.sections.job import Job
+    from wanma.planner.preparation.job_planning import finish, first_layout
+    from wanma.training.loop.train_worker import Request, train_worker
 
     RunDirectory(worker.run_directory).create()
     job = Job.model_validate(case.job())
@@ -203,8 +203,8 @@ def _hand_back(model: Any, trained: Trained) -> None:
 def _own_loop(worker: Worker, case: Case, own: Any) -> None:
     """A script around `wanma.session`, as each rank of `wanma launch` runs it."""
     import wanma
-    from wanma.job.run_directory import RunDirectory
-    from wanma.job.worker import current_worker
+    from wanma.job.run.run_directory import RunDirectory
+    from wanma.job.run.worker import current_worker
 
     RunDirectory(worker.run_directory).create()
     token = current_worker.set(worker)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from support.generated.case import Case
-from wanma.data.custom import open_dataset
-from wanma.job.data_section import DataSection
-from wanma.job.sections import Job
-from wanma.models.dropout import keyed_samples, replace_dropout
-from wanma.models.statistics import convert_batch_norm, noting_modules
-from wanma.training.schedule import learning_rate
+from wanma.data.datasets.map_dataset import open_dataset
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import Job
+from wanma.models.keyed_random.dropout import keyed_samples, replace_dropout
+from wanma.models.layers.batch_norm import convert_batch_norm, noting_modules
+from wanma.training.optimizer.learning_rate_schedule import learning_rate
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.bench.asked import SIZES
-    from wanma.bench.collectives import DEFAULT_SECONDS, bench_collectives, cluster_section
-    from wanma.bench.collectives_text import sweeps_text
-    from wanma.bench.files import check_folder, write_sweeps
-    from wanma.bench.saved import check_saving, save_sweeps
-    from wanma.cli.show import show
+    from wanma.bench.collectives.benchmark import DEFAULT_SECONDS, bench_collectives, cluster_section
+    from wanma.bench.collectives.calibration import check_saving, save_sweeps
+    from wanma.bench.collectives.output_files import check_folder, write_sweeps
+    from wanma.bench.collectives.selection import SIZES
+    from wanma.bench.collectives.terminal_tables import sweeps_text
+    from wanma.cli.output import show
 
     overrides = [*arguments.set, *_options_as_overrides(arguments)]
     if arguments.save:

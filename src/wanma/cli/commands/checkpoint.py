@@ -87,9 +87,9 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     place = chosen_place(arguments.place, arguments.runs)
-    from wanma.api.checkpoints import inventory
-    from wanma.api.checkpoints_text import inventory_json, inventory_table
-    from wanma.cli.show import show
+    from wanma.api.checkpoints.operations import inventory
+    from wanma.api.checkpoints.output_text import inventory_json, inventory_table
+    from wanma.cli.output import show
 
     entries = inventory(place)
     if arguments.json:
@@ -105,9 +105,9 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     place = chosen_place(arguments.place, arguments.runs)
-    from wanma.api.checkpoints import scans
-    from wanma.api.checkpoints_text import scan_json, scan_text
-    from wanma.cli.show import show
+    from wanma.api.checkpoints.operations import scans
+    from wanma.api.checkpoints.output_text import scan_json, scan_text
+    from wanma.cli.output import show
 
     found = []
     for one in scans(place):
@@ -121,9 +121,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     places = [chosen_place(place, arguments.runs) for place in (arguments.a, arguments.b)]
-    from wanma.api.checkpoints import diff
-    from wanma.api.checkpoints_text import SHOWN, comparison_json, comparison_tables
-    from wanma.cli.show import show, warn
+    from wanma.api.checkpoints.operations import diff
+    from wanma.api.checkpoints.output_text import SHOWN, comparison_json, comparison_tables
+    from wanma.cli.output import show, warn
 
     a, b, found = diff(places[0], places[1], warn)
     if arguments.json:
@@ -143,8 +143,8 @@ def _convert(arguments: argparse.Namespace) -> int:
             f"{option} belongs to --format checkpoint", f"{form} has weights only, in its own files"
         )
     place = chosen_place(arguments.place, arguments.runs)
-    from wanma.api.checkpoints import convert
-    from wanma.cli.show import warn
+    from wanma.api.checkpoints.operations import convert
+    from wanma.cli.output import warn
     from wanma.observe.units import bytes_text, count_text
 
     done = convert(

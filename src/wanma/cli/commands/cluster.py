@@ -43,10 +43,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.cli.show import show
-    from wanma.hardware.cluster_file import read_cluster
-    from wanma.hardware.cluster_toml import to_toml
-    from wanma.hardware.discover import discover
+    from wanma.cli.output import show
+    from wanma.hardware.cluster_file.export import to_toml
+    from wanma.hardware.cluster_file.reader import read_cluster
+    from wanma.hardware.discovery.node import discover
 
     if arguments.calibrate:
         return _calibrate(arguments)
@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from wanma.api.calibrate import DEFAULT_SECONDS, calibrate, calibration_table
-    from wanma.cli.show import show
+    from wanma.api.calibration.machine_calibration import DEFAULT_SECONDS, calibrate, calibration_table
+    from wanma.cli.output import show
 
     if arguments.where is not None or arguments.devices:
         raise JobError("--calibrate measures the machine that it runs on", "run it there, without CLUSTER")
@@ -86,7 +86,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _catalogue() -> Table:
     from rich.table import Table
 
-    from wanma.hardware.catalogue import CATALOGUE
+    from wanma.hardware.catalogue.lookup import CATALOGUE
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("device", "TFLOP/s bf16", "fp16", "fp8", "memory GB", "GB/s", "link", "GB/s each way", "W"):

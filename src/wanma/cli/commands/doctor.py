@@ -19,8 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from wanma.cli.show import show
-    from wanma.hardware.doctor import examine
+    from wanma.cli.output import show
+    from wanma.hardware.checks.doctor import examine
 
     findings = examine(arguments.runs)
     table = Table.grid(padding=(0, 2))

@@ -24,8 +24,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = chosen_run(arguments)
-    from wanma.api.export import export
-    from wanma.cli.show import warn
+    from wanma.api.checkpoints.export import export
+    from wanma.cli.output import warn
 
     done = export(chosen, arguments.to, step=arguments.step, precision=arguments.precision, on_message=warn)
     which = "averaged weights" if done.averaged else "weights"

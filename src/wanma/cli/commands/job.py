@@ -11,7 +11,7 @@ from wanma.job.errors import JobError, did_you_mean
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from wanma.job.schema import Table
+    from wanma.job.file.schema import Table
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,14 +27,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.cli.show import show
-    from wanma.job import describe
-    from wanma.job.schema import tables
+    from wanma.cli.output import show
+    from wanma.job.file import reference
+    from wanma.job.file.schema import tables
 
     if arguments.toml:
-        print(describe.starter_toml(), end="")
+        print(reference.starter_toml(), end="")
     elif arguments.markdown:
-        print(describe.markdown(), end="")
+        print(reference.markdown(), end="")
     else:
         shown = [table for table in tables() if _wanted(table, arguments.about)]
         if not shown:
@@ -59,7 +59,7 @@ def _pretty(table: Table, about: str | None) -> RenderableType:
     from rich.table import Table as Grid
     from rich.text import Text
 
-    from wanma.job.describe import default_text
+    from wanma.job.file.reference import default_text
 
     keys = [key for key in table.keys if key.path == about] or list(table.keys)
     grid = Grid(title=Text.assemble((table.header, "bold cyan"), f"  {table.help}"), title_justify="left")
@@ -76,7 +76,7 @@ def _pretty(table: Table, about: str | None) -> RenderableType:
 
 
 def _names(prefix: str, **_: Any) -> list[str]:
-    from wanma.job.schema import tables
+    from wanma.job.file.schema import tables
 
     names = [name for table in tables() for name in (table.path, *(key.path for key in table.keys))]
     return [name for name in names if name.startswith(prefix)]

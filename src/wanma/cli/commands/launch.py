@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"`wanma launch --ranks 2 {script}` starts two processes",
         )
     _check_shown(arguments.show, arguments.ranks, nodes=arguments.nodes or "1")
-    from wanma.api.launch import Program, launch_script
+    from wanma.api.launch.script_launch import Program, launch_script
 
     option = "" if arguments.use_env else arguments.local_rank_option
     return launch_script(

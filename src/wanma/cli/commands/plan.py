@@ -11,7 +11,7 @@ from wanma.cli.arguments import add_job, complete_with, job_files
 from wanma.job.errors import JobError
 
 if TYPE_CHECKING:
-    from wanma.api.study import Answers
+    from wanma.planner.presentation.plan_analysis import Answers
 
 _EXAMPLES = """\
 examples:
@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _learn(arguments)
     if arguments.job is None:
         raise JobError("wanma plan: JOB is missing", "name a job file, or a run with --learn RUN")
-    from wanma.job.load import load_job
+    from wanma.job.file.loading import load_job
 
     job = load_job(arguments.job, arguments.overrides)
-    from wanma.api.plan import plan_job
-    from wanma.api.study import Questions
+    from wanma.api.plan_report.command import plan_job
+    from wanma.planner.presentation.plan_analysis import Questions
 
     questions = Questions(
         arguments.why,
@@ -89,11 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         import json
 
-        from wanma.api.plan_json import answers_json
+        from wanma.planner.presentation.json_output import answers_json
 
         print(json.dumps(answers_json(answers), indent=2, allow_nan=False))
     else:
-        from wanma.cli.show import show
+        from wanma.cli.output import show
 
         show(shown)
     _write(arguments, answers)
@@ -104,7 +104,7 @@ def _write(arguments: argparse.Namespace, answers: Answers) -> None:
     """The files asked for; where each is, is said beside what was printed for programs."""
     if arguments.trace is None and arguments.html is None:
         return
-    from wanma.api.plan_files import write_page, write_trace
+    from wanma.api.plan_report.output_files import write_page, write_trace
 
     if arguments.trace is not None:
         write_trace(answers, arguments.trace)
@@ -115,9 +115,9 @@ def _write(arguments: argparse.Namespace, answers: Answers) -> None:
 
 
 def _learn(arguments: argparse.Namespace) -> int:
-    from wanma.api.learning import learn, learned_table
+    from wanma.api.calibration.corrections import learn, learned_table
     from wanma.cli.arguments import run_at
-    from wanma.cli.show import show
+    from wanma.cli.output import show
 
     if arguments.job is not None:
         raise JobError("--learn takes a run, and no job", f"wanma plan --learn {arguments.learn}")

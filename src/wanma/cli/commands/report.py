@@ -15,7 +15,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = chosen_run(arguments)
-    from wanma.report.html import write_report
+    from wanma.report.report_page import write_report
 
     print(write_report(chosen))
     return 0

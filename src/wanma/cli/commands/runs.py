@@ -14,9 +14,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.cli.show import show
-    from wanma.job.run_directory import list_runs
-    from wanma.report.text import runs_table
+    from wanma.cli.output import show
+    from wanma.job.run.run_directory import list_runs
+    from wanma.report.terminal import runs_table
 
     runs = list_runs(arguments.runs)
     if not runs:

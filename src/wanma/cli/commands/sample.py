@@ -46,9 +46,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1:
         raise JobError(f"wanma sample: --tokens {arguments.tokens}: must be at least 1")
+    from wanma.api.checkpoints.generation import Sampling
     from wanma.api.load import load
-    from wanma.api.sample import Sampling
-    from wanma.cli.show import warn
+    from wanma.cli.output import warn
 
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
     Sampling(**options)

@@ -15,10 +15,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = chosen_run(arguments, scripts=True)
-    from wanma.cli.show import show
-    from wanma.report.read import read_report
-    from wanma.report.script import read_script, script_summary
-    from wanma.report.text import summary
+    from wanma.cli.output import show
+    from wanma.report.run_report import read_report
+    from wanma.report.script_run import read_script, script_summary
+    from wanma.report.terminal import summary
 
     script = read_script(chosen)
     show(script_summary(script) if script is not None else summary(read_report(chosen)))

@@ -32,14 +32,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from wanma.job.load import load_job
+    from wanma.job.file.loading import load_job
 
     job = load_job(arguments.job, [*arguments.overrides, *_options_as_overrides(arguments)])
     # The room that needs torch comes after the job is known to be right.
-    from wanma.api.run import dry_run, train_job
+    from wanma.api.run.job_run import dry_run, train_job
 
     if arguments.dry_run:
-        from wanma.cli.show import show
+        from wanma.cli.output import show
 
         show(dry_run(job, arguments.run_dir))
         return 0

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.in_flight import Steps
-from wanma.collectives.compression.pieces import Piece, all_reduce
-from wanma.collectives.compression.whole import VALUE_BYTES, all_reduce_bytes
+from wanma.collectives.compression.bucket_tensors import Piece, all_reduce
+from wanma.collectives.compression.overlap import Steps
+from wanma.collectives.compression.uncompressed import VALUE_BYTES, all_reduce_bytes
 
 LEAST_RATE = 2.0
 """How many times smaller the two thin matrices must be for a tensor to become them."""

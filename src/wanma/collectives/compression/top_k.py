@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wanma.collectives.compression.in_flight import Steps
-from wanma.collectives.compression.pieces import Piece, exchange, gather
+from wanma.collectives.compression.bucket_tensors import Piece, exchange, gather
+from wanma.collectives.compression.overlap import Steps
 
 ELEMENT_BYTES = 8
 """A value in fp32, and its place in 32 bits."""

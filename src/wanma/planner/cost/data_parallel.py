@@ -6,12 +6,10 @@ without torch.
 
 from __future__ import annotations
 
-from wanma.job.plan import Plan
-from wanma.planner.cost.communication import Algorithm, Group, all_gather_seconds, crosses
-from wanma.planner.cost.compression import Summing
-from wanma.planner.cost.compute import ELEMENT_BYTES, streaming_seconds
-from wanma.planner.cost.machine import Machine
-from wanma.planner.cost.moving import (
+from wanma.job.plan.plan import Plan
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.cost.gradient_collectives import Summing
+from wanma.planner.cost.offload import (
     Moved,
     adding_on_host_seconds,
     asked_again_bytes,
@@ -21,7 +19,9 @@ from wanma.planner.cost.moving import (
     updates_on_host,
     weights_seconds,
 )
-from wanma.planner.cost.operators import Software
+from wanma.planner.hardware_model.collective_time import Algorithm, Group, all_gather_seconds, crosses
+from wanma.planner.hardware_model.model import Machine
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES, streaming_seconds
 
 INTERFERENCE = 0.15
 """Of the time of communication that runs beside compute, what the compute loses: collectives occupy some of

@@ -5,17 +5,17 @@ Pure functions, without torch.
 
 from __future__ import annotations
 
-from wanma.job.forecast import StepTime
-from wanma.job.plan import Plan
-from wanma.models.block_workload import attention_half, feed_forward_half
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.cost.communication import Group, all_gather_seconds, send_seconds
-from wanma.planner.cost.compute import ELEMENT_BYTES
-from wanma.planner.cost.machine import Machine
-from wanma.planner.cost.operators import Software, block_time, embedding_time, head_time
-from wanma.planner.cost.pieces import Blocks, End, Pieces, stages_of
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.workload.sublayer_cost import attention_half, feed_forward_half
+from wanma.planner.cost.decoder_layers import Software, block_time, embedding_time, head_time
+from wanma.planner.cost.model_cost import Blocks, End, Pieces, stages_of
 from wanma.planner.cost.step import Anatomy, anatomy_of_stages, step_of
-from wanma.planner.stages import blocks_of_stages
+from wanma.planner.hardware_model.collective_time import Group, all_gather_seconds, send_seconds
+from wanma.planner.hardware_model.model import Machine
+from wanma.planner.hardware_model.operator_time import ELEMENT_BYTES
+from wanma.planner.pipeline.schedules import blocks_of_stages
 
 
 def step_time(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from wanma.job.forecast import Layer, Workload
-from wanma.job.plan import Plan
-from wanma.planner.cost.machine import Machine
-from wanma.planner.cost.module import operators_time
-from wanma.planner.cost.operators import PartTime, Software
-from wanma.planner.cost.pieces import Blocks, Pieces
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.planner.cost.decoder_layers import PartTime, Software
+from wanma.planner.cost.model_cost import Blocks, Pieces
+from wanma.planner.cost.traced_module import operators_time
+from wanma.planner.hardware_model.model import Machine
 
 _OF_BACKWARD = (
     "backward_inputs",

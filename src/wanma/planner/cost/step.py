@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from wanma.job.forecast import StepTime
-from wanma.job.plan import Plan
-from wanma.planner.cost.communication import Group, all_gather_seconds
-from wanma.planner.cost.compute import product_rate, streaming_seconds
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.plan.plan import Plan
 from wanma.planner.cost.data_parallel import DataParallel, exposed
-from wanma.planner.cost.machine import FORWARD_OF_PROGRAM, Machine
-from wanma.planner.cost.moving import (
+from wanma.planner.cost.decoder_layers import PartTime, Software
+from wanma.planner.cost.offload import (
     is_moving,
     master_bytes,
     state_seconds,
     trims,
     updates_on_host,
 )
-from wanma.planner.cost.operators import PartTime, Software
-from wanma.planner.cost.pipeline import Play, StageCost, pipeline_seconds
-from wanma.planner.cost.sites import Between, between_sites
-from wanma.planner.stages import SPLIT_BACKWARD
+from wanma.planner.cost.site_synchronization import Between, between_sites
+from wanma.planner.hardware_model.collective_time import Group, all_gather_seconds
+from wanma.planner.hardware_model.model import FORWARD_OF_PROGRAM, Machine
+from wanma.planner.hardware_model.operator_time import product_rate, streaming_seconds
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
+from wanma.planner.pipeline.simulation import Play, StageCost, pipeline_seconds
 
 OPTIMIZER_KERNELS = 20
 """Of an update fused over many parameters, with norm and clipping."""

@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from wanma.job.forecast import Forecast
-from wanma.job.plan import Plan
-from wanma.planner.explain.changes import Change, families, settings_between
-from wanma.planner.forecast import forecast, memory
-from wanma.planner.problem import Problem, host_overflow
-from wanma.planner.refusal import refusal
+from wanma.job.forecast.forecast import Forecast
+from wanma.job.plan.plan import Plan
+from wanma.planner.explain.plan_changes import Change, families, settings_between
+from wanma.planner.forecast.plan_forecast import forecast, memory
+from wanma.planner.forecast.plan_validity import refusal
+from wanma.planner.forecast.problem import Problem, host_overflow
 
 Fits = Callable[[Plan], bool]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from wanma.job.cluster import Cluster
 from wanma.job.errors import JobError
 from wanma.planner.explain.what_if import with_gpus
-from wanma.planner.search.candidates import Candidate, Found
+from wanma.planner.search.result import Candidate, Found
 
 MOST_POINTS = 24
 _RANGE = re.compile(r"(\d[\d_]*)\s*\.\.\s*(\d[\d_]*)")

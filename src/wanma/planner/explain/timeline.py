@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from wanma.job.plan import Plan
-from wanma.planner.cost.pipeline import Interval, pipeline_intervals
+from wanma.job.plan.plan import Plan
 from wanma.planner.cost.step import Anatomy, step_of
-from wanma.planner.forecast import anatomy as anatomy_of
-from wanma.planner.forecast import time as time_of
-from wanma.planner.forecast import unknown_rates
-from wanma.planner.problem import Problem
-from wanma.planner.stages import SPLIT_BACKWARD
+from wanma.planner.forecast.plan_forecast import anatomy as anatomy_of
+from wanma.planner.forecast.plan_forecast import time as time_of
+from wanma.planner.forecast.plan_forecast import unknown_rates
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
+from wanma.planner.pipeline.simulation import Interval, pipeline_intervals
 
 SpanKind = Literal[
     "load", "forward", "backward", "weights", "wait", "send", "gather", "reduce", "optimizer", "snapshot"

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from wanma.hardware.catalogue import find_named, named
-from wanma.hardware.kinds import DeviceKind
-from wanma.hardware.machines import MOST_DEVICES, MOST_NODES, machines, network, read_cards
+from wanma.hardware.catalogue.device_kind import DeviceKind
+from wanma.hardware.catalogue.lookup import find_named, named
+from wanma.hardware.cluster_file.node_builder import MOST_DEVICES, MOST_NODES, machines, network, read_cards
 from wanma.job.cluster import Cluster, Device, Level, Node
 from wanma.job.errors import JobError, did_you_mean
 

@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from wanma.job.forecast import Layer
-from wanma.job.parallel_section import Recompute
-from wanma.job.plan import Plan
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.cost.operators import Software
+from wanma.job.forecast.forecast import Layer
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Recompute
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.cost.decoder_layers import Software
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -16,15 +16,16 @@ from types import MappingProxyType
 from typing import Any
 
 from wanma.job.cluster import Cluster
-from wanma.job.forecast import Layer, Workload
-from wanma.job.parallel_section import ContextKind, Recompute, Schedule, Shard
-from wanma.job.plan import Plan
-from wanma.job.sections import Job
-from wanma.models.dimensions import DecoderDimensions
-from wanma.planner.capabilities import can_compile_again, installed_torch
-from wanma.planner.compression import plan_fields
-from wanma.planner.rules import global_batches
-from wanma.planner.search.admits import (
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.job.sections.parallel import ContextKind, Recompute, Schedule, Shard
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.pipeline.schedules import VIRTUAL_STAGES, planned_cuts, run_again, wrong_cuts, wrong_stages
+from wanma.planner.rules.capabilities import can_compile_again, installed_torch
+from wanma.planner.rules.compression import plan_fields
+from wanma.planner.rules.mesh import global_batches
+from wanma.planner.rules.predicates import (
     divisors,
     experts_fit,
     groups_are_whole,
@@ -36,8 +37,7 @@ from wanma.planner.search.admits import (
     takes_backward_apart,
     tensor_fits,
 )
-from wanma.planner.search.recomputes import Recomputes
-from wanma.planner.stages import VIRTUAL_STAGES, planned_cuts, run_again, wrong_cuts, wrong_stages
+from wanma.planner.search.recompute_options import Recomputes
 
 Sizes = tuple[int, ...] | range | None
 """Of an axis; None: every size that divides the devices."""

@@ -1,0 +1,1 @@
+"""Calibration of this machine and its correction by finished runs."""

@@ -1,0 +1,167 @@
+"""`wanma plan --learn RUN`: a run beside a forecast of it, and forecasts corrected by what it missed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wanma.job.cluster import Cluster
+from wanma.job.errors import EXIT_USAGE, JobError, WanmaError
+from wanma.job.file.loading import load_job
+from wanma.job.forecast.forecast import Forecast
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.units import bytes_text, duration_text
+from wanma.planner.calibration.correction_update import Lesson, Observed, learned
+from wanma.planner.forecast.plan_forecast import forecast
+from wanma.planner.forecast.problem import problem_of
+from wanma.planner.hardware_model.builder import measured_name
+from wanma.planner.hardware_model.calibration import (
+    Calibration,
+    Corrections,
+    load_calibration,
+    save_calibration,
+)
+from wanma.planner.preparation.job_planning import job_dimensions, job_workload
+from wanma.report.forecast_comparison import (
+    LEAST_STEPS,
+    WARM_UP,
+    peak_memory_bytes,
+    phase_medians,
+    usual_step_seconds,
+)
+from wanma.report.run_report import Report, read_report
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a run taught."""
+
+    run: RunDirectory
+    device: str
+    """Whose corrections changed."""
+    corrections: Corrections
+    lessons: tuple[Lesson, ...]
+    measured_seconds: float
+    before_seconds: float
+    """Of the same step, as it would have been forecast until now."""
+    after_seconds: float
+    """As it is forecast from now on."""
+    path: Path
+    """The file that keeps it."""
+
+
+def learn(run: RunDirectory, path: Path | None = None) -> Learned:
+    """Correct the calibration by one run; its next forecast is nearer to what it took.
+
+    Args:
+        path: the calibration's file; default: `calibration_file()`.
+
+    Raises:
+        WanmaError: the run is too short, its plan cannot be read, or the machine's rates are unknown.
+    """
+    report = read_report(run)
+    seconds = usual_step_seconds(report)
+    if seconds is None:
+        raise WanmaError(
+            f"{run.path} has {len(report.steps['step'])} steps, too few to learn from",
+            f"{WARM_UP + LEAST_STEPS} are needed; the first {WARM_UP} do not count",
+            EXIT_USAGE,
+        )
+    calibration = load_calibration(path)
+    plan, cluster = _planned(report)
+    device = _device(cluster, plan, calibration)
+    peak = peak_memory_bytes(report)
+    observed = Observed(seconds, phase_medians(report), peak[0] if peak is not None else None)
+
+    def corrected(corrections: Corrections) -> Forecast:
+        return _forecast(run, plan, cluster, calibration.with_corrections(device, corrections))
+
+    before = calibration.correction(device)
+    after, lessons = learned(before, plan, corrected, observed)
+    kept = save_calibration(calibration.with_corrections(device, after), path)
+    until_now, from_now = (_seconds(corrected(one)) for one in (before, after))
+    return Learned(run, device, after, lessons, seconds, until_now, from_now, kept)
+
+
+def learned_table(found: Learned) -> RenderableType:
+    """What changed, and what that does to the run's own forecast."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("of", "forecast", "measured", "factor", "now"):
+        table.add_column(name, justify="left" if name == "of" else "right")
+    for lesson in found.lessons:
+        write = bytes_text if lesson.kind == "unused" else duration_text
+        table.add_row(
+            lesson.kind,
+            write(lesson.forecast),
+            write(lesson.measured),
+            f"{lesson.before:.2f}",
+            f"{lesson.after:.2f}",
+        )
+    apart = [seconds / found.measured_seconds - 1 for seconds in (found.before_seconds, found.after_seconds)]
+    return Group(
+        Text(f"{found.run.name} beside its forecast, on {found.device}", style="bold"),
+        table,
+        Text(
+            f"\nA step took {duration_text(found.measured_seconds)}. It was forecast to take "
+            f"{duration_text(found.before_seconds)} ({apart[0]:+.0%}), and would be now to take "
+            f"{duration_text(found.after_seconds)} ({apart[1]:+.0%})."
+        ),
+        Text(f"Kept in {found.path}", style="dim"),
+    )
+
+
+def _planned(report: Report) -> tuple[Plan, Cluster]:
+    try:
+        told = report.cluster
+        if not report.plan or not told:
+            raise ValueError("it is empty")
+        return Plan.from_json(report.plan), Cluster.from_json(told)
+    except (ValueError, TypeError, KeyError) as error:
+        raise WanmaError(
+            f"{report.run.plan} does not say how the run was planned: {error}",
+            "learn from a run of this version of wanma",
+            EXIT_USAGE,
+        ) from error
+
+
+def _forecast(run: RunDirectory, plan: Plan, cluster: Cluster, calibration: Calibration) -> Forecast:
+    job = load_job(run.job)
+    workload = job_workload(job)
+    if workload is None:
+        raise JobError(
+            f"{run.path} trained a module of its own, which cannot be forecast without its data",
+            "learn from a run whose [model] names a preset or dimensions",
+        )
+    ranks = max(plan.world_size // cluster.node_count, 1)
+    problem = problem_of(job, cluster, workload, job_dimensions(job), calibration, ranks=ranks)
+    found = forecast(problem, plan)
+    if found.step is None:
+        why = problem.machine.unknown or (found.reasons[-1] if found.reasons else "its rates are unknown")
+        raise WanmaError(
+            f"a step of {run.path} cannot be forecast: {why}",
+            "measure the machine with `wanma cluster --calibrate`",
+            EXIT_USAGE,
+        )
+    return found
+
+
+def _device(cluster: Cluster, plan: Plan, calibration: Calibration) -> str:
+    """Whose rates the forecast used, as the calibration calls it."""
+    node = cluster.nodes[0]
+    device = node.devices[0] if plan.device == "cuda" else node.cpu
+    assert device is not None  # it was forecast
+    return measured_name(device.name, calibration)
+
+
+def _seconds(found: Forecast) -> float:
+    assert found.step is not None  # `_forecast` has seen to it
+    return found.step.seconds

@@ -1,0 +1,90 @@
+"""Frozen weights as they were before a run kept them in 16 bits: from where it started, while that is there.
+
+A checkpoint of a run with adapters in bf16 holds what the run computed with. Weights that were published in
+fp32 had more bits. What rounds to the saved values is what the run started from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from wanma.checkpoint.conversion.huggingface_weights import PublishedWeights, is_published
+from wanma.checkpoint.format.local_shards import DTYPES
+from wanma.checkpoint.format.manifest import Box
+from wanma.checkpoint.load.reader import Saved
+from wanma.job.errors import WanmaError
+from wanma.models.state_dict.tensor_mapping import Published, choose, published_shapes
+from wanma.training.checkpointing.published_weights import fill
+
+
+class Unrounded:
+    """Weights that a run has started from.
+
+    Args:
+        model: of the run, on any device.
+        source: of the weights; None: none are there.
+    """
+
+    def __init__(self, model: nn.Module, source: PublishedWeights | Saved | None) -> None:
+        self._model, self._source = cast(Published, model), source
+        self.rounded: set[str] = set()
+        """Names of parameters of which nothing but the rounded values was found."""
+
+    def part(self, name: str, rounded: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
+        """A box of parameter `name` in fp32 that rounds to `rounded`; where none is found, `rounded` itself.
+
+        Args:
+            shape: of the whole parameter.
+        """
+        try:
+            found = self._read(name, box, shape)
+        except WanmaError:
+            found = None  # damaged since
+        if found is not None and torch.equal(found.to(rounded.dtype), rounded):
+            return found
+        self.rounded.add(name)
+        return rounded
+
+    def _read(self, name: str, box: Box, shape: tuple[int, ...]) -> Tensor | None:
+        if isinstance(self._source, Saved):
+            entry = self._source.tensors.get(f"model.{name}")
+            if entry is None or entry.shape != shape or not DTYPES[entry.dtype].is_floating_point:
+                return None
+            return self._source.read(f"model.{name}", box).float()
+        if self._source is None:
+            return None
+        pieces = choose(self._model.published(name, shape), self._source.files)
+        if pieces is None:
+            return None
+        for tensor, least in published_shapes([pieces]).items():  # of one that is fused, a part
+            held = self._source.shape(tensor)
+            if len(held) != len(least) or any(has < needs for has, needs in zip(held, least, strict=True)):
+                return None
+        found = torch.empty(box.shape)
+        fill(found, box, pieces, self._source)
+        return found
+
+
+@contextmanager
+def open_start(model: nn.Module, start: str | None) -> Iterator[Unrounded]:
+    """Open what `checkpoint.start_from` names, if it is there."""
+    path = Path(start).expanduser() if start is not None else None
+    source: PublishedWeights | Saved | None = None
+    try:
+        if path is not None and is_published(path):
+            source = PublishedWeights(path)
+        elif path is not None and path.is_dir():
+            source = Saved(path)
+    except (WanmaError, OSError):
+        source = None
+    if isinstance(source, PublishedWeights):
+        with source:
+            yield Unrounded(model, source)
+    else:
+        yield Unrounded(model, source)

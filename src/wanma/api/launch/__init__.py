@@ -1,0 +1,1 @@
+"""Launch of a user's script on several ranks (`wanma launch`): launcher, rank entry point, record."""

@@ -1,0 +1,240 @@
+"""`wanma launch SCRIPT`: a user's own script on several ranks, under the supervisor."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from wanma.api.launch.script_record import ScriptRecord
+from wanma.api.run.replanning import refuse_elastic
+from wanma.api.run.run_records import events_so_far, only_one, record_end
+from wanma.api.session import OWN_MODEL, SESSION
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.workers.environment import worker_environment
+from wanma.elastic.workers.worker_output import OUTPUT
+from wanma.engines.local import run as run_local
+from wanma.hardware.discovery.network_interfaces import check_interface
+from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.topology_address import position_of
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.loading import job_from, parse_override
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+from wanma.job.sections.job import ClusterSection
+from wanma.job.sections.observe import ObserveSection
+from wanma.observe.console.console import Console, open_console
+
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "wanma.api.launch.script_worker",
+    "wanma.api.session",
+    "wanma.training.loop.session",
+)
+"""For a script that imports wanma; any other begins, as with torchrun, in an empty process."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Program of each rank."""
+
+    script: str
+    """Path of a Python file, or a module's name."""
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    local_rank_option: str = ""
+    """Name of the option by which each rank is told its local rank, e.g. '--local-rank'; empty: by none."""
+
+    @property
+    def name(self) -> str:
+        return self.script.rpartition(".")[2] if self.is_module else Path(self.script).stem
+
+    def content(self) -> bytes:
+        """The source; of a module, which is looked for only where it runs, its name."""
+        return self.script.encode() if self.is_module else Path(self.script).read_bytes()
+
+    def imports_wanma(self) -> bool:
+        """Return whether the source says so; imports of the user's other modules are not followed."""
+        try:
+            tree = ast.parse(b"" if self.is_module else self.content())
+        except (SyntaxError, ValueError):
+            return False
+        names = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.append(node.module or "")
+        return any(name.partition(".")[0] == "wanma" for name in names)
+
+
+def launch_script(
+    program: Program,
+    ranks: int,
+    *,
+    run_directory: Path | None = None,
+    overrides: Sequence[str] = (),
+    shown: Sequence[int] | None = None,
+) -> int:
+    """Run `program` once per rank, by whose variables it finds its place, as its `wanma.session` does.
+
+    Args:
+        ranks: processes on this machine, and on each of the others.
+        run_directory: default: runs / the script's name.
+        overrides: keys of `[cluster]`, e.g. 'cluster.nodes=2'.
+        shown: ranks whose output is shown; default: all.
+
+    Returns:
+        the exit code: that with which a script ended itself, else as of `train_job`.
+
+    Raises:
+        WanmaError: before anything was started.
+    """
+    section = cluster_section(overrides)
+    check_interface(section.interface)
+    run = RunDirectory(run_directory or Path("runs") / program.name)
+    run.create()
+    with only_one(run) if section.nodes == 1 else nullcontext(), _ScriptConsole(run, shown) as console:
+        record = ScriptRecord(run, program.script, program.arguments, ranks, section.nodes)
+        earlier = events_so_far(run)
+        try:
+            outcome = run_local(_launch(run, program, ranks, section), record.seeing(console.write))
+        except WanmaError as error:  # no rank was started
+            record.end(error.exit_code, error.message, console.write)
+            raise
+        failure = outcome.message if outcome.failure is not None else None
+        exit_code = (outcome.failure.left_with if outcome.failure is not None else 0) or outcome.exit_code
+        record.end(exit_code, failure or "", console.write)
+        if failure is not None:
+            console.write({"kind": "message", "level": "error", "text": failure})
+        if run.job.exists():  # a session was opened here: this is a training
+            record_end(run, failure, console.write, earlier)
+    return exit_code
+
+
+def cluster_section(overrides: Sequence[str]) -> ClusterSection:
+    """The `[cluster]` of `overrides`; of the rest of a job the script itself decides.
+
+    Raises:
+        JobError: another section's key, or a wrong value.
+    """
+    for text in overrides:
+        if (path := parse_override(text).path)[0] != "cluster":
+            raise JobError(
+                f"wanma launch: {'.'.join(path)} is for the script to say, which makes the job",
+                "keys of [cluster] can be given here, e.g. cluster.hang_seconds=900",
+            )
+    job = job_from({"model": {"factory": OWN_MODEL}}, overrides)
+    refuse_elastic(job, "wanma launch")
+    return job.cluster
+
+
+def _launch(run: RunDirectory, program: Program, ranks: int, section: ClusterSection) -> Launch:
+    cluster = discover()
+    is_ours = program.imports_wanma()
+    has_gpu = section.device != "cpu" and any(node.devices for node in cluster.nodes)
+    threads = section.threads_per_rank or (0 if is_ours else _threads_of_environment())
+    threads = threads or max(cluster.nodes[0].cores // ranks, 1)
+    plan = Plan(
+        dp_replicate=ranks * section.nodes,
+        threads_per_rank=threads,
+        device="cuda" if has_gpu else "cpu",
+    )
+    agreed = _agreed(program, ranks, section)
+    silent_retries = section.retries if "retries" in section.model_fields_set else 0  # torchrun's default
+    order = {
+        "script": program.script if program.is_module else str(Path(program.script).absolute()),
+        "is_module": program.is_module,
+        "arguments": program.arguments,
+        "local_rank_option": program.local_rank_option,
+        "cluster": section.model_dump(mode="json", exclude_unset=True),
+        "run_id": f"{program.name}-{os.getpid() if section.nodes == 1 else agreed}",
+        "retries": section.retries if is_ours else silent_retries,
+        # The fork server has it for itself alone.
+        "unset": [] if "OPENBLAS_NUM_THREADS" in os.environ else ["OPENBLAS_NUM_THREADS"],
+    }
+    allocator = section.allocator if is_ours or "allocator" in section.model_fields_set else "system"
+    return Launch(
+        run_directory=run.path.absolute(),
+        entry="wanma.api.launch.script_worker:run_script",
+        payload=json.dumps(order).encode(),
+        preload=PRELOAD if is_ours else ("wanma.api.launch.script_worker",),
+        ranks_per_node=ranks,
+        threads_per_rank=threads,
+        nodes=section.nodes,
+        node_rank=section.node_rank,
+        rendezvous=section.rendezvous,
+        interface=section.interface,
+        position=position_of(section, os.environ).text,
+        environment=worker_environment(section.model_copy(update={"allocator": allocator}), plan),
+        start_seconds=section.start_seconds,
+        hang_seconds=section.hang_seconds,
+        grace_seconds=section.grace_seconds,
+        requeue_code=section.requeue_code,
+        job_hash=agreed,
+        retries=section.retries,
+        is_script=True,
+        silent_retries=silent_retries,
+    )
+
+
+def _threads_of_environment() -> int:
+    """OMP_NUM_THREADS of the user's, which torchrun leaves as it is; 0: none."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _agreed(program: Program, ranks: int, section: ClusterSection) -> str:
+    """What the machines of one launch must have in common, wherever the script lies on each."""
+    own = {"node_rank": None, "interface": None, "place": None, "threads_per_rank": None}
+    placeless = section.model_copy(update=own)
+    together = [list(program.arguments), program.local_rank_option, ranks, placeless.model_dump(mode="json")]
+    content = program.content() + json.dumps(together, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class _ScriptConsole:
+    """The console that the script's job asks for, from when its session says so; plain lines before.
+
+    Args:
+        shown: ranks whose output is shown; None: all.
+    """
+
+    def __init__(self, run: RunDirectory, shown: Sequence[int] | None) -> None:
+        self._run, self._shown = run, shown
+        self._stack = ExitStack()
+        self._console: Console | None = None
+        self._before = Console(run, 0, sys.stdout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self._console is None:
+            self._before.line(f"run directory: {self._run.path}")
+        self._before.stream.let_go()
+
+    def write(self, event: Event) -> None:
+        if event["kind"] == OUTPUT:
+            if self._shown is None or event["rank"] in self._shown:
+                (self._console or self._before).line(f"[rank {event['rank']}] {event['text']}")
+        elif self._console is not None:
+            self._console.write(event)
+        elif event["kind"] == SESSION:
+            observe = ObserveSection(**event["observe"])
+            self._console = self._stack.enter_context(open_console(self._run, observe, event["steps"]))
+        elif "text" in event:
+            self._before.show(event)

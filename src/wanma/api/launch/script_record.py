@@ -1,0 +1,70 @@
+"""Record of the script that `wanma launch` runs: script.json, read by `report.script`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wanma.elastic.coordinator.user_notices import RESTARTED
+from wanma.job.run.run_directory import RunDirectory, write_json
+from wanma.job.run.worker import Event
+
+
+class ScriptRecord:
+    """Written by its constructor, and once more by `end`.
+
+    Args:
+        ranks: processes on each machine.
+
+    Raises:
+        OSError: the run directory cannot be written to.
+    """
+
+    def __init__(
+        self, run: RunDirectory, script: str, arguments: Sequence[str], ranks: int, nodes: int
+    ) -> None:
+        self._run = run
+        self._value: dict[str, Any] = {
+            "script": script,
+            "arguments": list(arguments),
+            "ranks_per_node": ranks,
+            "nodes": nodes,
+            "command_line": sys.argv,
+            "host": platform.node(),
+            "process": os.getpid(),
+            "started": time.time(),
+            "ended": None,
+            "exit_code": None,
+            "failure": "",
+            "restarts": 0,
+            "restarted_after": "",
+        }
+        write_json(run.script, self._value)
+
+    def seeing(self, write: Callable[[Event], None]) -> Callable[[Event], None]:
+        """`write`, with each new start of the ranks noted before."""
+
+        def see(event: Event) -> None:
+            if event["kind"] == RESTARTED:
+                restarts = self._value["restarts"] + 1
+                self._value.update(restarts=restarts, restarted_after=event["failure"])
+                with contextlib.suppress(OSError):  # the end is recorded once more
+                    write_json(self._run.script, self._value)
+            else:
+                write(event)
+
+        return see
+
+    def end(self, exit_code: int, failure: str, write: Callable[[Event], None]) -> None:
+        """Note how the script ended; where that cannot be, `write` is only told."""
+        self._value.update(ended=time.time(), exit_code=exit_code, failure=failure)
+        try:
+            write_json(self._run.script, self._value)
+        except OSError as error:
+            text = f"the end was not recorded: {error.strerror or error}"
+            write({"kind": "message", "level": "warning", "text": text})

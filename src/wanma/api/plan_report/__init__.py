@@ -1,0 +1,1 @@
+"""Report of `wanma plan`: the command, its HTML page with charts, and the files it writes."""

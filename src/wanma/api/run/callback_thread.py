@@ -1,0 +1,176 @@
+"""Callbacks of a run: its events as typed records, to the user's code, in a thread of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from wanma.checkpoint.format.manifest import step_name
+from wanma.job.callbacks import (
+    Callback,
+    CheckpointEnd,
+    Outcome,
+    RunEnd,
+    RunStart,
+    StepEnd,
+    StopTraining,
+    ValidationEnd,
+)
+from wanma.job.errors import JobError, did_you_mean
+from wanma.job.file.import_path import import_object
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+from wanma.job.user_frames import users_line
+
+_USUAL = ("perplexity", "accuracy")
+
+
+class Callbacks:
+    """The callbacks of one run; a context manager, after which none is called any more."""
+
+    def __init__(self, callbacks: Sequence[Callback], run: RunDirectory) -> None:
+        self._callbacks, self._run = list(callbacks), run
+        self._waiting: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="wanma-callbacks")
+        self._stop = ""
+        self._step, self._has_begun = 0, False
+        self.failure = ""
+        """Error of a callback, with its name and line; empty while there is none."""
+
+    def see(self, event: Event) -> str | None:
+        """Hand an event on.
+
+        Returns:
+            what asks for an orderly end of the run, once.
+        """
+        if not self._callbacks:
+            return None
+        if (found := _record(event, self._run)) is not None:
+            self._step, self._has_begun = found[1].step, True
+            self._waiting.put(found)
+        stop, self._stop = self._stop, ""
+        return stop or None
+
+    def end(self, exit_code: int, failure: str | None) -> None:
+        """The run is over: call what still waits, and `on_end`.
+
+        Args:
+            failure: message of a failed run.
+        """
+        outcome: Outcome = "failed" if failure is not None else "interrupted" if exit_code else "finished"
+        if self._callbacks and (self._has_begun or failure is not None):  # else rank 0 is on another machine
+            self._waiting.put(("on_end", RunEnd(self._step, outcome, failure or "")))
+        self.close()
+
+    def close(self) -> None:
+        """Wait until all that has happened is told."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        if self._callbacks:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        failed: set[int] = set()
+        while (waiting := self._waiting.get()) is not None:
+            method, record = waiting
+            for number, callback in enumerate(self._callbacks):
+                if number in failed:
+                    continue
+                name = f"{type(callback).__name__}.{method}"
+                try:
+                    getattr(callback, method)(record)
+                except StopTraining as asked:
+                    self._stop = f"callback {name}" + (f": {asked.reason}" if asked.reason else "")
+                except Exception as error:  # whatever the user's code raises
+                    failed.add(number)
+                    line = users_line(error)
+                    self.failure = f"callback {name} failed: {type(error).__name__}: {error}" + (
+                        f"\n    {line}" if line else ""
+                    )
+                    self._stop = f"callback {name} failed"
+
+
+def check_callbacks(callbacks: object, source: str = "callbacks") -> list[Callback]:
+    """Refuse what is given as callbacks and is none, and methods whose names are misspelled.
+
+    Args:
+        source: argument or key that gave them.
+
+    Raises:
+        JobError: no sequence of `Callback` objects.
+    """
+    given: list[Any] = list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    for one in given:
+        if not isinstance(one, Callback):
+            said = (
+                f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
+            )
+            raise JobError(
+                f"{source}: {said} is no wanma.Callback",
+                "give objects of classes that inherit from wanma.Callback",
+            )
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in dir(type(one)):
+            if name.startswith("on_") and name not in known:
+                raise JobError(
+                    f"{source}: {type(one).__name__}.{name} would never be called."
+                    f"{did_you_mean(name, known)}",
+                    f"methods of a wanma.Callback are {', '.join(known)}; names of others begin otherwise",
+                )
+    return given
+
+
+def named_callbacks(paths: Sequence[str]) -> list[Callback]:
+    """Callbacks that a job names: objects, or classes and functions that make one.
+
+    Raises:
+        JobError: one cannot be imported or made, or is no callback.
+    """
+    made: list[Callback] = []
+    for path in paths:
+        found = import_object(path, "observe.callbacks")
+        try:
+            one = found() if callable(found) and not isinstance(found, Callback) else found
+        except Exception as error:  # whatever the user's code raises
+            raise JobError(f"observe.callbacks: '{path}' failed: {type(error).__name__}: {error}") from error
+        made += check_callbacks([one], f"observe.callbacks = '{path}'")
+    return made
+
+
+def _record(event: Event, run: RunDirectory) -> tuple[str, Any] | None:
+    """Method and its argument; None for events that callbacks are not told."""
+    match event["kind"]:
+        case "start":
+            is_recovery = bool(event.get("again"))
+            fields = (event["step"], event["steps"], event["world_size"], event["plan"], is_recovery)
+            return "on_start", RunStart(run.path, *fields)
+        case "step":
+            return "on_step", StepEnd(
+                event["step"],
+                event["loss"],
+                event["grad_norm"],
+                event["learning_rate"],
+                event["samples"],
+                event["step_seconds"],
+                event.get("layer_grad_norms", {}),
+            )
+        case "validation":
+            usual = {name: event[name] for name in _USUAL if event.get(name) is not None}
+            metrics = {**usual, **event.get("metrics", {})}
+            return "on_validation", ValidationEnd(event["step"], event["loss"], metrics)
+        case "checkpoint":
+            path = run.checkpoints / step_name(event["step"])
+            return "on_checkpoint", CheckpointEnd(event["step"], path)
+    return None

@@ -1,0 +1,32 @@
+"""The `[model]` section of a job whose model is a Python object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wanma.job.file.parser import read_tables
+
+_SOURCES = {"preset", "family", "factory", "huggingface"}
+
+
+def name_own_model(job: Any, overrides: Sequence[str], name: str) -> Sequence[str]:
+    """Add an override that names the object, unless the job names a model itself.
+
+    Other keys of `[model]`, such as `statistics_group` and `lora_rank`, stay the job's.
+
+    Args:
+        job: as `job_from` takes it.
+        name: "package.module:Class" of the object.
+    """
+    if isinstance(job, str | Path):
+        job = read_tables(Path(job))[0]
+    if not isinstance(job, Mapping):
+        return overrides
+    model = job.get("model") or {}
+    if not isinstance(model, Mapping) or _SOURCES & set(model):
+        return overrides
+    if any(text.startswith(tuple(f"model.{source}" for source in _SOURCES)) for text in overrides):
+        return overrides
+    return [*overrides, f"model.factory={name}"]

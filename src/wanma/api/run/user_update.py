@@ -1,0 +1,31 @@
+"""Optimizers and schedules that a user passes in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanma.job.errors import JobError
+from wanma.job.sections.job import Job
+
+
+def check_update(job: Job, optimizer: Any, schedule: Any) -> dict[str, Any]:
+    """Those of the two that are given, by name.
+
+    Raises:
+        JobError: one is no optimizer's factory or no schedule, or the job names one, too.
+    """
+    for key, given, names in (
+        ("optimizer", optimizer, ("optimizer", "optimizer_factory")),
+        ("schedule", schedule, ("schedule", "schedule_factory")),
+    ):
+        if given is not None and (named := job.train.model_fields_set.intersection(names)):
+            raise JobError(
+                f"{key}= is given, and the job has train.{named.pop()}, too", "leave one of them out"
+            )
+    objects = {"optimizer": optimizer, "schedule": schedule}
+    objects = {name: value for name, value in objects.items() if value is not None}
+    if objects:
+        from wanma.training.optimizer.user_optimizer import own_update
+
+        own_update(job.train, objects)
+    return objects

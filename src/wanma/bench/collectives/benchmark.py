@@ -1,0 +1,234 @@
+"""`wanma bench collectives`: how fast the ranks here exchange what they exchange in training.
+
+    sweeps = bench_collectives(ranks=(2, 4), sizes="1K..64M")
+
+Ranks are started, meet and make their groups as a run's do, so that what is measured is what a run would use.
+Times come from `collectives.measure`, as a calibration's do; `save_sweeps` adds them to that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from wanma.bench.collectives.calibration_operators import forecast_seconds
+from wanma.bench.collectives.results import Sweep
+from wanma.bench.collectives.selection import SIZES, Asked, algorithms_of, dtypes_of, sizes_of
+from wanma.collectives.measurement.bandwidth import Timing
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.workers.environment import worker_environment
+from wanma.engines.local import run as run_local
+from wanma.hardware.discovery.network_interfaces import check_interface
+from wanma.hardware.discovery.node import discover
+from wanma.hardware.discovery.resource_limits import usable_memory_bytes
+from wanma.hardware.discovery.topology_address import position_of
+from wanma.job.cluster import Cluster, Node
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.loading import job_from, parse_override
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import ClusterSection
+from wanma.observe.units import bytes_text
+from wanma.planner.calibration.local_node import device_name, machine_text, plainest_plan, rank_counts
+from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.hardware_model.calibration import Calibration, load_calibration
+
+ENTRY = "wanma.bench.collectives.worker:measure_worker"
+PRELOAD = ("torch", "wanma.bench.collectives.worker")
+DEFAULT_SECONDS = 60.0
+BUFFERS = 3
+"""Of the largest size that a rank holds at once, at most."""
+
+
+def bench_collectives(
+    *,
+    ranks: Sequence[int] = (),
+    sizes: str = SIZES,
+    collectives: Sequence[str] = (),
+    algorithms: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    seconds: float = DEFAULT_SECONDS,
+    overrides: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Sweep]:
+    """Measure with each number of ranks.
+
+    Args:
+        ranks: on this machine, and on each of the others; default: 2, 4 ... up to its GPUs or cores; on
+            several machines one for each GPU, or one.
+        sizes: as of `asked.sizes_of`.
+        collectives, algorithms, dtypes: default: all, all, fp32.
+        seconds: for each number of ranks, about; large buffers may take longer.
+        overrides: keys of `[cluster]`, e.g. 'cluster.nodes=2'.
+        progress: is told what is measured next.
+
+    Returns:
+        one for each number of ranks; none on machines that measured with others, and are not the first.
+
+    Raises:
+        JobError: something is asked for that there is not, or that does not fit into memory.
+        WanmaError: a rank failed, or the machines did not meet.
+    """
+    if seconds <= 0:
+        raise JobError(f"--seconds {seconds:g}: measuring takes time", "give at least 1")
+    section = cluster_section(overrides)
+    check_interface(section.interface)
+    (node,) = discover().nodes
+    uses_gpus = section.device != "cpu"
+    device = "cuda" if node.devices and uses_gpus else "cpu"
+    from wanma.bench.collectives.worker import known_algorithms  # torch
+
+    asked = Asked(
+        sizes_of(sizes), algorithms_of(collectives, algorithms, known_algorithms(device)), dtypes_of(dtypes)
+    )
+    if section.nodes > 1:
+        if len(ranks) > 1:
+            raise JobError(
+                f"--ranks {','.join(map(str, ranks))} on {section.nodes} machines: they measure in one go",
+                "give one number, and the same on every machine",
+            )
+        counts = rank_counts(
+            node, ranks or [len(node.devices) if device == "cuda" else 1], uses_gpus=uses_gpus
+        )
+    else:
+        counts = rank_counts(node, ranks, least=2, uses_gpus=uses_gpus)
+    _check_memory(asked, max(counts), device)
+    # Before the work, so that a damaged calibration is told of at once.
+    bench = _Bench(node, section, asked, seconds, load_calibration())
+    return [sweep for count in counts if (sweep := _measure(bench, count, progress)) is not None]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """What does not change with the number of ranks."""
+
+    node: Node
+    section: ClusterSection
+    asked: Asked
+    seconds: float
+    calibration: Calibration
+
+
+def cluster_section(overrides: Sequence[str]) -> ClusterSection:
+    """The `[cluster]` of `overrides`.
+
+    Raises:
+        JobError: another section's key, or a wrong value.
+    """
+    for text in overrides:
+        if (path := parse_override(text).path)[0] != "cluster":
+            raise JobError(
+                f"wanma bench: {'.'.join(path)} says nothing about machines",
+                "keys of [cluster] can be given here, e.g. cluster.interface=eth1",
+            )
+    section = job_from({"model": {"preset": "gpt-1m"}}, overrides).cluster
+    if section.min_nodes is not None and section.min_nodes < section.nodes:
+        raise JobError(
+            f"wanma bench: it measures with all machines (given: '{section.min_nodes}..{section.nodes}')",
+            f"give their number: --nodes {section.nodes}",
+        )
+    return section
+
+
+def _check_memory(asked: Asked, ranks: int, device: str) -> None:
+    needed, usable = BUFFERS * asked.sizes[-1] * ranks, usable_memory_bytes()
+    if device == "cpu" and needed > usable:
+        raise JobError(
+            f"{ranks} ranks with up to {BUFFERS} buffers of {bytes_text(asked.sizes[-1])} need "
+            f"{bytes_text(needed)}, and this machine has {bytes_text(usable)}",
+            "measure smaller --sizes, or fewer --ranks",
+        )
+
+
+@dataclass
+class _Told:
+    """Shows what the ranks tell."""
+
+    ranks: int
+    progress: Callable[[str], None]
+
+    def hear(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "round":
+            self.progress(f"{self.ranks} ranks: round {event['number']}")
+        elif event["kind"] in ("message", "joined"):
+            self.progress(event["text"])
+
+
+def _measure(bench: _Bench, ranks: int, progress: Callable[[str], None]) -> Sweep | None:
+    node, section, seconds = bench.node, bench.section, bench.seconds
+    plan = plainest_plan(node, ranks, section.nodes, uses_gpus=section.device != "cpu")
+    from wanma.bench.collectives.worker import RESULT, SILENCE_SECONDS, Request
+
+    with tempfile.TemporaryDirectory(prefix="wanma-bench-") as folder:
+        launch = Launch(
+            run_directory=Path(folder),
+            entry=ENTRY,
+            payload=pickle.dumps(Request(plan, bench.asked, seconds, section.nodes)),
+            preload=PRELOAD,
+            ranks_per_node=ranks,
+            threads_per_rank=plan.threads_per_rank,
+            nodes=section.nodes,
+            node_rank=section.node_rank,
+            rendezvous=section.rendezvous,
+            interface=section.interface,
+            position=position_of(section, os.environ).text,
+            environment=worker_environment(section, plan),
+            start_seconds=section.start_seconds + seconds,
+            hang_seconds=seconds + SILENCE_SECONDS,
+            job_hash=_agreed(bench, ranks),
+        )
+        outcome = run_local(launch, _Told(plan.world_size, progress).hear)
+        if outcome.exit_code != 0:
+            what = outcome.message or f"was stopped (exit code {outcome.exit_code})"
+            raise WanmaError(f"measuring {plan.world_size} ranks: {what}", exit_code=outcome.exit_code)
+        written = Path(folder) / RESULT
+        return _sweep(json.loads(written.read_text()), bench, plan) if written.exists() else None
+
+
+def _agreed(bench: _Bench, ranks: int) -> str:
+    """What the machines of one measurement must have in common."""
+    together = repr((bench.asked, ranks, bench.seconds, bench.section.nodes, bench.section.device))
+    return hashlib.sha256(together.encode()).hexdigest()[:16]
+
+
+def _sweep(result: dict[str, Any], bench: _Bench, plan: Plan) -> Sweep:
+    node, nodes = bench.node, bench.section.nodes
+    limits = [size / seconds for size, seconds in zip(bench.asked.sizes, result["limits"], strict=True)]
+    ranks, on_cpu = plan.world_size, plan.device == "cpu"
+    machine = None
+    if nodes == 1:
+        seen = node if not on_cpu else replace(node, devices=())
+        machine = machine_of(Cluster((seen,)), calibration=bench.calibration, ranks=ranks)
+    timings = tuple(
+        Timing(
+            collective,
+            algorithm,
+            dtype,
+            ranks,
+            nodes,
+            size_bytes,
+            seconds,
+            limits[number],
+            forecast_seconds(machine, collective, algorithm, ranks, size_bytes, on_cpu=on_cpu),
+        )
+        for collective, algorithm, dtype, number, size_bytes, seconds in result["timings"]
+    )
+    return Sweep(
+        ranks=ranks,
+        nodes=nodes,
+        device=device_name(node, plan),
+        threads=plan.threads_per_rank if plan.device == "cpu" else 0,
+        backend=result["backend"],
+        limit=result["limit"],
+        machine=machine_text(node),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        timings=timings,
+        disturbed=result["disturbed"],
+    )

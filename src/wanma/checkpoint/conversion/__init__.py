@@ -1,0 +1,1 @@
+"""Conversion of checkpoints: other dtypes or file counts, and Hugging Face safetensors."""

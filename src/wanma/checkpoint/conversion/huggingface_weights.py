@@ -1,0 +1,200 @@
+"""Published checkpoints: safetensors files as transformers writes them, read by box and written by tensor.
+
+model.safetensors                        all tensors, or
+model.safetensors.index.json             {"weight_map": {tensor: file}} and the files it names
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from wanma.checkpoint.format.local_shards import DTYPES
+from wanma.checkpoint.format.manifest import ITEM_BYTES, Region, build_header
+from wanma.checkpoint.store.checkpoint_folder import new_folder
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def is_published(folder: Path) -> bool:
+    """Whether `folder` holds weights in this form."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+class PublishedWeights:
+    """The tensors of a published checkpoint, of which boxes are read one at a time.
+
+    Raises:
+        WanmaError: there are none, or a file is missing or damaged; names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = _weight_map(folder)
+        """Tensor -> file name."""
+        self.bytes_read = 0
+        self.largest_read = 0
+        """Bytes of the largest box."""
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> PublishedWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for opened in self._open.values():
+            opened.__exit__(None, None, None)
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        return tuple(self._slice(tensor).get_shape())
+
+    def dtype(self, tensor: str) -> str:
+        """As the safetensors format spells it."""
+        return str(self._slice(tensor).get_dtype())
+
+    def read(self, tensor: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """One box, on the CPU in the file's dtype; nothing else is read."""
+        box = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+        part: Tensor = self._slice(tensor)[box]
+        read = part.numel() * part.element_size()
+        self.bytes_read += read
+        self.largest_read = max(self.largest_read, read)
+        return part
+
+    def _slice(self, tensor: str) -> Any:
+        file = self.files[tensor]
+        try:
+            if file not in self._open:
+                opened = safe_open(self.folder / file, framework="pt", device="cpu")
+                self._open[file] = opened.__enter__()
+            return self._open[file].get_slice(tensor)
+        except (OSError, SafetensorError) as error:
+            raise WanmaError(
+                f"{self.folder / file} cannot be read: {error}", "it is missing or damaged: fetch it again"
+            ) from error
+
+
+def write_published(
+    folder: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    make: Callable[[str], Tensor],
+    others: Mapping[str, bytes],
+    file_bytes: int,
+) -> None:
+    """Write a published checkpoint, one tensor in memory at a time; `folder` appears when it is whole.
+
+    Args:
+        tensors: name -> (dtype as safetensors spells it, shape).
+        make: gives one tensor of that dtype and shape.
+        others: further files by name, such as config.json.
+        file_bytes: most tensor bytes in one file; a larger tensor has a file of its own.
+
+    Raises:
+        WanmaError: `folder` is there already and not empty, or cannot be written to.
+    """
+    with new_folder(folder) as partial:
+        _write_into(partial, tensors, make, others, file_bytes)
+
+
+def _write_into(
+    folder: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    make: Callable[[str], Tensor],
+    others: Mapping[str, bytes],
+    file_bytes: int,
+) -> None:
+    groups = _groups(tensors, file_bytes)
+    names = [SINGLE]
+    if len(groups) > 1:
+        names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
+        index = {
+            "metadata": {"total_size": sum(_bytes(*entry) for entry in tensors.values())},
+            "weight_map": {
+                tensor: file for file, group in zip(names, groups, strict=True) for tensor in group
+            },
+        }
+        _write_file(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+    for file, group in zip(names, groups, strict=True):
+        header, regions = build_header({tensor: tensors[tensor] for tensor in group})
+        with (folder / file).open("wb") as opened:
+            opened.write(header)
+            for tensor, region in sorted(regions.items(), key=lambda entry: entry[1].start):
+                opened.write(_content(tensor, make(tensor), region))
+            opened.flush()
+            os.fsync(opened.fileno())
+    for file, content in others.items():
+        _write_file(folder / file, content)
+
+
+def _content(name: str, tensor: Tensor, region: Region) -> memoryview:
+    if (tensor.dtype, tuple(tensor.shape)) != (DTYPES[region.dtype], region.shape):
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {region}")
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _groups(tensors: Mapping[str, tuple[str, tuple[int, ...]]], file_bytes: int) -> list[list[str]]:
+    """Runs of tensors, in the order given, of at most `file_bytes` where they have more than one."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, entry in tensors.items():
+        size = _bytes(*entry)
+        if groups[-1] and used + size > file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    return groups
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    size = ITEM_BYTES[dtype]
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    if (folder / SINGLE).is_file():
+        try:
+            with safe_open(folder / SINGLE, framework="pt", device="cpu") as opened:
+                return dict.fromkeys(opened.keys(), SINGLE)
+        except (OSError, SafetensorError) as error:
+            raise WanmaError(
+                f"{folder / SINGLE} cannot be read: {error}", "it is damaged: fetch it again"
+            ) from error
+    path = folder / INDEX
+    try:
+        found = json.loads(path.read_bytes())["weight_map"]
+        files = {str(tensor): str(file) for tensor, file in found.items()}
+    except OSError as error:
+        raise WanmaError(
+            f"{folder} holds no published weights: neither {SINGLE} nor {INDEX}",
+            "name the folder with the safetensors files",
+            EXIT_USAGE,
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WanmaError(f"{path} is malformed: {type(error).__name__} {error}", "fetch it again") from error
+    for file in files.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):  # nothing outside the folder
+            raise WanmaError(
+                f"{path} names the file {file!r}", "files must be .safetensors in the same folder"
+            )
+    return files

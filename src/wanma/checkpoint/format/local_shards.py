@@ -1,0 +1,180 @@
+"""Which part of each full tensor this rank holds, and which of the ranks that hold it writes it.
+
+Everything follows from the tensors' placements, the same on every rank, without communication.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from wanma.checkpoint.format.manifest import ITEM_BYTES, METADATA, Box
+from wanma.job.errors import WanmaError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of one tensor, and all ranks that hold the same part."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    box: Box
+    replicas: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * self.box.elements
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor], replicas: Sequence[int]) -> list[Piece]:
+    """The parts that this rank holds; tensors of which it holds nothing are left out.
+
+    Args:
+        replicas: ranks that hold the same plain (not DTensor) tensors under the same names.
+    """
+    pieces = []
+    holders: dict[tuple[object, ...], tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        if name == METADATA:
+            raise WanmaError(f"a tensor cannot be named {METADATA}: safetensors keeps that name for itself")
+        box = local_box(name, tensor)
+        if box is not None and (box.elements > 0 or tensor.numel() == 0):
+            kept_by = tuple(replicas)
+            if isinstance(tensor, DTensor):
+                # Few layouts among many tensors, and torch takes long to tell who is in a mesh.
+                layout = tensor.device_mesh, tensor.placements
+                if layout not in holders:
+                    holders[layout] = _holders(tensor)
+                kept_by = holders[layout]
+            pieces.append(Piece(name, dtype_name(name, tensor), tuple(tensor.shape), box, kept_by))
+    return pieces
+
+
+def arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    """Equal exactly if the same pieces lie at the same places; cheap, unlike the pieces themselves."""
+    return tuple(
+        (name, tensor.dtype, tensor.shape, tensor.is_cuda)
+        + ((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ())
+        for name, tensor in tensors.items()
+    )
+
+
+def assign(pieces: Iterable[Piece], rank: int) -> list[Piece]:
+    """The pieces that `rank` writes: each piece has exactly one writer among its replicas.
+
+    Among ranks that hold the same pieces, the largest goes first to whoever has least so far
+    (longest processing time first, Graham 1969), so that they write about the same bytes.
+    """
+    groups: defaultdict[tuple[int, ...], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        groups[piece.replicas].append(piece)
+    mine = []
+    for replicas, members in groups.items():
+        loads = [(0, writer) for writer in sorted(replicas)]
+        for piece in sorted(members, key=lambda piece: (-piece.bytes, piece.name)):
+            load, writer = loads[0]
+            heapq.heapreplace(loads, (load + piece.bytes, writer))
+            if writer == rank:
+                mine.append(piece)
+    return mine
+
+
+def local_box(name: str, tensor: torch.Tensor) -> Box | None:
+    """The box of the full tensor that this rank holds; None for a DTensor on other ranks' mesh.
+
+    Raises:
+        WanmaError: the tensor's layout is not a box, or it holds partial sums.
+    """
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.get_coordinate() is None:
+        return None
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise WanmaError(
+            f"tensor {name} holds partial sums ({placements}) and cannot be saved or loaded",
+            "reduce it first: tensor.redistribute(placements=[Replicate()])",
+        )
+    for axis, placement in enumerate(placements):
+        # FSDP2 over tensor parallel: the outer axis splits what the inner axes have split already,
+        # which is a contiguous box exactly if `split_factor` counts the inner parts.
+        if isinstance(placement, _StridedShard):
+            inner = math.prod(
+                mesh.size(other)
+                for other in range(axis + 1, mesh.ndim)
+                if getattr(placements[other], "dim", None) == placement.dim
+            )
+            if placement.split_factor != inner:
+                raise WanmaError(
+                    f"tensor {name} has the interleaved layout {placements}, which is not one box per rank",
+                    "redistribute it to plain Shard placements before saving or loading",
+                )
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    held = tuple(local_part(tensor).shape)
+    if tuple(shape) != held:
+        raise WanmaError(
+            f"tensor {name}: its placements {placements} give {tuple(shape)}, but it holds {held}"
+        )
+    return Box(tuple(offset), tuple(shape))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local data, sharing memory with `tensor`, without gradient history."""
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.detach()
+
+
+def dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """The dtype as the format spells it.
+
+    Raises:
+        WanmaError: the format has no such dtype.
+    """
+    if tensor.dtype not in DTYPE_NAMES:
+        raise WanmaError(
+            f"tensor {name} has dtype {tensor.dtype}, which checkpoints cannot hold",
+            f"convert it to one of {', '.join(str(dtype) for dtype in DTYPE_NAMES)}",
+        )
+    return DTYPE_NAMES[tensor.dtype]
+
+
+def _holders(tensor: DTensor) -> tuple[int, ...]:
+    """Global ranks that hold the same part as this one: those that differ in replicated axes only."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # local_box was asked before
+    index = tuple(
+        slice(None) if isinstance(placement, Replicate) else at
+        for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))

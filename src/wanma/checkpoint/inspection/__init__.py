@@ -1,0 +1,1 @@
+"""Inspection of checkpoints: inventory, integrity scan, comparison of two, comparison of replicas."""

@@ -1,0 +1,1 @@
+"""Loading into any layout, and the search for the newest valid checkpoint."""

@@ -1,0 +1,250 @@
+"""Loading: each rank fills the tensors it has, whatever layout they were saved from.
+
+    path = newest(folder, print)             # on rank 0, which tells the others
+    state, rank_state = load(path, tensors)  # every rank, into its own layout
+
+    load(source, tensors)                    # the same from copies in memory (snapshot.py)
+
+Files are mapped and only what a rank needs is read. Loading trusts the hashes that `newest` or
+`verify` has checked; what it does check is that every byte it takes exists and is what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wanma.checkpoint.format.local_shards import DTYPES, dtype_name, local_box, local_part
+from wanma.checkpoint.format.manifest import Box, Manifest, Region, TensorEntry, overlap, parse_header
+from wanma.checkpoint.format.memory_map import map_private
+from wanma.checkpoint.load.verification import newest, read_state, verify
+from wanma.checkpoint.store.checkpoint_folder import read_manifest
+from wanma.job.errors import WanmaError, did_you_mean
+
+__all__ = ["Saved", "Source", "load", "load_full", "newest", "on_disk", "read_state", "verify"]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a state can be loaded from."""
+
+    name: str
+    """As messages call it."""
+    manifest: Manifest
+    map: Callable[[str], memoryview]
+    """A data file's content by its name; writable for torch's sake, which does not write.
+    Raises OSError or ValueError."""
+
+
+def on_disk(path: Path) -> Source:
+    """The checkpoint at `path`.
+
+    Raises:
+        WanmaError: its manifest is missing or damaged.
+    """
+    try:
+        manifest = read_manifest(path)
+    except WanmaError as error:
+        raise WanmaError(f"checkpoint {path}: {error.message}", error.hint or "load an older one") from error
+    return Source(f"checkpoint {path}", manifest, lambda file: _map(path / file))
+
+
+def load(
+    source: Path | Source,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    rounds: Collection[str] = (),
+    elsewhere: Collection[str] = (),
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Fill `tensors` in place.
+
+    Args:
+        source: a checkpoint's path, the same on all ranks, or copies in memory.
+        tensors: full name -> tensor or DTensor of any layout; dtype and full shape must be as saved.
+        strict: whether tensors of the checkpoint that nobody asks for are an error.
+        cast: whether floating-point tensors may have been saved in another floating-point dtype.
+        rounds: names of tensors that may have been saved in fp32.
+        elsewhere: names that only other ranks hold (of other pipeline stages).
+        rank, world_size: of the loading run, for its `rank_state`.
+
+    Returns:
+        the state, and what this rank saved for itself if the world has the same size (else None).
+
+    Raises:
+        WanmaError: the checkpoint is from another model, or damaged. Tensors are untouched in the
+            first case.
+    """
+    source = source if isinstance(source, Source) else on_disk(source)
+    manifest = source.manifest
+    _require_same_model(source, tensors, strict, cast, rounds, elsewhere)
+    files = _Files(source)
+    for name, tensor in tensors.items():
+        box = local_box(name, tensor)
+        if box is not None:
+            _fill(local_part(tensor), box, name, manifest.tensors[name], files)
+    same_world = world_size == manifest.world_size
+    return manifest.state, manifest.rank_state.get(rank) if same_world else None
+
+
+def load_full(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, in one process; all of them or those named.
+
+    Raises:
+        WanmaError: the checkpoint lacks a name, or is damaged.
+    """
+    saved = Saved(path)
+    return {name: saved.read(name) for name in (saved.tensors if names is None else names)}
+
+
+class Saved:
+    """A checkpoint's tensors, to be read one at a time, or in parts; in one process, onto the CPU.
+
+    Args:
+        source: its path, or copies in memory.
+
+    Raises:
+        WanmaError: the checkpoint is damaged.
+    """
+
+    def __init__(self, source: Path | Source) -> None:
+        source = source if isinstance(source, Source) else on_disk(source)
+        self.name = source.name
+        self.tensors: Mapping[str, TensorEntry] = source.manifest.tensors
+        self._files = _Files(source)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """One tensor, or a box of it.
+
+        Raises:
+            WanmaError: there is none of that name, or the file is damaged.
+        """
+        entry = self.tensors.get(name)
+        if entry is None:
+            raise WanmaError(
+                f"{self.name} has no tensor {name}.{did_you_mean(name, self.tensors)}",
+                f"its manifest names the {len(self.tensors)} that it has",
+            )
+        box = box or Box((0,) * len(entry.shape), entry.shape)
+        part = torch.empty(box.shape, dtype=DTYPES[entry.dtype])
+        _fill(part, box, name, entry, self._files)
+        return part
+
+
+def _fill(local: torch.Tensor, box: Box, name: str, entry: TensorEntry, files: _Files) -> None:
+    """Copy into `local`, which holds `box` of the tensor, from every saved box that meets it."""
+    copied = 0
+    with torch.no_grad():
+        for shard in entry.shards:
+            if (common := overlap(box, shard.box)) is not None:
+                into, out_of = common
+                part = local[into]
+                part.copy_(files.shard(shard.file, name, entry.dtype, shard.box.shape)[out_of])
+                copied += part.numel()
+    if copied != box.elements:
+        raise WanmaError(
+            f"{files.source.name}: tensor {name} has {copied:,} of the {box.elements:,} elements needed",
+            "it is damaged: load an older one",
+        )
+
+
+class _Files:
+    """The data files of a source, mapped into memory when first needed."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._open: dict[str, tuple[memoryview, dict[str, Region]]] = {}
+
+    def shard(self, file: str, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The shard of tensor `name` in `file`, as a view of the mapped file."""
+        if file not in self._open:
+            self._open[file] = self._map(file)
+        memory, regions = self._open[file]
+        region = regions.get(name)
+        if region is None or (region.dtype, region.shape) != (dtype, shape):
+            raise WanmaError(
+                f"{self.source.name}: {file} does not hold tensor {name} as the manifest says",
+                "it is damaged: load an older one",
+            )
+        elements = (region.stop - region.start) // DTYPES[dtype].itemsize
+        return torch.frombuffer(memory, dtype=DTYPES[dtype], count=elements, offset=region.start).view(shape)
+
+    def _map(self, file: str) -> tuple[memoryview, dict[str, Region]]:
+        try:
+            memory, expected = self.source.map(file), self.source.manifest.files[file].bytes
+            if len(memory) != expected:
+                raise ValueError(f"it has {len(memory):,} bytes instead of {expected:,}")
+            return memory, parse_header(memory, len(memory))
+        except (OSError, ValueError) as error:
+            raise WanmaError(
+                f"{self.source.name}: {file} cannot be read: {error}",
+                "it is damaged: load an older one",
+            ) from error
+
+
+def _map(path: Path) -> memoryview:
+    with path.open("rb") as opened:
+        return map_private(opened.fileno())
+
+
+def _require_same_model(
+    source: Source,
+    tensors: Mapping[str, torch.Tensor],
+    strict: bool,
+    cast: bool,
+    rounds: Collection[str],
+    elsewhere: Collection[str],
+) -> None:
+    """Compare names, shapes and dtypes before anything is changed; one error with the first differences."""
+    manifest = source.manifest
+    differences: list[str] = []
+    for name, tensor in tensors.items():
+        entry = manifest.tensors.get(name)
+        here = (dtype_name(name, tensor), tuple(tensor.shape))
+        if entry is None:
+            close = did_you_mean(name, manifest.tensors) if len(differences) < _SHOWN else ""
+            differences.append(f"{name}: not in the checkpoint.{close}")
+        elif entry.shape != here[1]:
+            differences.append(f"{name}: shape {here[1]} here, {entry.shape} in the checkpoint")
+        elif (
+            entry.dtype != here[0]
+            and not (name in rounds and entry.dtype == "F32")
+            and not (cast and tensor.is_floating_point() and _is_floating(entry))
+        ):
+            differences.append(f"{name}: dtype {here[0]} here, {entry.dtype} in the checkpoint")
+    if strict:
+        extra = set(manifest.tensors).difference(tensors, elsewhere)
+        differences += [f"{name}: only in the checkpoint" for name in sorted(extra)]
+    if differences:
+        more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+        what, way_out = _kind(differences)
+        raise WanmaError(
+            f"{source.name} {what}; first differences:\n    " + "\n    ".join(differences[:_SHOWN] + more),
+            way_out,
+        )
+
+
+def _kind(differences: list[str]) -> tuple[str, str]:
+    """What a checkpoint that differs so is, and the way out."""
+    afresh = "or start afresh from its weights (checkpoint.start_from, --run-dir DIR)"
+    if all(text.startswith("optimizer.") for text in differences):
+        return "has another optimizer's state", f"give the job the optimizer that was saved, {afresh}"
+    if all(": dtype " in text for text in differences):
+        return "is in other dtypes", f"give the job the precision that was saved, {afresh}"
+    return (
+        "is from another model",
+        "give the job the model that was saved, or another run directory to start afresh (--run-dir DIR)",
+    )
+
+
+def _is_floating(entry: TensorEntry) -> bool:
+    return DTYPES[entry.dtype].is_floating_point

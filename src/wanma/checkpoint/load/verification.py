@@ -1,0 +1,132 @@
+"""Finding a checkpoint that is whole. Torch-free: the command line uses it too."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from wanma.checkpoint.format.manifest import FileEntry
+from wanma.checkpoint.store.checkpoint_folder import committed, read_manifest
+from wanma.checkpoint.store.fallback_folder import rescued
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+
+def find_whole(folder: Path, step: int | None, on_message: Callable[[str], None]) -> Path:
+    """The checkpoint of `step` in `folder`, or the newest one that is whole; every byte of it is verified.
+
+    Args:
+        step: None: the newest; a damaged newer one is skipped, which `on_message` is told.
+
+    Raises:
+        WanmaError: there is none, or that of `step` is damaged.
+    """
+    if step is None:
+        told: list[str] = []
+        path = newest(folder, told.append)
+        if path is not None:
+            if told:
+                on_message("\n  ".join([*told, "name a step to insist on its checkpoint"]))
+            return path
+        if told:
+            raise WanmaError("\n  ".join(told), f"no checkpoint in {folder} is whole")
+        raise WanmaError(f"{folder} has no whole checkpoint yet", "let the run reach its first checkpoint")
+    found = dict(_candidates(folder))
+    if step not in found:
+        steps = ", ".join(f"{one:,}" for one in found)
+        raise WanmaError(
+            f"{folder} has no checkpoint of step {step:,}",
+            f"there are those of {steps}" if found else "it has none at all yet",
+            EXIT_USAGE,
+        )
+    if problems := verify(found[step]):
+        others = ", ".join(f"{one:,}" for one in found if one != step)
+        raise WanmaError(
+            f"checkpoint {found[step].name} is damaged: {'; '.join(problems)}",
+            f"there are also those of {others}" if others else "there is no other",
+        )
+    return found[step]
+
+
+def newest(folder: Path, on_message: Callable[[str], None] = lambda _: None) -> Path | None:
+    """The newest checkpoint in `folder` that is whole; None if there is none.
+
+    Damaged ones are skipped, each with a message that says which file and why. Reads every byte of
+    what it accepts; call it on one rank and tell the others (all must load the same one), or let the
+    ranks share the reading with `verify(path, part, parts)`.
+
+    Raises:
+        WanmaError: the folder itself cannot be read.
+    """
+    skipped = False
+    for _, path in _candidates(folder):
+        problems = verify(path)
+        if not problems:
+            if skipped:
+                on_message(f"going back to checkpoint {path.name}")
+            return path
+        skipped = True
+        on_message(f"checkpoint {path.name} is skipped: {'; '.join(problems)}")
+    return None
+
+
+def verify(path: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the checkpoint at `path`, a sentence each; empty if it is whole.
+
+    Args:
+        part, parts: check the hashes of every `parts`-th file only, from number `part` on, so that
+            the ranks of a large run share the reading; the rest is checked by all of them.
+    """
+    try:
+        manifest = read_manifest(path)
+    except WanmaError as error:
+        return [error.message]
+    problems = []
+    for name, entry in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror or error}")
+            continue
+        if not (path / name).is_file():
+            problems.append(f"{name} is no file")
+        elif size != entry.bytes:
+            problems.append(f"{name} has {size:,} bytes instead of {entry.bytes:,}")
+    if problems:
+        return problems
+    mine = sorted(manifest.files.items())[part::parts]
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        found = threads.map(lambda item: _compare_hash(path / item[0], item[1]), mine)
+        return [problem for problem in found if problem]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The training state of the checkpoint at `path`, without its tensors.
+
+    Raises:
+        WanmaError: its manifest is missing or damaged.
+    """
+    try:
+        return read_manifest(path).state
+    except WanmaError as error:
+        raise WanmaError(f"checkpoint {path}: {error.message}", error.hint) from error
+
+
+def _candidates(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of each, newest first; also of those that were rescued from a folder without room."""
+    try:
+        return sorted([*committed(folder), *rescued(folder)], reverse=True)
+    except OSError as error:
+        raise WanmaError(f"cannot look for checkpoints in {folder}: {error.strerror or error}") from error
+
+
+def _compare_hash(path: Path, entry: FileEntry) -> str:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    return "" if found == entry.sha256 else f"{path.name} is damaged: its content differs from its SHA-256"

@@ -1,0 +1,1 @@
+"""Checkpoints at a URL: storage through fsspec, upload in the background, download and pruning."""

@@ -1,0 +1,219 @@
+"""Checkpoints at a URL: the same folders as on disk, and as there one is whole or does not count.
+
+    URL/step-00000100/rank-00000.safetensors ...
+    URL/step-00000100/manifest.json             written last, removed first: with it the checkpoint is there
+
+Storage knows no atomic rename of a folder, so the manifest, which carries its own checksum and those of all
+files, is what commits. What is fetched counts only when every hash is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from wanma.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, parse_manifest, step_name
+from wanma.checkpoint.remote.remote_storage import Storage
+from wanma.checkpoint.store.best_metric import BestBy, best_by
+from wanma.checkpoint.store.checkpoint_folder import Keep, publish, sync_folder
+from wanma.job.errors import WanmaError
+
+THREADS = 8
+"""Files on their way at once."""
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class DamagedError(WanmaError):
+    """This checkpoint at the URL is not whole; another may be."""
+
+
+class Remote:
+    """The checkpoints of one run at a URL."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._metrics: dict[int, tuple[BestBy, float | None]] = {}
+        """Of checkpoints that are known to be whole there."""
+
+    @property
+    def url(self) -> str:
+        return self.storage.url
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder there, newest first; half uploads among them.
+
+        Raises:
+            WanmaError: the storage fails, as in all that follows.
+        """
+        found = (_STEP.fullmatch(name) for name in self.storage.folders())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def manifest(self, step: int) -> Manifest | None:
+        """Of the checkpoint there; None of a half upload.
+
+        Raises:
+            DamagedError: it is no manifest.
+        """
+        content = self.storage.read(f"{step_name(step)}/{MANIFEST}")
+        return None if content is None else _parse(self, step, content)
+
+    def upload(self, path: Path, step: int) -> int:
+        """Upload the committed checkpoint at `path`, unless it is there already.
+
+        Returns:
+            bytes sent.
+        """
+        content = (path / MANIFEST).read_bytes()
+        manifest = parse_manifest(content)
+        there = f"{step_name(step)}/{MANIFEST}"
+        if (known := self.storage.read(there)) is not None and known != content:
+            self._metrics.pop(step, None)
+            self.storage.remove(there)  # from here on there is none of this step, until the new one is whole
+        if known != content:
+            _each(lambda name: self.storage.put(path / name, f"{step_name(step)}/{name}"), manifest.files)
+            self.storage.write(there, content)
+        self._metrics[step] = (best_by(manifest), manifest.metric)
+        return 0 if known == content else manifest.bytes + len(content)
+
+    def fetch(self, step: int, folder: Path) -> Path:
+        """Download a checkpoint into `folder`, where it appears once every hash was found right.
+
+        Returns:
+            where it is.
+
+        Raises:
+            DamagedError: it is not whole there.
+            WanmaError: the storage or the disk failed.
+        """
+        content = self.storage.read(f"{step_name(step)}/{MANIFEST}")
+        if content is None:
+            raise DamagedError(f"{self.url}/{step_name(step)} was not uploaded whole: it has no {MANIFEST}")
+        manifest = _parse(self, step, content)
+        partial = folder / f"{step_name(step)}.partial-fetch-{os.getpid()}"
+        try:
+            partial.mkdir(parents=True)
+            try:
+                _each(lambda name: self._fetch(step, name, manifest.files[name], partial), manifest.files)
+                with (partial / MANIFEST).open("xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                sync_folder(partial)
+                return publish(partial, step)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise WanmaError(
+                f"cannot fetch {self.url}/{step_name(step)} into {folder}: {error.strerror or error}",
+                "free some space there, or choose another run directory with --run-dir DIR",
+            ) from error
+
+    def newest(self, folder: Path, on_message: Callable[[str], None]) -> Path | None:
+        """Fetch the newest checkpoint that is whole; those that are not are skipped, and told.
+
+        Returns:
+            where it is; None if there is none.
+
+        Raises:
+            WanmaError: the storage or the disk failed.
+        """
+        for step in self.steps():
+            try:
+                return self.fetch(step, folder)
+            except DamagedError as error:
+                on_message(f"{error.message}; it is skipped")
+        return None
+
+    def prune(self, keep: Keep, last: int, here: Iterable[int]) -> list[int]:
+        """Remove what does not stay there, of steps up to `last`, and the half uploads among them.
+
+        Args:
+            here: steps that are on disk too; their half uploads will be completed.
+
+        Returns:
+            the steps removed.
+        """
+        whole: dict[int, float | None] = {}
+        half = []
+        for step in self.steps():
+            if step > last:
+                continue
+            if step in self._metrics or self._is_whole(step):
+                rule, metric = self._metrics[step]
+                whole[step] = rule.score(metric) if rule == keep.best_by else None
+            else:
+                half.append(step)
+        stay = keep.choose(whole)
+        gone = [step for step in whole if step not in stay]
+        gone += [step for step in half if step not in set(here)]
+        for step in gone:
+            self._metrics.pop(step, None)
+            self.storage.remove(f"{step_name(step)}/{MANIFEST}")
+            self.storage.remove_folder(step_name(step))
+        return gone
+
+    def _is_whole(self, step: int) -> bool:
+        """As far as its manifest tells; then its metric is known."""
+        try:
+            manifest = self.manifest(step)
+        except DamagedError:
+            return False
+        if manifest is not None:
+            self._metrics[step] = (best_by(manifest), manifest.metric)
+        return manifest is not None
+
+    def _fetch(self, step: int, name: str, entry: FileEntry, partial: Path) -> None:
+        there = f"{step_name(step)}/{name}"
+        size = self.storage.size(there)
+        if size != entry.bytes:
+            found = "is missing" if size is None else f"has {size:,} bytes instead of {entry.bytes:,}"
+            raise DamagedError(f"{self.url}/{there} {found}")
+        self.storage.get(there, partial / name, entry.bytes)
+        with (partial / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                raise DamagedError(f"{self.url}/{there} is damaged: its content differs from its SHA-256")
+
+
+def _parse(remote: Remote, step: int, content: bytes) -> Manifest:
+    try:
+        return parse_manifest(content)
+    except WanmaError as error:
+        raise DamagedError(f"{remote.url}/{step_name(step)}: {error.message}", error.hint) from error
+
+
+def _each(work: Callable[[str], None], names: Iterable[str]) -> None:
+    """Do it for all names, several at a time; after a failure no more are begun.
+
+    In daemon threads: a pool's would keep a process that has to end until a transfer of theirs is over.
+    """
+    waiting = deque(names)
+    failures: list[Exception] = []
+
+    def work_off() -> None:
+        while not failures:
+            try:
+                name = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                work(name)
+            except Exception as error:  # raised by the caller
+                failures.append(error)
+
+    threads = [
+        threading.Thread(target=work_off, name=f"checkpoint-transfer-{number}", daemon=True)
+        for number in range(min(THREADS, len(waiting)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

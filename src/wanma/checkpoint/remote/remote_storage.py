@@ -1,0 +1,244 @@
+"""A folder on any storage that fsspec knows, with operations that are tried again where that is right.
+
+fsspec and the library behind a URL are imported when the first `Storage` is made, in the process that uses
+it: some start threads of their own, which a fork would not survive.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from wanma.job.errors import EXIT_USAGE, WanmaError, missing_extra
+from wanma.job.retry import PATIENCE, Patience, RetriedFile, retry
+from wanma.job.url_credentials import WHERE_CREDENTIALS_GO, has_credentials, without_credentials
+
+Result = TypeVar("Result")
+
+_EXTRAS = {
+    "s3": ("s3fs", "s3"),
+    "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "abfs": ("adlfs", "azure"),
+    "abfss": ("adlfs", "azure"),
+    "az": ("adlfs", "azure"),
+}
+"""Protocol -> the package that speaks it, and our extra that installs it."""
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+def check_url(url: str, key: str) -> None:
+    """Refuse a URL that no installed library can serve. Connects to nothing and starts no thread.
+
+    Args:
+        key: of the job file or command line, for the message.
+
+    Raises:
+        WanmaError: says which package is missing, or that there is no such protocol.
+    """
+    from fsspec import available_protocols, get_filesystem_class
+    from fsspec.core import split_protocol
+
+    if has_credentials(url):
+        raise WanmaError(f"{key}: a URL with credentials or a query in it", WHERE_CREDENTIALS_GO, EXIT_USAGE)
+    protocol = split_protocol(url)[0] or "file"
+    try:
+        for part in protocol.split("::"):
+            get_filesystem_class(part)
+    except ImportError as error:
+        if protocol in _EXTRAS:
+            raise missing_extra(*_EXTRAS[protocol], f"{key} = '{url}'") from error
+        raise WanmaError(f"{key} = '{url}': {error}", "install that package", EXIT_USAGE) from error
+    except ValueError as error:
+        known = ", ".join(name for name in ("s3", "gs", "abfs", "sftp") if name in available_protocols())
+        raise WanmaError(
+            f"{key} = '{url}': there is no storage protocol '{protocol}'",
+            f"use one that fsspec knows: {known}, a folder, ...",
+            EXIT_USAGE,
+        ) from error
+
+
+class Storage:
+    """The folder at `url`; paths below are relative to it and use `/`. Safe to use from several threads.
+
+    Args:
+        stop: once set, no operation begins, or is tried again.
+
+    Raises:
+        WanmaError: the URL cannot be served; every operation raises it too, naming what failed and why.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        patience: Patience = PATIENCE,
+        stop: threading.Event | None = None,
+        key: str = "the URL",
+    ) -> None:
+        check_url(url, key)
+        from fsspec.core import url_to_fs
+
+        self.url = url.rstrip("/")
+        self._patience = patience
+        self._stop = stop
+        try:
+            self._system, root = url_to_fs(url)
+        except Exception as error:  # a storage library may raise anything, such as missing credentials
+            raise _failure("cannot open", self.url, error) from error
+        self._root = root.rstrip("/")
+
+    def below(self, path: str) -> Storage:
+        """The folder at `path` in it."""
+        return Storage(f"{self.url}/{path}", self._patience, self._stop)
+
+    def folders(self) -> list[str]:
+        """Names of the folders in it, sorted; none where it does not exist."""
+        return sorted(name for name, entry in self._list("").items() if entry["type"] == "directory")
+
+    def files(self, path: str) -> dict[str, int]:
+        """Name and bytes of the files in one of its folders; none where that does not exist."""
+        found = self._list(path)
+        return {name: int(entry["size"]) for name, entry in found.items() if entry["type"] == "file"}
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
+        def look() -> int | None:
+            self._system.invalidate_cache(self._at(path).rpartition("/")[0])
+            try:
+                found = self._system.info(self._at(path))
+            except FileNotFoundError:
+                return None
+            return int(found["size"]) if found.get("type", "file") == "file" else None
+
+        return self._try("cannot look at", path, look)
+
+    def read(self, path: str) -> bytes | None:
+        """Content of a small file; None where there is none."""
+
+        def fetch() -> bytes | None:
+            try:
+                return bytes(self._system.cat_file(self._at(path)))
+            except FileNotFoundError:
+                return None
+
+        return self._try("cannot read", path, fetch)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a small file, and read it back: what is there afterwards is `content`."""
+
+        def send() -> None:
+            self._making_folder(path, lambda: self._system.pipe_file(self._at(path), content))
+            found = self._system.cat_file(self._at(path))
+            if found != content:
+                raise OSError(f"{len(found):,} bytes are there, not the {len(content):,} written")
+
+        self._try("cannot write", path, send)
+
+    def put(self, local: Path, path: str) -> None:
+        """Upload a file; it is there afterwards with all its bytes."""
+        wanted = local.stat().st_size  # raises FileNotFoundError itself: not a failure of the storage
+
+        def send() -> None:
+            self._making_folder(path, lambda: self._system.put_file(str(local), self._at(path)))
+            self._system.invalidate_cache(self._at(path).rpartition("/")[0])
+            found = self._system.info(self._at(path))["size"]
+            if found != wanted:
+                raise OSError(f"{found:,} of {wanted:,} bytes arrived")
+
+        self._try("cannot write", path, send)
+
+    def get(self, path: str, local: Path, size: int) -> None:
+        """Download a file of `size` bytes, and sync it to disk."""
+
+        def fetch() -> None:
+            self._system.get_file(self._at(path), str(local))
+            with local.open("rb+") as file:
+                os.fsync(file.fileno())
+                found = file.seek(0, os.SEEK_END)
+            if found != size:
+                raise OSError(f"{found:,} of {size:,} bytes arrived")
+
+        self._try("cannot fetch", path, fetch)
+
+    def open(self, path: str) -> RetriedFile:
+        """A file to read from, as a context; when a read has failed too often, its error is the reader's."""
+        return self._begin(
+            "cannot read",
+            path,
+            lambda: RetriedFile(
+                lambda: self._system.open(self._at(path), "rb"), self._patience, stop=self._stop
+            ),
+        )
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+
+        def remove() -> None:
+            try:
+                self._system.rm_file(self._at(path))
+            except FileNotFoundError:
+                return
+
+        self._try("cannot remove", path, remove)
+
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder with all that is in it, if it is there."""
+
+        def remove() -> None:
+            self._system.invalidate_cache()
+            try:
+                self._system.rm(self._at(path), recursive=True)
+            except FileNotFoundError:
+                return
+
+        self._try("cannot remove", path, remove)
+
+    def _list(self, path: str) -> dict[str, dict[str, Any]]:
+        def look() -> dict[str, dict[str, Any]]:
+            self._system.invalidate_cache()
+            try:
+                found = self._system.ls(self._at(path), detail=True)
+            except FileNotFoundError:
+                return {}
+            return {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in found}
+
+        return self._try("cannot list", path, look)
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _making_folder(self, path: str, send: Callable[[], object]) -> None:
+        """Object stores have no folders to make; where there are some, the first file finds none."""
+        try:
+            send()
+        except FileNotFoundError:
+            self._system.makedirs(self._at(path).rpartition("/")[0], exist_ok=True)
+            send()
+
+    def _try(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
+        return self._begin(what, path, lambda: retry(operation, self._patience, stop=self._stop))
+
+    def _begin(self, what: str, path: str, operation: Callable[[], Result]) -> Result:
+        if self._stop is not None and self._stop.is_set():
+            raise WanmaError(f"{what} {self.url}/{path}: asked to stop")
+        try:
+            return operation()
+        except Exception as error:  # a storage library may raise anything
+            raise _failure(what, f"{self.url}/{path}".rstrip("/"), error) from error
+
+
+def _failure(what: str, place: str, error: Exception) -> WanmaError:
+    """One message, without what a library may have put of credentials into its own."""
+    told = getattr(error, "strerror", None) or str(error)
+    cause = f"{type(error).__name__}: {told}" if told else type(error).__name__
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    hint = "check the network, the credentials and the space there"
+    return WanmaError(without_credentials(f"{what} {place}: {cause}{notes}"), hint)

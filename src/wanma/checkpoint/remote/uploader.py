@@ -1,0 +1,211 @@
+"""Uploading committed checkpoints in the background; whatever happens to it, training goes on.
+
+    uploader = Uploader(folder, url)
+    uploader.wake(step)                  # a checkpoint was committed: returns at once
+    for upload in uploader.take(): ...   # what has become of earlier ones
+    uploader.close(seconds)              # waits for the one under way
+
+The newest goes first, then those before it that are still on disk. After a failure the next `wake` tries
+again. `uploaded.json` beside the checkpoints says what is where, for `wanma checkpoint list`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wanma.checkpoint.format.manifest import MANIFEST, step_name
+from wanma.checkpoint.remote.remote_checkpoints import Remote
+from wanma.checkpoint.remote.remote_storage import Storage
+from wanma.checkpoint.store.checkpoint_folder import Keep, committed, read_score
+from wanma.job.errors import WanmaError
+from wanma.job.retry import PATIENCE, Patience
+from wanma.job.run.run_directory import write_json
+
+RECORD = "uploaded.json"
+_Identity = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What has become of an upload."""
+
+    step: int
+    url: str
+    bytes: int
+    """Sent; 0 when the checkpoint was there already."""
+    seconds: float
+    error: WanmaError | None = None
+    """What failed, as a sentence: the upload, or tidying up after it."""
+
+
+class Uploader:
+    """Uploads the checkpoints in `folder`, in a thread of its own. One per run: of rank 0.
+
+    Args:
+        keep: which uploaded ones stay; None: all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        keep: Keep | None = None,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self._folder, self._url, self._keep, self._patience = folder, url, keep, patience
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._last = 0
+        self._woken = False
+        self._working = False
+        self._uploads: list[Upload] = []
+        self._done: set[_Identity] = set()
+        self._held: Path | None = None
+        self._thread: threading.Thread | None = None
+
+    def wake(self, step: int) -> None:
+        """Upload what is committed up to `step` and was not uploaded yet."""
+        with self._changed:
+            self._last, self._woken = step, True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="checkpoint-upload", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def take(self) -> list[Upload]:
+        """Uploads that have ended since the last call; never blocks."""
+        with self._changed:
+            uploads, self._uploads = self._uploads, []
+        return uploads
+
+    @property
+    def is_uploading(self) -> bool:
+        """There is something under way, or about to be."""
+        with self._changed:
+            return self._woken or self._working
+
+    def in_use(self) -> list[Path]:
+        """The checkpoint that is being read, which must not be removed meanwhile."""
+        held = self._held
+        return [] if held is None else [held]
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until nothing is under way, or for `seconds`; whether nothing is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._woken or self._working), seconds)
+
+    def close(self, seconds: float = 0.0) -> bool:
+        """Wait for `seconds`, then begin nothing more; whether all was done.
+
+        A transfer that still goes on ends with the process. What was sent of it does not count.
+        """
+        done = self.wait(seconds)
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        return done
+
+    # ---------------------------------------------------------------- in the background
+
+    def _work(self) -> None:
+        remote: Remote | None = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._woken or self._stop.is_set())
+                if self._stop.is_set():
+                    return
+                self._woken, self._working = False, True
+            try:
+                remote = remote or Remote(Storage(self._url, self._patience, self._stop))
+                self._upload_all(remote)
+            except Exception as error:  # a thread has nobody to raise to
+                self._tell(Upload(self._last, self._url, 0, 0.0, _failure("checkpoints were", error)))
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
+
+    def _upload_all(self, remote: Remote) -> None:
+        while not self._stop.is_set() and (waiting := self._next()) is not None:
+            step, path, identity = waiting
+            began = time.monotonic()
+            self._held = path
+            try:
+                digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+                sent = remote.upload(path, step)
+            except Exception as error:
+                if not path.exists():  # removed before it was held: a newer one is there
+                    continue
+                failure = _failure(f"the checkpoint of step {step} was", error)
+                self._tell(Upload(step, remote.url, 0, time.monotonic() - began, failure))
+                return
+            finally:
+                self._held = None
+            self._done.add(identity)
+            self._tell(Upload(step, remote.url, sent, time.monotonic() - began))
+            entry = {"url": remote.url, "time": time.time(), "manifest_sha256": digest}
+            self._write_record({step_name(step): entry}, step)
+            if self._keep is not None:
+                self._prune(remote, step)
+
+    def _next(self) -> tuple[int, Path, _Identity] | None:
+        # Later ones are left from before the run went back, and perhaps damaged.
+        here = {step: path for step, path in committed(self._folder) if step <= self._last}
+        if self._keep is not None:  # what would not stay there need not go there
+            stay = self._keep.choose(
+                {step: read_score(path, self._keep.best_by) for step, path in here.items()}
+            )
+            here = {step: path for step, path in here.items() if step in stay}
+        for step, path in here.items():
+            try:
+                status = (path / MANIFEST).stat()
+            except FileNotFoundError:
+                continue
+            identity = (path.name, status.st_ino, status.st_mtime_ns)
+            if identity not in self._done:
+                return step, path, identity
+        return None
+
+    def _prune(self, remote: Remote, step: int) -> None:
+        assert self._keep is not None
+        try:
+            gone = remote.prune(self._keep, self._last, [at for at, _ in committed(self._folder)])
+        except WanmaError as error:
+            told = WanmaError(f"older uploaded checkpoints could not be removed: {error.message}", error.hint)
+            self._tell(Upload(step, remote.url, 0, 0.0, told))
+            return
+        self._write_record({step_name(at): None for at in gone}, step)
+
+    def _write_record(self, changes: dict[str, dict[str, Any] | None], step: int) -> None:
+        entries = {**uploaded(self._folder), **changes}
+        try:
+            write_json(self._folder / RECORD, {name: entry for name, entry in entries.items() if entry})
+        except OSError as error:
+            cause = f"what was uploaded could not be noted in {self._folder / RECORD}: {error.strerror}"
+            self._tell(Upload(step, self._url, 0, 0.0, WanmaError(cause, "free some space there")))
+
+    def _tell(self, upload: Upload) -> None:
+        with self._changed:
+            self._uploads.append(upload)
+
+
+def uploaded(folder: Path) -> dict[str, dict[str, Any]]:
+    """What was uploaded from `folder`: checkpoint -> `url`, unix `time` and `manifest_sha256`, which tells
+    whether the checkpoint of that step is still the same. Empty where nothing is known."""
+    try:
+        record = json.loads((folder / RECORD).read_text("utf-8"))
+    except (FileNotFoundError, ValueError):  # a note for people: without it a list lacks a column
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _failure(subject: str, error: Exception) -> WanmaError:
+    if isinstance(error, WanmaError):
+        return WanmaError(f"{subject} not uploaded: {error.message}", error.hint)
+    return WanmaError(f"{subject} not uploaded: {type(error).__name__}: {error}")

@@ -1,0 +1,365 @@
+"""Saving: the step waits for a copy in host memory, a thread does the rest, rank 0 commits.
+
+    checkpointer = Checkpointer(folder, rank, world_size, keep=3)
+    checkpointer.save(step, tensors, state)      # all ranks; blocks for the copy only
+    for result in checkpointer.poll(): ...       # what has become of earlier saves
+    checkpointer.close()                         # waits for the last one
+
+A save that fails leaves what was saved before as it was. There is one set of buffers: a save that
+comes while another is being written waits for it, and that time counts as its stall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from wanma.checkpoint.format.manifest import data_file, step_name, to_json
+from wanma.checkpoint.save.commit import commit
+from wanma.checkpoint.save.commit_session import Meeting
+from wanma.checkpoint.save.file_buffer import FileBuffer, Room
+from wanma.checkpoint.save.file_writer import write_file
+from wanma.checkpoint.store.best_metric import BestBy
+from wanma.checkpoint.store.checkpoint_folder import Keep, Retention, clean
+from wanma.job.errors import WanmaError
+
+
+@dataclass(frozen=True)
+class SaveTicket:
+    """A save that goes on in the background."""
+
+    step: int
+    bytes: int
+    """Of this rank's part."""
+    stall_seconds: float
+    """How long `save` blocked: the copy, and waiting for the save before it."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What has become of a save, as this rank knows it."""
+
+    step: int
+    path: Path | None
+    """The committed checkpoint; None when the save failed."""
+    bytes: int
+    """Of this rank's part."""
+    stall_seconds: float
+    write_seconds: float
+    """Write, fsync and hash of this rank's part."""
+    commit_seconds: float
+    """From then until all ranks' parts were committed; 0 when the save failed."""
+    whole_bytes: int | None = None
+    """Of all ranks' parts; None on other ranks than 0, and when the save failed."""
+    error: WanmaError | None = None
+
+
+def failure_of_last_save(results: Iterable[SaveResult | None], step: int, outcome: str) -> WanmaError | None:
+    """The error of a run that ends at `step` without a checkpoint of it; None where no result says so.
+
+    Args:
+        outcome: of the run, in a word.
+    """
+    for result in results:
+        if result is not None and result.error is not None and (result.step, result.path) == (step, None):
+            hint = f"{result.error.hint}; then the same command carries on".lstrip("; ")
+            return WanmaError(f"{outcome} at step {step}, but {result.error.message}", hint)
+    return None
+
+
+class Checkpointer:
+    """Saves checkpoints of one run into `folder`.
+
+    Every rank makes one and calls `save` for the same steps. Making it on rank 0 removes what killed
+    runs left unfinished in `folder` (nothing committed is touched), so no rank may save before rank 0
+    has made its own: make it before the first step, which no rank completes alone.
+
+    Args:
+        folder: shared by all ranks.
+        generation: tells this set of processes from earlier ones of the run; the same on all ranks.
+        keep: how many of the newest checkpoints stay.
+        keep_best: whether the one with the best metric stays too.
+        best_by: that metric and its direction.
+        keep_every_steps: those of multiples of so many steps stay too; 0: none.
+        in_use: gives the checkpoints that somebody reads at the moment: they are removed later (rank 0).
+        replicas: ranks that hold the same plain tensors (not DTensors) under the same names as this
+            one; they share the writing of them. Default: all ranks. With pipeline stages: the ranks
+            of this rank's stage.
+        deadline_seconds: how long rank 0 waits for the other ranks' parts after its own.
+        room: what the copy of what is being saved lies in; None: host memory.
+        still_mine: called before a checkpoint is committed; raises when these ranks no longer may.
+
+    Raises:
+        WanmaError: `folder` cannot be written to.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        generation: int = 0,
+        keep: int = 3,
+        keep_best: bool = True,
+        best_by: BestBy | None = None,
+        keep_every_steps: int = 0,
+        in_use: Callable[[], Collection[Path]] = tuple,
+        replicas: Sequence[int] | None = None,
+        deadline_seconds: float = 600.0,
+        room: Room | None = None,
+        still_mine: Callable[[], None] = lambda: None,
+    ) -> None:
+        if keep < 1:
+            raise WanmaError(
+                f"keep is {keep}: at least one checkpoint must stay", "set checkpoint.keep to 1 or more"
+            )
+        self._folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._generation = generation
+        self._deadline_seconds = deadline_seconds
+        self._best_by = best_by or BestBy()
+        self._retention = Retention(Keep(keep, keep_best, keep_every_steps, self._best_by))
+        self._in_use = in_use
+        self._still_mine = still_mine
+        self._buffer = FileBuffer(rank, replicas if replicas is not None else range(world_size), room)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._results: list[SaveResult] = []
+        self._given_up: list[Path] = []
+        self._serial = 0
+        self.removed: list[str] = []
+        """Unfinished saves of killed runs that were removed at the start (rank 0)."""
+        if rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.removed = clean(folder)
+            except OSError as error:
+                raise WanmaError(
+                    f"cannot use the checkpoint folder {folder}: {error.strerror or error}",
+                    "free the place or its permissions, or choose another run directory with --run-dir DIR",
+                ) from error
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> SaveTicket:
+        """Start saving; tensors and state may change as soon as this returns.
+
+        Args:
+            tensors: full name -> tensor or DTensor, of all that this rank holds.
+            state: JSON-able, the same on all ranks (rank 0's is written, and its `metric`).
+            rank_state: JSON-able, of this rank alone; loaded again only in a world of the same size.
+            metric: value by `best_by`; decides which checkpoint is the best. NaN counts as none.
+
+        Raises:
+            WanmaError: this state cannot be saved, or an earlier save failed and nobody has taken
+                its result from `poll` or `wait`. The save is then not started, on any rank.
+        """
+        began = time.perf_counter()
+        self._serial += 1  # first of all: the ranks tell their saves apart by it
+        partial = self._folder / f"{step_name(step)}.partial-{self._generation}-{self._serial}"
+        meeting = Meeting(partial, self._rank, self._world_size, self._deadline_seconds)
+        try:
+            forgotten = self._take_failures()  # not of the save under way: that is for the next `poll`
+            self._join()
+            if forgotten:
+                raise forgotten[0]
+            job = _Job(
+                step=step,
+                state_json=to_json({**state, **self._best_by.values()}, "the training state"),
+                rank_state_json=None if rank_state is None else to_json(dict(rank_state), "the rank's state"),
+                metric=metric if metric is not None and math.isfinite(metric) else None,
+                partial=partial,
+                meeting=meeting,
+            )
+            self._buffer.copy(tensors)
+        except WanmaError as error:
+            with contextlib.suppress(OSError):  # the error itself is raised; others have their deadline
+                self._give_up(partial, meeting, f"rank {self._rank}: {error.message}")
+            raise
+        # Now, not in the background: once the folder of a failed save is gone, a late rank must not
+        # make it anew and wait there for the others.
+        with contextlib.suppress(OSError):  # the background meets the same error, and reports it
+            meeting.open()
+        ticket = SaveTicket(step, len(self._buffer.content), time.perf_counter() - began)
+        self._thread = threading.Thread(
+            target=self._finish, args=(job, ticket), name=f"checkpoint-{step}", daemon=True
+        )
+        self._thread.start()
+        return ticket
+
+    def poll(self) -> list[SaveResult]:
+        """Results of the saves that have ended since the last call; never blocks."""
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    @property
+    def is_saving(self) -> bool:
+        """A save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> list[SaveResult]:
+        """Wait until no save is under way, or for `seconds`, then `poll`."""
+        if seconds is None:
+            self._join()
+        elif self._thread is not None:
+            self._thread.join(seconds)
+        return self.poll()
+
+    def close(self) -> None:
+        """Wait for the save under way and tidy up; without it the process may end in mid-save.
+
+        Raises:
+            WanmaError: a save failed and nobody has taken its result.
+        """
+        self._join()
+        try:
+            self._sweep()
+        except OSError as error:
+            raise WanmaError(f"cannot remove a failed save from {self._folder}: {error}") from error
+        if forgotten := self._take_failures():
+            raise forgotten[0]
+
+    def sweep(self) -> None:
+        """Remove what failed saves have left, as far as that can be done; rank 0 does."""
+        with contextlib.suppress(OSError):
+            self._sweep()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _take_failures(self) -> list[WanmaError]:
+        """Errors of ended saves that nobody has taken."""
+        with self._lock:
+            failed = [result.error for result in self._results if result.error is not None]
+            self._results = [result for result in self._results if result.error is None]
+        return failed
+
+    # ------------------------------------------------------------ in the background
+
+    def _finish(self, job: _Job, ticket: SaveTicket) -> None:
+        """Write, commit, and leave a result whatever happens."""
+        began = time.perf_counter()
+        result = SaveResult(job.step, None, ticket.bytes, ticket.stall_seconds, 0.0, 0.0)
+        final = self._folder / step_name(job.step)
+        try:
+            self._sweep()
+            job.meeting.open()
+            table = self._write(job)
+            result = replace(result, write_seconds=time.perf_counter() - began)
+            job.meeting.post(table)
+            if self._rank == 0:
+                _, whole = commit(
+                    job.partial, job.meeting, job.step, job.metric, job.state_json, self._still_mine
+                )
+                result = replace(result, whole_bytes=whole.bytes)
+            else:
+                job.meeting.follow(final)
+            result = replace(
+                result, path=final, commit_seconds=time.perf_counter() - began - result.write_seconds
+            )
+            if self._rank == 0:
+                self._retention.prune(self._folder, job.step, job.metric, self._in_use())
+        except Exception as error:  # a thread has nobody to raise to: the result carries it
+            result = replace(result, error=self._failure(job, error, result.path))
+        with self._lock:
+            self._results.append(result)
+
+    def _write(self, job: _Job) -> dict[str, Any]:
+        """Write this rank's file; returns its table."""
+        content = self._buffer.content
+        name = data_file(self._rank)
+        digest = write_file(job.partial / name, content) if content else ""
+        return {
+            "rank": self._rank,
+            "file": {"name": name, "bytes": len(content), "sha256": digest} if content else None,
+            "rank_state_json": job.rank_state_json,
+            "tensors": {
+                piece.name: [piece.dtype, piece.shape, piece.box.offset, piece.box.shape]
+                for piece in self._buffer.pieces
+            },
+        }
+
+    def _failure(self, job: _Job, error: Exception, saved: Path | None) -> WanmaError:
+        """Make room, tell the other ranks, and say it in one message."""
+        if isinstance(error, WanmaError):
+            cause, hint = error.message, error.hint
+        elif isinstance(error, FileNotFoundError) and not job.partial.exists():
+            cause = "rank 0 gave up the save and removed its folder"
+            hint = "see the log of rank 0 for the cause"
+        elif isinstance(error, OSError):
+            place = f" ({error.filename})" if error.filename else ""
+            cause = f"rank {self._rank}: {error.strerror or error}{place}"
+            hint = f"free space on {self._folder}, or check its permissions; keep fewer with checkpoint.keep"
+        else:
+            cause, hint = f"rank {self._rank}: {type(error).__name__}: {error}", ""
+        if saved is not None:
+            failure = WanmaError(f"checkpoint {saved.name} is saved, but tidying up failed: {cause}", hint)
+        else:
+            try:
+                self._give_up(job.partial, job.meeting, cause)
+            except OSError as second:
+                cause += f" (and cleaning up after it: {second})"
+            failure = WanmaError(
+                f"the checkpoint of step {job.step} was not saved: {cause}; the ones before it are untouched",
+                hint,
+            )
+        failure.__cause__ = error
+        return failure
+
+    def _give_up(self, partial: Path, meeting: Meeting, cause: str) -> None:
+        """Remove this rank's part, and tell the other ranks."""
+        self._given_up.append(partial)
+        (partial / data_file(self._rank)).unlink(missing_ok=True)
+        meeting.leave()
+        if self._world_size > 1:
+            meeting.fail(cause)
+        else:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Rank 0: remove the folders of failed saves, which still tell the other ranks the reason."""
+        while self._given_up:
+            if self._rank == 0 and self._given_up[0].exists():
+                shutil.rmtree(self._given_up[0])
+            self._given_up.pop(0)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, on its way to the background; tensors are in the buffer, state is already text."""
+
+    step: int
+    state_json: str
+    rank_state_json: str | None
+    metric: float | None
+    partial: Path
+    meeting: Meeting

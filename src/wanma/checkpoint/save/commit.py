@@ -1,0 +1,105 @@
+"""Rank 0's part of a save: all ranks' tables become one manifest, and the folder gets its name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wanma.checkpoint.format.manifest import (
+    MANIFEST,
+    Box,
+    FileEntry,
+    Manifest,
+    Shard,
+    TensorEntry,
+    dump_manifest,
+)
+from wanma.checkpoint.save.commit_session import Meeting
+from wanma.checkpoint.store.checkpoint_folder import publish, sync_folder
+from wanma.job.errors import WanmaError
+
+
+def commit(
+    partial: Path,
+    meeting: Meeting,
+    step: int,
+    metric: float | None,
+    state_json: str,
+    still_mine: Callable[[], None] = lambda: None,
+) -> tuple[Path, Manifest]:
+    """Wait for every rank's part, then make the checkpoint appear whole.
+
+    Args:
+        still_mine: raises when these ranks may no longer write into the run.
+
+    Returns:
+        the committed folder, and what it says that it holds.
+
+    Raises:
+        WanmaError: a rank failed or is late, or the parts do not make up the tensors.
+        OSError: the disk failed.
+    """
+    manifest = merge(meeting.collect(), step, metric, json.loads(state_json))
+    for name, entry in manifest.files.items():
+        if (partial / name).stat().st_size != entry.bytes:
+            raise WanmaError(f"{name} has not the size that its rank wrote", "check the shared file system")
+    with (partial / MANIFEST).open("xb") as file:
+        file.write(dump_manifest(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    meeting.tidy()
+    sync_folder(partial)
+    still_mine()
+    return publish(partial, step), manifest
+
+
+def merge(
+    tables: list[dict[str, Any]],
+    step: int,
+    metric: float | None,
+    state: dict[str, Any],
+    world_size: int | None = None,
+) -> Manifest:
+    """One manifest from the tables of ranks.
+
+    Args:
+        world_size: of the run, where tables are missing; it then holds what these ranks have.
+
+    Raises:
+        WanmaError: ranks disagree about a tensor, or together do not hold all of it.
+    """
+    files: dict[str, FileEntry] = {}
+    rank_state: dict[int, dict[str, Any]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    boxes: dict[str, dict[Box, str]] = {}
+    for table in tables:
+        if table["rank_state_json"] is not None:
+            rank_state[table["rank"]] = json.loads(table["rank_state_json"])
+        if (file := table["file"]) is None:
+            continue
+        files[file["name"]] = FileEntry(file["bytes"], file["sha256"])
+        for name, (dtype, shape, offset, part) in table["tensors"].items():
+            kind = (dtype, tuple(shape))
+            if kinds.setdefault(name, kind) != kind:
+                raise WanmaError(
+                    f"rank {table['rank']} holds tensor {name} as {kind}, another rank as {kinds[name]}",
+                    "give tensors that differ between ranks names that differ",
+                )
+            # Ranks that cannot know of each other (replicas outside the mesh) write the same box.
+            boxes.setdefault(name, {}).setdefault(Box(tuple(offset), tuple(part)), file["name"])
+    tensors = {}
+    for name, (dtype, shape) in sorted(kinds.items()):
+        saved, full = sum(box.elements for box in boxes[name]), math.prod(shape)
+        if saved != full and world_size is None:
+            raise WanmaError(
+                f"the ranks together hold {saved:,} of the {full:,} elements of tensor {name}",
+                "save on every rank of the run, each with all tensors that it holds",
+            )
+        tensors[name] = TensorEntry(
+            dtype, shape, tuple(Shard(box, file) for box, file in boxes[name].items())
+        )
+    return Manifest(step, world_size or len(tables), metric, state, rank_state, files, tensors)

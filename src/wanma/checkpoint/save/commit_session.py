@@ -1,0 +1,147 @@
+"""How the ranks of one save meet: by small JSON files in the folder being written.
+
+That works in a background thread, where a collective would run across the training's own, and on
+any file system that all ranks share. Each rank leaves a table of what it wrote; rank 0 waits for
+all of them and commits. Whoever fails leaves a note instead, and everybody who waits gives up with
+its text. The folder's end tells the others how it went: renamed away, it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wanma.checkpoint.format.manifest import to_json
+from wanma.job.errors import WanmaError
+from wanma.job.run.run_directory import write_atomically
+
+_NOTE_ATTEMPTS = 5
+_NOTE_PAUSE_SECONDS = 0.2
+
+
+class Meeting:
+    """One save, as seen by one rank.
+
+    Args:
+        partial: the folder being written; its name is unlike that of any other save.
+        deadline_seconds: how long rank 0 waits for the tables of the others after its own.
+    """
+
+    def __init__(self, partial: Path, rank: int, world_size: int, deadline_seconds: float) -> None:
+        self._partial = partial
+        self._rank = rank
+        self._world_size = world_size
+        self._deadline_seconds = deadline_seconds
+        self._inode: int | None = None
+        """Of the folder, which keeps it when it is renamed; None until `open`."""
+
+    def open(self) -> None:
+        """Make the folder, unless another rank has; only once, because it may be removed meanwhile."""
+        if self._inode is None:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self._inode = self._partial.stat().st_ino
+
+    def post(self, table: dict[str, Any]) -> None:
+        """Leave this rank's table where rank 0 finds it."""
+        write_atomically(self._path("table", self._rank), to_json(table, "a checkpoint's table"))
+
+    def fail(self, message: str) -> None:
+        """Tell everybody that this rank's part failed, unless rank 0 has removed the folder already.
+
+        Raises:
+            OSError: not even the note could be written; the others will find out by their deadline.
+        """
+        for attempt in range(_NOTE_ATTEMPTS):
+            if self._inode is not None and not self._partial.exists():
+                return
+            try:
+                self.open()
+                write_atomically(self._path("failed", self._rank), json.dumps({"message": message}))
+                return
+            except OSError:  # on a full disk, room for a note comes when the others drop their parts
+                if attempt == _NOTE_ATTEMPTS - 1:
+                    self._path("failed", self._rank).touch()  # its name alone takes no room
+                    return
+                time.sleep(_NOTE_PAUSE_SECONDS)
+
+    def collect(self) -> list[dict[str, Any]]:
+        """Rank 0: wait for the tables of all ranks; returns them in the order of ranks.
+
+        Raises:
+            WanmaError: a rank failed, or some did not finish by the deadline.
+        """
+        wanted = {self._path("table", rank).name for rank in range(self._world_size)}
+        names: set[str] = set()
+        for names in self._watch(self._deadline_seconds):
+            if wanted <= names:
+                tables = (self._path("table", rank) for rank in range(self._world_size))
+                return [json.loads(table.read_text("utf-8")) for table in tables]
+        if not self._partial.exists():
+            raise WanmaError(f"somebody removed {self._partial}", "let only one run save into a folder")
+        missing = [rank for rank in range(self._world_size) if self._path("table", rank).name not in names]
+        raise WanmaError(
+            f"{_some(missing)} did not finish writing within {self._deadline_seconds:g} s after rank 0",
+            f"check that {self._partial.parent} is one folder shared by all machines, and how fast it is",
+        )
+
+    def follow(self, final: Path) -> None:
+        """The other ranks: wait until rank 0 has committed.
+
+        Raises:
+            WanmaError: it did not.
+        """
+        # Rank 0 starts its own deadline when it has written its part, which may be later.
+        for _ in self._watch(2 * self._deadline_seconds):
+            pass
+        if self._partial.exists():
+            raise WanmaError(
+                f"rank 0 did not commit within {2 * self._deadline_seconds:g} s",
+                "see the log of rank 0 for the cause",
+            )
+        if not final.exists() or final.stat().st_ino != self._inode:  # gone, or an older save of that step
+            raise WanmaError("rank 0 gave up the save", "see the log of rank 0 for the cause")
+
+    def leave(self) -> None:
+        """Remove this rank's table."""
+        self._path("table", self._rank).unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Rank 0: remove all tables, once they are in the manifest."""
+        for rank in range(self._world_size):
+            self._path("table", rank).unlink()
+
+    def _watch(self, seconds: float) -> Iterator[set[str]]:
+        """Yield the names in the folder again and again until the deadline, or until it is gone."""
+        # Two ranks look every 10 ms; thousands would wear out a shared file system that way.
+        stop, pause, longest = time.monotonic() + seconds, 0.001, min(1.0, 0.01 + self._world_size / 4000)
+        while True:
+            try:
+                names = {path.name for path in self._partial.iterdir()}
+                notes = sorted(name for name in names if name.startswith("failed-"))
+                note = (self._partial / notes[0]).read_text("utf-8") if notes else None
+            except FileNotFoundError:
+                return
+            if note is not None:
+                raise WanmaError(json.loads(note)["message"] if note else _wordless(notes[0]))
+            yield names
+            if time.monotonic() > stop:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _path(self, kind: str, rank: int) -> Path:
+        return self._partial / f"{kind}-{rank:05d}.json"
+
+
+def _wordless(note: str) -> str:
+    """The message of a note for whose text there was no room."""
+    return f"rank {int(note.removeprefix('failed-').removesuffix('.json'))}: No space left on device"
+
+
+def _some(ranks: list[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

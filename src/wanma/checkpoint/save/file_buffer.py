@@ -1,0 +1,131 @@
+"""Host memory that holds one rank's file exactly as it will lie on disk: header, then data.
+
+Saving is then one copy per tensor, straight to its final place, and one sequential write. The
+memory is kept between saves and grows at most once per change of the model; for CUDA it is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from wanma.checkpoint.format.local_shards import DTYPES, Piece, arrangement, assign, local_part, pieces_of
+from wanma.checkpoint.format.manifest import build_header
+from wanma.job.errors import WanmaError
+
+_REST_BYTES = 64 << 20
+
+
+class Room(Protocol):
+    """Memory from elsewhere than the process's own, such as mapped files."""
+
+    def empty(self, size: int) -> torch.Tensor:
+        """(size,) uint8."""
+
+    def rest(self) -> None:
+        """Let go of the process's memory behind it; called now and then while much is copied."""
+
+
+class FileBuffer:
+    """The host memory of one rank.
+
+    Args:
+        room: what the copy lies in; None: host memory.
+        among: ranks that share the writing of what they all hold; None: all. Others write it once more.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        replicas: Sequence[int],
+        room: Room | None = None,
+        among: Collection[int] | None = None,
+    ) -> None:
+        self._room = room
+        self._among = among
+        self._rank = rank
+        self._replicas = tuple(replicas)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: tuple[object, ...] | None = None
+        self._views: dict[str, torch.Tensor] = {}
+        self.pieces: list[Piece] = []
+        """What this rank writes of the tensors last copied."""
+        self.content = memoryview(b"")
+        """The file, of the tensors last copied; empty when this rank writes nothing."""
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's share of `tensors`; they may change as soon as this returns.
+
+        Raises:
+            WanmaError: a tensor cannot be saved, or there is no memory for the copy.
+        """
+        devices = set()
+        touched = 0
+        with torch.no_grad():
+            for view, local in self.places(tensors).values():
+                view.copy_(local, non_blocking=True)
+                devices.add(local.device)
+                touched += view.numel() * view.element_size()
+                if self._room is not None and touched >= _REST_BYTES:
+                    self._room.rest()
+                    touched = 0
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+    def places(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By name of what this rank writes: its place in the file, and what belongs there. In the file's
+        order, without gaps, behind the header, which is there already.
+
+        Raises:
+            WanmaError: a tensor cannot be saved, or there is no memory for the copy.
+        """
+        layout = arrangement(tensors)
+        if layout != self._layout:
+            self._layout = None  # until the new one is complete
+            self._arrange(tensors)
+            self._layout = layout
+        return {name: (view, local_part(tensors[name])) for name, view in self._views.items()}
+
+    def bytes_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Of this rank's share of `tensors`, without the header."""
+        return sum(piece.bytes for piece in self._share(tensors))
+
+    def _share(self, tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+        pieces = pieces_of(tensors, self._replicas)
+        if self._among is not None:
+            pieces = [
+                replace(piece, replicas=tuple(rank for rank in piece.replicas if rank in self._among))
+                for piece in pieces
+            ]
+        return assign(pieces, self._rank)
+
+    def _arrange(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lay out the file for these tensors and make room for it."""
+        self.pieces = self._share(tensors)
+        header, regions = build_header({piece.name: (piece.dtype, piece.box.shape) for piece in self.pieces})
+        size = max((region.stop for region in regions.values()), default=0)
+        pinned = self._room is None and any(tensor.is_cuda for tensor in tensors.values())
+        self._views, self.content = {}, memoryview(b"")
+        if size > self._memory.numel() or (self._room is None and pinned != self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before asking for the new
+            try:
+                if self._room is not None:
+                    self._memory = self._room.empty(size)
+                else:
+                    self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            except (RuntimeError, OSError) as error:
+                raise WanmaError(
+                    f"no host memory for rank {self._rank}'s part of a checkpoint, {size:,} bytes: {error}",
+                    "use more ranks, or shard the optimizer state (parallel.shard)",
+                ) from error
+        if not regions:
+            return
+        self.content = memoryview(self._memory[:size].numpy().data)
+        self.content[: len(header)] = header
+        for name, region in regions.items():
+            data = self._memory[region.start : region.stop]
+            self._views[name] = data.view(DTYPES[region.dtype]).view(region.shape)

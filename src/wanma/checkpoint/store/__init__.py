@@ -1,0 +1,1 @@
+"""Checkpoint folders on disk: committed and partial ones, retention, fallback folders."""

@@ -1,0 +1,230 @@
+"""The folder of checkpoints: what is committed in it, what is left over, what is no longer kept.
+
+Names tell the state, and each change of state is one rename:
+
+    step-00000100                 committed
+    step-00000100.partial-G-S     being written: generation G of the run, its save number S
+    step-00000100.replaced-G-S    the older one of that step, while the newer one takes its name
+    step-00000100.removed-N       being deleted because step N is saved
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wanma.checkpoint.format.manifest import MANIFEST, Manifest, parse_manifest, step_name
+from wanma.checkpoint.store.best_metric import BestBy, best_by, best_step
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(partial|replaced|removed)-.+)?")
+
+
+def committed(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of every committed checkpoint, newest first; whether they are whole is not checked."""
+    found: dict[int, Path] = {}
+    for step, kind, path in _entries(folder):
+        # Killed between the two renames of a replacement: the older one still counts.
+        if kind is None or (kind == "replaced" and step not in found):
+            found[step] = path
+    return sorted(found.items(), reverse=True)
+
+
+def unfinished(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of saves that are being written, or that killed runs left behind."""
+    return [(step, path) for step, kind, path in _entries(folder) if kind == "partial"]
+
+
+def clean(folder: Path) -> list[str]:
+    """Remove what killed runs left behind. Call it while nobody saves into `folder`.
+
+    Returns:
+        names of the unfinished saves that were removed.
+    """
+    complete = {step for step, kind, _ in _entries(folder) if kind is None}
+    left = []
+    for step, kind, path in _entries(folder):
+        if kind == "replaced" and step not in complete:
+            path.rename(folder / step_name(step))
+            complete.add(step)
+            continue
+        if kind == "partial":
+            left.append(path.name)
+        if kind is not None:
+            shutil.rmtree(path)
+    return left
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move the checkpoints of an earlier run out of the way of a new one in the same place.
+
+    Returns:
+        where they are now; None if there were none.
+    """
+    if not committed(folder):
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-before-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    folder.mkdir()
+    sync_folder(folder.parent)
+    return aside
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`.
+
+    Raises:
+        WanmaError: there is none, or it is damaged.
+    """
+    try:
+        content = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise WanmaError(f"{MANIFEST} cannot be read: {error.strerror or error}") from error
+    return parse_manifest(content)
+
+
+def publish(partial: Path, step: int) -> Path:
+    """Give a finished folder its final name, durably; an older checkpoint of that step makes way."""
+    folder = partial.parent
+    final = folder / step_name(step)
+    older = folder / partial.name.replace(".partial-", ".replaced-")
+    replaces = final.exists()
+    if replaces:
+        final.rename(older)
+    partial.rename(final)
+    sync_folder(folder)
+    if replaces:
+        shutil.rmtree(older)
+    return final
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` once it is complete, or is removed.
+
+    Raises:
+        WanmaError: `folder` is there already and not empty, or cannot be written to.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WanmaError(f"{folder} is there already", "choose a new folder", EXIT_USAGE)
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            sync_folder(partial)
+            partial.rename(folder)  # takes the place of an empty folder
+            sync_folder(folder.absolute().parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise WanmaError(
+            f"cannot write to {folder}: {error.strerror or error}",
+            "free some space, or choose another folder",
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries durable (fsync of a file does not cover its name)."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay."""
+
+    newest: int = 3
+    """At least 1."""
+    best: bool = True
+    """Also the one with the best metric."""
+    every_steps: int = 0
+    """Also those of every multiple of so many steps; 0: none."""
+    best_by: BestBy = field(default_factory=BestBy)
+
+    def choose(self, scores: Mapping[int, float | None]) -> set[int]:
+        """The steps that stay, of those given with their score by `best_by`."""
+        newest_first = sorted(scores, reverse=True)
+        stay = set(newest_first[: self.newest])
+        if self.every_steps:
+            stay.update(step for step in newest_first if step % self.every_steps == 0)
+        if self.best and (lowest := best_step(scores)) is not None:
+            stay.add(lowest)
+        return stay
+
+
+class Retention:
+    """Removes the checkpoints that no longer stay.
+
+    Only checkpoints up to the one just committed are counted and removed. Later ones are there when
+    a run went back past a damaged checkpoint: counting those could delete the only good one.
+    """
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+        self._scores: dict[Path, float | None] = {}
+
+    def prune(self, folder: Path, step: int, metric: float | None, in_use: Collection[Path] = ()) -> None:
+        """Remove what does not stay, now that `step` is committed with `metric`.
+
+        Args:
+            in_use: checkpoints that somebody reads; they wait for the next call.
+        """
+        past = {at: path for at, path in committed(folder) if at <= step}
+        self._scores[folder / step_name(step)] = self._keep.best_by.score(metric)
+        for path in past.values():
+            if path not in self._scores:
+                self._scores[path] = read_score(path, self._keep.best_by)
+        stay = self._keep.choose({at: self._scores[path] for at, path in past.items()})
+        gone = {at: path for at, path in past.items() if at not in stay and path not in in_use}
+        for at, path in gone.items():
+            removed = folder / f"{step_name(at)}.removed-{step}"
+            path.rename(removed)  # so that a kill while deleting leaves no half checkpoint
+            shutil.rmtree(removed)
+        self._scores = {path: self._scores[path] for at, path in past.items() if at not in gone}
+
+
+def best(folder: Path) -> Path | None:
+    """The committed checkpoint with the best metric, as the newest one's run counts it; the newest of
+    equals; None if none has one."""
+    found = dict(committed(folder))
+    rules = [rule for path in found.values() if (rule := _rule(path)) is not None]
+    lowest = best_step({step: read_score(path, rules[0]) for step, path in found.items()}) if rules else None
+    return None if lowest is None else found[lowest]
+
+
+def read_score(path: Path, rule: BestBy) -> float | None:
+    """Score of the checkpoint at `path`; a damaged one has none: it is never the best."""
+    try:
+        return rule.score_of(read_manifest(path))
+    except WanmaError:
+        return None
+
+
+def _rule(path: Path) -> BestBy | None:
+    try:
+        return best_by(read_manifest(path))
+    except WanmaError:
+        return None
+
+
+def _entries(folder: Path) -> list[tuple[int, str | None, Path]]:
+    """Step, state (None: committed) and path of every checkpoint folder, committed ones first."""
+    entries = []
+    if folder.is_dir():
+        for path in folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir() and not path.is_symlink():
+                entries.append((int(match[1]), match[2], path))
+    return sorted(entries, key=lambda entry: (entry[1] is not None, entry[0], entry[2].name))

@@ -1,0 +1,144 @@
+"""Collectives put together from messages between two ranks, beside the backend's own.
+
+    ALGORITHMS["all_reduce"]["halving_doubling"](buffer, group, [range(group.size())])
+
+Which messages, `schedules` says; here they are sent. A backend's own all-reduce is a ring more often than
+not, whose steps grow with the ranks: over links that are far rather than narrow, log₂ n steps take less time
+(`wanma bench collectives` measures where). Sums are made in the schedule's order, so that all ranks have the
+same bits, and have them again the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.collectives.algorithms.communication_schedules import (
+    Exchange,
+    Part,
+    Schedule,
+    halving_doubling_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_all_reduce,
+    tree_broadcast,
+)
+from wanma.collectives.algorithms.hierarchical_all_reduce import Nodes, sum_over_nodes
+from wanma.job.errors import WanmaError
+
+Algorithm = Callable[[Tensor, dist.ProcessGroup, Nodes], None]
+"""Changes a contiguous buffer of one dim in place; all ranks of the group call it, with as many elements, and
+say on which nodes they are.
+
+all_reduce: it becomes the sum of all ranks' buffers. reduce_scatter: its chunk of this rank's number does
+(`schedules.chunk`); the others are left undefined. all_gather: it has that chunk, and gets the others.
+broadcast: it becomes that of the group's rank 0.
+"""
+
+
+def follow(
+    schedule: Schedule, buffer: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None
+) -> None:
+    """Do this rank's part of a schedule.
+
+    Args:
+        buffer: (elements,), contiguous.
+        timeout: of each message; default: the group's.
+
+    Raises:
+        ValueError: the buffer is no contiguous tensor of one dim.
+        WanmaError: a peer has gone or does not answer; names its rank.
+    """
+    if buffer.ndim != 1 or not buffer.is_contiguous():
+        raise ValueError(f"a buffer of one dim, contiguous, is exchanged in place (given: {buffer.shape})")
+    landing: Tensor | None = None
+    with torch.no_grad():
+        for exchange in schedule(group.rank(), group.size(), buffer.numel()):
+            received = exchange.received
+            if received is None:
+                _send_and_receive(exchange, buffer, None, group, timeout)
+                continue
+            place = buffer[received.start : received.stop]
+            if not exchange.adds:
+                _send_and_receive(exchange, buffer, place, group, timeout)
+                continue
+            if landing is None or landing.numel() < len(received):
+                landing = torch.empty_like(place)
+            arrived = landing[: len(received)]
+            _send_and_receive(exchange, buffer, arrived, group, timeout)
+            place.add_(arrived)
+
+
+def _send_and_receive(
+    exchange: Exchange,
+    buffer: Tensor,
+    place: Tensor | None,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None,
+) -> None:
+    """Both at once, and wait until both are done."""
+    messages: list[tuple[Part, bool, Tensor]] = []
+    if exchange.received is not None and place is not None:
+        messages.append((exchange.received, False, place))
+    if exchange.sent is not None:
+        messages.append((exchange.sent, True, buffer[exchange.sent.start : exchange.sent.stop]))
+    if buffer.device.type != "cpu":
+        # NCCL starts both of a pair's messages together, or each would wait for the other.
+        operations = [
+            dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, group=group, group_peer=part.peer)
+            for part, is_sent, tensor in messages
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return
+    under_way = []
+    for part, is_sent, tensor in messages:
+        try:
+            begin = group.send if is_sent else group.recv
+            under_way.append((part, is_sent, begin([tensor], part.peer, 0)))
+        except RuntimeError as error:
+            raise _lost(part.peer, is_sent, group, error) from error
+    for part, is_sent, work in under_way:
+        try:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        except RuntimeError as error:
+            raise _lost(part.peer, is_sent, group, error) from error
+
+
+def _lost(peer: int, is_sent: bool, group: dist.ProcessGroup, error: RuntimeError) -> WanmaError:
+    other, me = (dist.get_global_rank(group, rank) for rank in (peer, group.rank()))
+    what = "takes nothing from" if is_sent else "sends nothing to"
+    return WanmaError(
+        f"rank {other} {what} rank {me}: {error}",
+        f"look at the end of rank {other}'s log, and at the network between the two machines",
+    )
+
+
+def _following(schedule: Schedule) -> Algorithm:
+    return lambda buffer, group, _nodes: follow(schedule, buffer, group)
+
+
+ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
+    {
+        "all_reduce": {
+            "ring": _following(ring_all_reduce),
+            "tree": _following(tree_all_reduce),
+            "halving_doubling": _following(halving_doubling_all_reduce),
+            "hierarchical": sum_over_nodes,
+        },
+        "all_gather": {"ring": _following(ring_all_gather)},
+        "reduce_scatter": {"ring": _following(ring_reduce_scatter)},
+        "all_to_all": {},
+        "broadcast": {"tree": _following(tree_broadcast)},
+    }
+)
+"""By collective and name; one more algorithm is one more line. What a backend brings itself is not here."""

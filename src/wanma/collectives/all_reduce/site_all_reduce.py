@@ -1,0 +1,63 @@
+"""Sums over a few ranks with slow links between them, begun now and waited for later.
+
+Whole, they are an all-reduce. Rounded, every rank sends what it rounded to all others, and each adds up what
+all sent, in the order of the ranks and in full precision: a sum of rounded numbers is not rounded again, and
+is the same on every rank. That is what a gather costs, which for two ranks is what an all-reduce does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.collectives.compression.bucket_tensors import aligned
+from wanma.collectives.compression.half_precision_codecs import BFloat16
+from wanma.collectives.compression.int8_codec import BlockwiseInt8
+from wanma.collectives.compression.quantized import Codec
+from wanma.job.sections.parallel import OuterCompression
+
+CODECS: dict[OuterCompression, Codec] = {"bf16": BFloat16(), "int8": BlockwiseInt8()}
+"""What numbers are rounded to; all others travel whole."""
+
+
+class Sum:
+    """One sum under way.
+
+    Args:
+        flat: (n,) floating point, of this rank; it becomes the sum, and is not to be touched until then.
+        group: all of its ranks make the same sums in the same order.
+        compression: what numbers are rounded to before they are sent.
+    """
+
+    def __init__(
+        self, flat: Tensor, group: dist.ProcessGroup, compression: OuterCompression = "nothing"
+    ) -> None:
+        self._flat = flat
+        self._work: dist.Work | None = None
+        self._received: list[Tensor] = []
+        self._codec = CODECS.get(compression)
+        if not flat.numel():
+            return
+        if self._codec is not None:
+            whole_blocks = torch.nn.functional.pad(flat.float(), (0, aligned(len(flat)) - len(flat)))
+            encoded = self._codec.encode(whole_blocks[None])
+            self._received = [torch.empty_like(encoded) for _ in range(group.size())]
+            if group.size() == 1:
+                self._received = [encoded]
+            else:
+                self._work = dist.all_gather(self._received, encoded, group=group, async_op=True)
+        elif group.size() > 1:
+            self._work = dist.all_reduce(flat, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """(n,) the sum over the ranks; a second call returns it again."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._codec is not None and self._received:
+            self._flat.zero_()
+            for encoded in self._received:
+                self._flat.add_(self._codec.decode(encoded)[0, : len(self._flat)])
+            self._received = []
+        return self._flat

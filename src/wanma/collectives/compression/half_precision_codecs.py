@@ -1,0 +1,50 @@
+"""Gradients in 16 bits. Both are codecs of `two_phase`: sums are made in fp32, so that what is lost does not
+grow with the number of ranks; each element is rounded twice, on its way to whoever sums it and back. Rounding
+to nearest has no bias to speak of, and nothing is kept of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wanma.collectives.compression.bucket_tensors import ALIGNMENT
+from wanma.collectives.compression.quantized import Codec
+
+_TOP = 15
+"""Blocks are scaled to below 2^15; fp16 overflows at 2^16."""
+
+
+class BFloat16(Codec):
+    """8 bits of exponent, as fp32 has, and 8 of precision."""
+
+    keeps_error = False
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        return encoded.view(torch.bfloat16).to(torch.float32)
+
+
+class Float16(Codec):
+    """11 bits of precision. Each block of 256 is scaled by the power of two that brings its largest element
+    below 2^15, so that nothing overflows, and the scale itself rounds nothing. What in its block is smaller
+    than 2^-29 of the largest loses precision. Not-a-numbers and infinities stay what they are.
+    """
+
+    keeps_error = False
+
+    def encode(self, values: Tensor) -> Tensor:
+        blocks = values.unflatten(1, (-1, ALIGNMENT))
+        _, exponents = torch.frexp(blocks.abs().amax(2))  # largest = mantissa in [0.5, 1) * 2^exponent
+        exponents = (exponents - _TOP).clamp(-126, 113)  # normal numbers of fp32, whatever frexp says of inf
+        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+        halves = (blocks / scales[:, :, None]).to(torch.float16).flatten(1)
+        return torch.cat([halves.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        blocks = encoded.shape[1] // (2 * ALIGNMENT + 4)
+        halves = encoded[:, : 2 * ALIGNMENT * blocks].view(torch.float16).unflatten(1, (-1, ALIGNMENT))
+        scales = encoded[:, 2 * ALIGNMENT * blocks :].view(torch.float32)
+        values: Tensor = (halves.to(torch.float32) * scales[:, :, None]).flatten(1)
+        return values

@@ -1,0 +1,93 @@
+"""Gradients in 8 bits: a codec of `two_phase`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wanma.collectives.compression.bucket_tensors import ALIGNMENT
+from wanma.collectives.compression.quantized import Codec
+
+SOURCE = Path(__file__).parent / "native" / "blockwise.cpp"
+"""The same on CPUs in one pass through memory, where torch's operators take a dozen."""
+_LARGEST = 127
+_SCALE_BYTES = 4
+
+
+class BlockwiseInt8(Codec):
+    """Each block of 256 has a scale of its own, its largest absolute value over 127, so that an outlier costs
+    its own block its precision and no other (Dettmers et al. 2022, section 2.1; steps here are even, theirs
+    grow with the value). Element and share of the scale take 1 + 4/256 bytes.
+
+    What rounding loses is added to the next gradient (Seide et al. 2014, eq. 1 and 2). A block with a
+    value that is not finite comes back without one that is.
+
+    Args:
+        library: of `SOURCE`, compiled; None: torch's operators, which make the same bytes of finite numbers.
+    """
+
+    keeps_error = True
+
+    def __init__(self, library: Path | None = None) -> None:
+        self._native = None if library is None else _load(library)
+
+    def encode(self, values: Tensor) -> Tensor:
+        if self._native is not None and values.device.type == "cpu":
+            return self._encode(values, None)
+        blocks = values.unflatten(1, (-1, ALIGNMENT))
+        # Of a block of zeros the smallest normal number: its inverse is finite.
+        scales = (blocks.abs().amax(2) / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+        levels = (blocks * scales.reciprocal()[:, :, None]).round_().to(torch.int8).flatten(1)
+        return torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+    def encode_losing(self, values: Tensor) -> Tensor:
+        if self._native is not None and values.device.type == "cpu" and values.is_contiguous():
+            return self._encode(values, values)
+        return super().encode_losing(values)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        blocks = encoded.shape[1] // (ALIGNMENT + _SCALE_BYTES)
+        if self._native is not None and encoded.device.type == "cpu":
+            encoded = encoded.contiguous()
+            decoded = torch.empty(len(encoded), blocks * ALIGNMENT, dtype=torch.float32)
+            threads = torch.get_num_threads()
+            self._native.wanma_int8_decode(
+                encoded.data_ptr(), len(encoded), blocks, decoded.data_ptr(), threads
+            )
+            return decoded
+        levels = encoded[:, : ALIGNMENT * blocks].view(torch.int8).unflatten(1, (-1, ALIGNMENT))
+        scales = encoded[:, ALIGNMENT * blocks :].view(torch.float32)
+        values: Tensor = (levels.to(torch.float32) * scales[:, :, None]).flatten(1)
+        return values
+
+    def _encode(self, values: Tensor, lost: Tensor | None) -> Tensor:
+        assert self._native is not None
+        assert values.dtype is torch.float32
+        assert values.shape[1] % ALIGNMENT == 0
+        values = values.contiguous()
+        rows, blocks = len(values), values.shape[1] // ALIGNMENT
+        encoded = torch.empty(rows, blocks * (ALIGNMENT + _SCALE_BYTES), dtype=torch.uint8)
+        self._native.wanma_int8_encode(
+            values.data_ptr(),
+            rows,
+            blocks,
+            encoded.data_ptr(),
+            None if lost is None else lost.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return encoded
+
+
+@cache
+def _load(library: Path) -> ctypes.CDLL:
+    """Calls let other threads of Python run meanwhile."""
+    native = ctypes.CDLL(str(library))
+    memory, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    native.wanma_int8_encode.argtypes = [memory, size, size, memory, memory, number]
+    native.wanma_int8_decode.argtypes = [memory, size, size, memory, number]
+    native.wanma_int8_encode.restype = native.wanma_int8_decode.restype = None
+    return native

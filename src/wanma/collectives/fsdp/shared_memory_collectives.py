@@ -1,0 +1,89 @@
+"""Parameter gathering and gradient scattering over shared memory, in the form FSDP2 takes.
+
+FSDP2 asks whoever communicates for its buffers: here they come out of the memory that the ranks share, so
+that a part goes straight from where one rank has it to where the other wants it, and a sum is made straight
+from what all have.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from wanma.collectives.shared_memory.process_group import SharedGroup
+from wanma.collectives.timing.communication_timer import Stopwatch
+
+
+class SharedAllGather(AllGather):
+    """Gather equal parts: `input_tensor` (part,) is this rank's slice of `output_tensor` (ranks × part,)."""
+
+    def __init__(self, stopwatch: Stopwatch, group: SharedGroup) -> None:
+        self._stopwatch, self._group = stopwatch, group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return _allocate(self._group, size, dtype, device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,  # noqa: ARG002  # the one that gave the buffers
+        async_op: bool = False,  # noqa: ARG002  # FSDP2's interface; there is no stream to overlap on
+    ) -> None:
+        self._stopwatch.start(time.perf_counter())
+        self._group.all_gather_single(output_tensor, input_tensor, _at_once(AllgatherOptions()))
+        self._stopwatch.stop(time.perf_counter())
+
+
+class SharedReduceScatter(ReduceScatter):
+    """Sum parts: `output_tensor` (part,) is the sum over ranks of their slice for this rank."""
+
+    def __init__(self, stopwatch: Stopwatch, group: SharedGroup) -> None:
+        self._stopwatch, self._group = stopwatch, group
+        self._in_place = False
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._stopwatch.start(time.perf_counter())
+        # First the input is asked for, then the output, which only this rank writes and keeps for long.
+        self._in_place = not self._in_place
+        if self._in_place:
+            return _allocate(self._group, size, dtype, device)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,  # noqa: ARG002  # the one that gave the buffers
+        op: Any,
+        async_op: bool = False,  # noqa: ARG002  # as above
+    ) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"only sums are reduced here, not {op}")
+        options = _at_once(ReduceScatterOptions())
+        options.reduceOp = op
+        self._group.reduce_scatter_single(output_tensor, input_tensor, options)
+        now = time.perf_counter()
+        self._stopwatch.stop(now)
+        # FSDP2's all-reduce over replicas may follow at once; if it does not, the next start overrides.
+        self._stopwatch.start(now)
+
+
+def _allocate(group: SharedGroup, size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.empty(size, dtype=dtype, device=device)
+    shape = torch.Size([size] if isinstance(size, int) else size)
+    return group.allocate(math.prod(shape), dtype).view(shape)
+
+
+def _at_once(options: Any) -> Any:
+    """Whoever calls waits for it."""
+    options.asyncOp = False
+    return options

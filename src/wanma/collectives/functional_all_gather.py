@@ -1,0 +1,55 @@
+"""Torch's functional all-gather on CPUs, by the way through Gloo that leaves other memory alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.library import Library
+
+from wanma.collectives.shared_memory.process_group import SharedGroup
+
+
+@cache
+def mend_all_gather() -> Library:
+    """Let `_c10d_functional.all_gather_into_tensor` of CPU tensors go through Gloo's plain all-gather.
+
+    It goes through the coalesced one otherwise, and of that, in torch 2.13, some hundred thousand calls on
+    two ranks are enough for a process to die of SIGSEGV or SIGABRT: in Gloo's thread, in malloc, whose list
+    of free blocks has been written over (`tests/collectives/stress_all_gather.py` shows it). DTensors, tensor
+    parallelism and compiled code all call this operator, so that it is the operator that is replaced.
+
+    Returns:
+        what the replacement lasts as long as.
+    """
+    library = Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", _all_gather, "CPU")
+    return library
+
+
+def _all_gather(part: Tensor, ranks: int, group: Any) -> Tensor:
+    if part.is_complex():  # which Gloo does not know
+        return torch.view_as_complex(_all_gather(torch.view_as_real(part), ranks, group))
+    if _is_shared(group):  # which has a coalesced all-gather of its own, and a sound one
+        (whole,) = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([part], ranks, group)
+        return whole  # type: ignore[no-any-return]
+    whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=whole)
+    return gathered
+
+
+def _is_shared(group: Any) -> bool:
+    """Of a group, or the name of one, as operators are given it."""
+    if isinstance(group, str):
+        group = _by_name(group)
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return isinstance(group, SharedGroup)
+
+
+_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+"""Torch has no public way."""

@@ -1,0 +1,1 @@
+"""Measurement of collectives and of the links between nodes."""

@@ -1,0 +1,1 @@
+"""Communication time, exposed and total, by parallelism; waits in functional collectives."""

@@ -1,0 +1,116 @@
+"""Labelled images as `Data`: kept as they are stored, normalised when a batch is made."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wanma.data.batch import Batch
+from wanma.data.datasets.dataset import Data, Kind, make_batch
+from wanma.data.datasets.image_files import LabelledImages
+from wanma.data.sampling.permutation import Numbers, shuffled
+from wanma.job.errors import JobError
+
+_BLOCK = 4096
+"""Images looked at together, to bound the memory that statistics and hashes take."""
+
+
+class ImageData(Data):
+    """Inputs are (rows, channels, height, width) float32, targets (rows,) int64."""
+
+    kind: ClassVar[Kind] = "images"
+    targets_per_sample = 1
+
+    def __init__(
+        self,
+        train: LabelledImages,
+        test: LabelledImages | None,
+        *,
+        validation_fraction: float,
+        seed: int,
+        total_samples: int,
+    ) -> None:
+        digests = _digests(train)
+        if test is None:
+            train, test = _divide(train, digests, validation_fraction)
+        self._train = train
+        self._test = test
+        self._total = total_samples
+        self._mean, self._deviation = _statistics(train.images)
+        self.seed = seed
+        self.train_samples = len(train.labels)
+        self.validation_samples = len(test.labels)
+        channels, height, width = train.images.shape[1:]
+        self.image_shape = (channels, height, width)
+        self.classes = int(max(train.labels.max(), test.labels.max() if len(test.labels) else 0)) + 1
+        known = digests.tobytes() + train.labels.tobytes() + test.labels.tobytes()
+        self.fingerprint = hashlib.sha256(known).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            "image_shape": self.image_shape,
+            "classes": self.classes,
+            "train_samples": self.train_samples,
+            "validation_samples": self.validation_samples,
+            "epochs": self._total / self.train_samples,
+            "mean": self._mean.ravel().tolist(),
+            "standard_deviation": self._deviation.ravel().tolist(),
+        }
+
+    def _train_batch(self, numbers: Numbers) -> Batch:
+        return self._read(self._train, shuffled(numbers, self.train_samples, self.seed), numbers)
+
+    def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
+        return self._read(self._test, rows, numbers)
+
+    def _read(self, part: LabelledImages, rows: Numbers, numbers: Numbers) -> Batch:
+        pixels = part.images[rows].astype(np.float32)
+        pixels -= self._mean
+        pixels /= self._deviation
+        return make_batch((torch.from_numpy(pixels),), torch.from_numpy(part.labels[rows]), numbers)
+
+
+def _divide(
+    whole: LabelledImages, digests: NDArray[np.uint64], fraction: float
+) -> tuple[LabelledImages, LabelledImages]:
+    """A split by content, so that equal images are on the same side; at least one image on each."""
+    chosen = digests < np.uint64(int(fraction * 2.0**64))
+    if fraction and not chosen.any():
+        chosen = digests == digests.min()
+    if chosen.all():
+        raise JobError(
+            f"data.images: {len(digests)} images are too few to keep some for validation",
+            "add images, or set data.validation_fraction=0",
+        )
+    return (
+        LabelledImages(whole.images[~chosen], whole.labels[~chosen]),
+        LabelledImages(whole.images[chosen], whole.labels[chosen]),
+    )
+
+
+def _digests(part: LabelledImages) -> NDArray[np.uint64]:
+    """A hash of each image, (images,)."""
+    digests = [hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in part.images]
+    return np.frombuffer(b"".join(digests), dtype="<u8")
+
+
+def _statistics(images: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Mean and standard deviation of each channel, (1, channels, 1, 1); a constant channel divides by 1."""
+    total = np.zeros(images.shape[1])
+    square = np.zeros(images.shape[1])
+    for start in range(0, len(images), _BLOCK):
+        block = images[start : start + _BLOCK].astype(np.float64)
+        total += block.sum(axis=(0, 2, 3))
+        square += np.einsum("nchw,nchw->c", block, block)
+    count = images.size / images.shape[1]
+    mean = total / count
+    deviation = np.sqrt(np.maximum(square / count - mean**2, 0))
+    deviation[deviation < 1e-6 * np.maximum(np.abs(mean), 1e-6)] = 1
+    shape = (1, -1, 1, 1)
+    return mean.reshape(shape).astype(np.float32), deviation.reshape(shape).astype(np.float32)

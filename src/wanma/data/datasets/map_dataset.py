@@ -1,0 +1,318 @@
+"""One's own map-style dataset as `Data`: `__len__` and `__getitem__`, as PyTorch has them.
+
+An item is `(input, ..., target)`, a `Sample`, or a dict with a target and the model's keyword arguments.
+Items are joined by torch's default collate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from wanma.data.batch import Batch
+from wanma.data.datasets.dataset import Data, Kind, make_batch
+from wanma.data.datasets.fingerprint import dataset_fingerprint, digest
+from wanma.data.datasets.seeded_draws import Seed, SeededDraws
+from wanma.data.datasets.stream_reader import check_stream, is_stream
+from wanma.data.sampling.permutation import Numbers, permute, shuffled
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.import_path import import_object
+from wanma.job.sections.data import DataSection
+
+_LABELS = ("label", "labels")
+"""Keys of targets that mean what a model of transformers makes of them."""
+_TARGETS = ("target", "targets", *_LABELS)
+_INPUTS = ("input", "inputs")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One item of a dataset, spelled out."""
+
+    inputs: tuple[Any, ...]
+    """Positional arguments of the model, without the batch dimension."""
+    target: Any
+    keywords: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the model."""
+
+
+class CustomData(Data):
+    """A dataset in our order. Its own order, samplers and batching are not used."""
+
+    kind: ClassVar[Kind] = "custom"
+    targets_per_sample = 1
+    read_labels: Callable[[Batch], Batch] | None = None
+    """Prepares batches of samples that give their targets as `labels`."""
+
+    def __init__(
+        self,
+        train: Any,
+        validation: Any,
+        *,
+        validation_fraction: float,
+        one_at_a_time: bool,
+        seed: int,
+        total_samples: int,
+    ) -> None:
+        """
+        Args:
+            validation: dataset, or None to keep a share of `train`, by position, since content is unknown.
+            one_at_a_time: let only one thread at a time into the datasets.
+        """
+        self._train = train
+        self._validation = validation
+        self._draws = SeededDraws(seed, one_at_a_time)
+        self._total = total_samples
+        self.seed = seed
+        size = _length(train)
+        if validation is not None:
+            self.train_samples, self.validation_samples = size, _length(validation)
+        else:
+            kept = max(round(size * validation_fraction), 1) if validation_fraction else 0
+            if kept >= size:
+                raise JobError(
+                    f"data: a dataset of {size} samples is too small to keep some for validation",
+                    "add samples, or set data.validation_fraction=0",
+                )
+            self.train_samples, self.validation_samples = size - kept, kept
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
+        parts = [part for part in (self._train, self._validation) if part is not None]
+        return digest(*(dataset_fingerprint(part, self._item) for part in parts))
+
+    def sample_name(self, number: int) -> str:
+        (row,) = self._own(shuffled(np.asarray([number]), self.train_samples, self.seed))
+        return f"sample {row} of {type(self._train).__name__}"
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "dataset": type(self._train).__qualname__,
+            "train_samples": self.train_samples,
+            "validation_samples": self.validation_samples,
+            "epochs": self._total / self.train_samples,
+        }
+
+    def _train_batch(self, numbers: Numbers) -> Batch:
+        rows = shuffled(numbers, self.train_samples, self.seed)
+        return self._read(self._train, self._own(rows), numbers)
+
+    def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
+        if self._validation is not None:
+            return self._read(self._validation, rows, numbers)
+        return self._read(self._train, self._own(rows + self.train_samples), numbers)
+
+    def _own(self, rows: Numbers) -> Numbers:
+        """Row of the dataset: a fixed shuffle whose last rows are for validation, whatever the seed."""
+        if self._validation is not None:
+            return rows
+        return permute(rows, self.train_samples + self.validation_samples, "validation split")
+
+    def _read(self, dataset: Any, rows: Numbers, numbers: Numbers) -> Batch:
+        def read(seed: Seed) -> list[Any]:
+            items = []
+            for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+                seed(number)
+                items.append(self._item(dataset, row))
+            return items
+
+        return self._join(self._draws.read(read), type(dataset).__name__, rows, numbers)
+
+    def _join(self, items: list[Any], name: str, rows: Numbers, numbers: Numbers) -> Batch:
+        """A batch of items, which were read from `rows` of the dataset of that name."""
+        samples = [_sample(item, name) for item in items]
+        try:
+            joined = [
+                (
+                    tuple(_as_tensor(value) for value in sample.inputs),
+                    _as_tensors(sample.target),
+                    {key: _as_tensor(value) for key, value in sample.keywords.items()},
+                )
+                for sample in samples
+            ]
+            inputs, target, keywords = default_collate(joined)
+        except (TypeError, RuntimeError, ValueError, KeyError) as error:
+            raise WanmaError(
+                f"data: samples {_few(rows)} of {name} cannot be joined into a batch"
+                f"{_odd_one(samples, rows)}: {error}",
+                "every sample needs the same shapes and keys: pad or crop them in __getitem__",
+            ) from error
+        named = dict(target) if isinstance(target, Mapping) else None
+        if named is not None and not named:
+            raise WanmaError(f"data: {name} gives an empty dict as the target (sample {rows[0]})")
+        targets = {"the target": target} if named is None else {f"target {k}": v for k, v in named.items()}
+        given = {**targets, **{f"input {n}": value for n, value in enumerate(inputs)}, **keywords}
+        for what, value in given.items():
+            if not isinstance(value, Tensor):
+                raise WanmaError(
+                    f"data: {name} gives something as {what} that makes no tensor (sample {rows[0]})",
+                    "give tensors, arrays, numbers or lists of numbers",
+                )
+        first = target if named is None else next(iter(named.values()))
+        batch = make_batch(tuple(inputs), first, numbers, dict(keywords))
+        batch = replace(batch, target_key=_target_key(items[0]), named_targets=named)
+        if named is not None:
+            return replace(batch, class_range=None)
+        if self.read_labels is not None and batch.target_key in _LABELS:
+            return self.read_labels(batch)
+        return batch
+
+    @staticmethod
+    def _item(dataset: Any, row: int) -> Any:
+        try:
+            return dataset[row]
+        except Exception as error:
+            raise WanmaError(
+                f"data: sample {row} of {type(dataset).__name__} failed: {type(error).__name__}: {error}",
+            ) from error
+
+
+def open_dataset(dataset: Any, section: DataSection, seed: int, total_samples: int) -> CustomData:
+    """A dataset, or a pair (training, validation) of them, as `Data`.
+
+    Raises:
+        JobError: not a map-style dataset, or an empty one.
+    """
+    train, validation = check_dataset(dataset)
+    return CustomData(
+        train,
+        validation,
+        validation_fraction=section.validation_fraction,
+        one_at_a_time=section.workers == 1,
+        seed=seed,
+        total_samples=total_samples,
+    )
+
+
+def check_dataset(dataset: Any) -> tuple[Any, Any]:
+    """(training, validation) of a dataset or of a pair of them.
+
+    Raises:
+        JobError: neither a map-style dataset nor one to iterate over, or an empty one.
+    """
+    train, validation = dataset if isinstance(dataset, tuple) and len(dataset) == 2 else (dataset, None)
+    for part in (train, validation):
+        if part is not None and is_stream(part):
+            check_stream(part)
+        elif part is not None:
+            _check_map_style(part)
+    return train, validation
+
+
+def call_factory(section: DataSection) -> Any:
+    """What `data.factory` returns.
+
+    Raises:
+        JobError: it cannot be imported, is no function, or fails.
+    """
+    assert section.factory is not None
+    factory: Callable[..., Any] = import_object(section.factory, "data.factory")
+    if not callable(factory):
+        raise JobError(f"data.factory = '{section.factory}' is {type(factory).__name__}, not a function")
+    try:
+        return factory(**section.arguments)
+    except WanmaError:
+        raise
+    except Exception as error:
+        raise JobError(
+            f"data.factory = '{section.factory}' failed: {type(error).__name__}: {error}",
+            f"it was called with data.arguments = {section.arguments}",
+        ) from error
+
+
+def _check_map_style(dataset: Any) -> None:
+    if isinstance(dataset, type):
+        raise JobError(
+            f"data: {dataset.__name__} is a class, and wanma reads a dataset that has been made",
+            f"give {dataset.__name__}(...), or name it as data.factory with data.arguments",
+        )
+    name = type(dataset).__name__
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise JobError(
+            f"data: {name} is no map-style dataset (`__len__` and `__getitem__`), nor one to iterate over",
+            "give it both, so that samples can be asked for by number; or `__iter__`",
+        )
+    if _length(dataset) == 0:
+        raise JobError(f"data: {name} is empty")
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:  # an iterable dataset may inherit `__len__` and refuse
+        raise JobError(f"data: {type(dataset).__name__} has no length: {error}") from error
+
+
+def _sample(item: Any, name: str) -> Sample:
+    if isinstance(item, Sample):
+        return item
+    if isinstance(item, Mapping):
+        target = _target_key(item)
+        if target is None:
+            raise WanmaError(
+                f"data: a sample of {name} has the keys {sorted(item)} and no target",
+                f"name the target one of {', '.join(_TARGETS)}; the others are passed to the model by name",
+            )
+        given = next((key for key in _INPUTS if key in item), None)
+        inputs = () if given is None else item[given]
+        keywords = {key: value for key, value in item.items() if key not in (target, given)}
+        return Sample(inputs if isinstance(inputs, tuple) else (inputs,), item[target], keywords)
+    if isinstance(item, tuple | list) and len(item) >= 2:
+        return Sample(tuple(item[:-1]), item[-1])
+    raise WanmaError(
+        f"data: a sample of {name} is {type(item).__name__}",
+        "return (input, target), a dict with a target, or wanma.data.datasets.map_dataset.Sample",
+    )
+
+
+def _target_key(item: Any) -> str | None:
+    if not isinstance(item, Mapping):
+        return None
+    return next((key for key in _TARGETS if key in item), None)
+
+
+def _as_tensor(value: Any) -> Any:
+    """Lists of numbers as tensors: the default collate would take a list's items apart."""
+    return torch.tensor(value) if isinstance(value, list) else value
+
+
+def _odd_one(samples: list[Sample], rows: Numbers) -> str:
+    """Words for the sample that has other shapes than the most; empty where that is not the reason."""
+    try:
+        shapes = [
+            [tuple(np.shape(value)) for value in (*sample.inputs, sample.target, *sample.keywords.values())]
+            for sample in samples
+        ]
+    except ValueError:  # a ragged list has none
+        return ""
+    usual = max(shapes, key=shapes.count)
+    odd = next((index for index, shape in enumerate(shapes) if shape != usual), None)
+    if odd is None:
+        return ""
+    mine, others = (
+        [shape for shape, other in zip(one, two, strict=False) if shape != other]
+        for one, two in ((shapes[odd], usual), (usual, shapes[odd]))
+    )
+    if not mine:
+        return ""
+    return f" (sample {rows[odd]} has shape {mine[0]}, most others {others[0]})"
+
+
+def _as_tensors(target: Any) -> Any:
+    """`_as_tensor` of a target, or of each in a dict of them."""
+    if isinstance(target, Mapping):
+        return {str(key): _as_tensor(value) for key, value in target.items()}
+    return _as_tensor(target)
+
+
+def _few(rows: Numbers) -> str:
+    shown = ", ".join(str(row) for row in np.asarray(rows)[:5])
+    return shown + (", ..." if len(rows) > 5 else "")

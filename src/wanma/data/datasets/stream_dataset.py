@@ -1,0 +1,55 @@
+"""A stream of one's own as `Data`; the order of its samples is the stream's."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from wanma.data.batch import Batch
+from wanma.data.datasets.map_dataset import CustomData
+from wanma.data.datasets.seeded_draws import SeededDraws
+from wanma.data.datasets.stream_reader import StreamReader
+from wanma.data.sampling.permutation import Numbers
+from wanma.job.errors import JobError
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import TrainSection
+
+_KEPT = 64
+"""Samples that are kept at least."""
+
+
+class StreamData(CustomData):
+    """A stream, and a dataset for validation, if there is any."""
+
+    def __init__(
+        self, dataset: Any, validation: Any, section: DataSection, train: TrainSection, total_samples: int
+    ) -> None:
+        """
+        Raises:
+            JobError: the dataset gives batches, or can be read once only.
+        """
+        if section.workers > 1:
+            raise JobError(
+                f"data.workers = {section.workers}: {type(dataset).__name__} can only be iterated over",
+                "leave data.workers out; what takes long belongs into a map-style dataset",
+            )
+        self.seed = train.seed
+        self._train, self._validation, self._total = dataset, validation, total_samples
+        self._draws = SeededDraws(train.seed, one_at_a_time=True)
+        self.reader = StreamReader(dataset, self._draws, train, max(_KEPT, 2 * train.global_batch))
+        self.train_samples = total_samples  # those that the run reads: an epoch's are not known
+        self.validation_samples = len(validation) if validation is not None else 0
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]  # it reads samples, and not every use wants it
+        return self.reader.fingerprint()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "dataset": type(self._train).__qualname__,
+            "validation_samples": self.validation_samples,
+        }
+
+    def _train_batch(self, numbers: Numbers) -> Batch:
+        return self._join(self.reader.items(numbers.tolist()), self.reader.name, numbers, numbers)

@@ -1,0 +1,133 @@
+"""Text as `Data`: one or more token files, mixed by weight, packed into sequences."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from wanma.data.batch import IGNORED, Batch
+from wanma.data.datasets.dataset import Data, Kind, make_batch
+from wanma.data.sampling.mixture import Mixture
+from wanma.data.sampling.permutation import Numbers, shuffled
+from wanma.data.text.sequence_packing import TokenStream, document_masks
+from wanma.data.text.token_file import TokenFile
+from wanma.data.text.tokenizer import Tokenizer
+from wanma.data.text.validation_split import split_documents
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """One source of the mixture, its token file open."""
+
+    name: str
+    weight: float
+    file: TokenFile
+
+
+class TokenData(Data):
+    """Sequences of tokens; inputs are (rows, sequence), targets the same shifted by one."""
+
+    kind: ClassVar[Kind] = "tokens"
+
+    def __init__(
+        self,
+        sources: Sequence[TextSource],
+        tokenizer: Tokenizer,
+        *,
+        sequence_length: int,
+        validation_fraction: float,
+        masks: bool,
+        seed: int,
+        total_samples: int,
+    ) -> None:
+        splits = split_documents([source.file for source in sources], validation_fraction, sequence_length)
+        self._sources = sources
+        self._splits = splits
+        self._train = [
+            TokenStream(source.file.tokens, split.train, sequence_length)
+            for source, split in zip(sources, splits, strict=True)
+        ]
+        self._validation = [
+            TokenStream(source.file.tokens, split.validation, sequence_length)
+            for source, split in zip(sources, splits, strict=True)
+        ]
+        self._mixture = Mixture.of([source.weight for source in sources])
+        self._masks = masks
+        self._total = total_samples
+        self._sequence_length = sequence_length
+        self.seed = seed
+        self.tokenizer: Tokenizer = tokenizer
+        self.vocabulary = tokenizer.vocabulary
+        self.targets_per_sample = sequence_length
+        self.train_samples = sum(stream.sequences for stream in self._train)
+        self.validation_samples = sum(stream.sequences for stream in self._validation)
+        hashes = "".join(source.file.fingerprint for source in sources)
+        self.fingerprint = hashlib.sha256(hashes.encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        shares = np.array(self._mixture.shares) / sum(self._mixture.shares)
+        return {
+            "kind": self.kind,
+            "fingerprint": self.fingerprint,
+            "vocabulary": self.vocabulary,
+            "sequence_length": self._sequence_length,
+            "train_samples": self.train_samples,
+            "validation_samples": self.validation_samples,
+            "documents": sum(source.file.header["documents"] for source in self._sources),
+            "tokens": sum(source.file.header["tokens"] for source in self._sources),
+            "sources": [
+                {
+                    "name": source.name,
+                    "share": float(share),
+                    "documents": source.file.header["documents"],
+                    "tokens": source.file.header["tokens"],
+                    "skipped": source.file.header["skipped"],
+                    "not_utf8": source.file.header["not_utf8"],
+                    "train_tokens": train.size,
+                    "validation_tokens": validation.size,
+                    "validation_cut": split.cut,
+                    "epochs": float(self._total * share / train.sequences),
+                    "token_file": str(source.file.folder),
+                }
+                for source, share, train, validation, split in zip(
+                    self._sources, shares, self._train, self._validation, self._splits, strict=True
+                )
+            ],
+        }
+
+    def _train_batch(self, numbers: Numbers) -> Batch:
+        sources, indices = self._mixture.locate(numbers)
+        for source in np.unique(sources):
+            mine = sources == source
+            epoch_size = self._train[source].sequences
+            indices[mine] = shuffled(indices[mine], epoch_size, self.seed, "source", int(source))
+        return self._read(self._train, sources, indices, numbers)
+
+    def _validation_batch(self, numbers: Numbers, rows: Numbers) -> Batch:
+        starts = np.cumsum([0] + [stream.sequences for stream in self._validation])
+        sources = np.searchsorted(starts, rows, side="right") - 1
+        return self._read(self._validation, sources, rows - starts[sources], numbers)
+
+    def _read(
+        self, streams: list[TokenStream], sources: Numbers, indices: Numbers, numbers: Numbers
+    ) -> Batch:
+        rows = np.empty((len(numbers), self._sequence_length + 1), np.int64)
+        seams = np.zeros(rows.shape, bool)
+        for source in np.unique(sources):
+            mine = sources == source
+            rows[mine] = streams[source].read(indices[mine])
+            if self._masks:
+                seams[mine] = streams[source].seams(indices[mine])
+        keywords = {}
+        targets = rows[:, 1:].copy()
+        if self._masks:
+            documents, positions, foreign = document_masks(rows, seams, self.tokenizer.end_of_document)
+            targets[foreign] = IGNORED
+            keywords = {"documents": torch.from_numpy(documents), "positions": torch.from_numpy(positions)}
+        inputs = torch.from_numpy(rows[:, :-1].copy())
+        return make_batch((inputs,), torch.from_numpy(targets), numbers, keywords)

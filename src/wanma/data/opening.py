@@ -1,0 +1,172 @@
+"""The front door: `prepare` once per machine, then `open_data` in every rank.
+
+`prepare` imports no torch and leaves no thread or process behind, so that it may run before workers are
+forked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanma.data.datasets.image_files import find_images, read_images
+from wanma.data.sampling.batch_size_schedule import samples_before
+from wanma.data.text.documents import STDLIB, Document, list_documents, starts_threads
+from wanma.data.text.preparation_process import prepare_elsewhere
+from wanma.data.text.token_file import TokenFile, ensure_token_file
+from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
+from wanma.data.text.validation_split import split_documents
+from wanma.job.sections.data import DataSection
+from wanma.job.sections.job import TrainSection
+
+if TYPE_CHECKING:
+    from wanma.data.datasets.dataset import Data
+
+log = logging.getLogger("wanma.data")
+
+
+def prepare(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
+    """Do what need not be done by every rank: find the data, and build token files that are missing.
+
+    Args:
+        progress: called with (bytes done, bytes in all) while token files are built.
+
+    Raises:
+        JobError: the data or the tokenizer is not there or not understood.
+        WanmaError: it cannot be read, is damaged, or the cache cannot be written.
+    """
+    if section.images:
+        find_images(section.images)
+    elif section.factory:
+        return  # a dataset may import anything, torch and threads included: only ranks open it
+    elif any(starts_threads(entry) for entry in _entries(section)):
+        prepare_elsewhere(section, progress)
+    else:
+        build_token_files(section, progress)
+
+
+def build_token_files(section: DataSection, progress: Callable[[int, int], None] | None = None) -> None:
+    """The work of `prepare` for text: token files, and whether they hold enough for the job's sequences."""
+    texts = _texts(section)
+    tokenizer = load_tokenizer(section.tokenizer)
+    files: list[TokenFile] = []
+    totals = [sum(document.size for document in text.documents) for text in texts]
+    for number, text in enumerate(texts):
+        before = sum(totals[:number])
+
+        def advance(done: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + done, sum(totals))
+
+        files.append(ensure_token_file(text.documents, tokenizer, cache_folder(section), advance))
+    splits = split_documents(files, section.validation_fraction, section.sequence_length)
+    if splits[0].cut:
+        log.warning(
+            "too few documents to keep whole ones for validation; the last %.1f%% of each is kept instead",
+            splits[0].cut * 100,
+        )
+
+
+def open_data(section: DataSection, train: TrainSection, dataset: Any = None) -> Data:
+    """This rank's view of the data: the same on every rank.
+
+    Args:
+        dataset: one's own dataset, or a pair (training, validation); replaces what `section` names.
+
+    Raises:
+        JobError, WanmaError: as `prepare`; and too little data for one sample of training and validation.
+    """
+    total = samples_before(train, train.steps)
+    if dataset is not None or section.factory:
+        from wanma.data.datasets.map_dataset import call_factory
+
+        return _open_own(call_factory(section) if dataset is None else dataset, section, train, total)
+    if section.images:
+        from wanma.data.datasets.image_dataset import ImageData
+
+        images, test = read_images(section.images)
+        return ImageData(
+            images,
+            test,
+            validation_fraction=section.validation_fraction,
+            seed=train.seed,
+            total_samples=total,
+        )
+    return _open_text(section, train, load_tokenizer(section.tokenizer), total)
+
+
+def _open_own(dataset: Any, section: DataSection, train: TrainSection, total: int) -> Data:
+    """A dataset, or a pair (training, validation), each of which may be one to iterate over."""
+    from wanma.data.datasets.map_dataset import check_dataset, open_dataset
+    from wanma.data.datasets.seeded_draws import SeededDraws
+    from wanma.data.datasets.stream_dataset import StreamData
+    from wanma.data.datasets.stream_reader import first_samples, is_stream
+
+    training, validation = check_dataset(dataset)
+    if validation is not None and is_stream(validation):
+        draws = SeededDraws(train.seed, one_at_a_time=True)
+        validation = first_samples(validation, train.validation_samples, draws)
+    if is_stream(training):
+        return StreamData(training, validation, section, train, total)
+    return open_dataset((training, validation), section, train.seed, total)
+
+
+def cache_folder(section: DataSection) -> Path:
+    """Where token files are: `data.cache`, or wanma's folder in the user's cache."""
+    if section.cache is not None:
+        return Path(section.cache).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "wanma"
+
+
+def _entries(section: DataSection) -> list[str]:
+    return [*section.text, *(entry for source in section.sources for entry in source.text), section.tokenizer]
+
+
+@dataclass(frozen=True)
+class _Text:
+    name: str
+    weight: float
+    documents: Sequence[Document]
+
+
+def _texts(section: DataSection) -> list[_Text]:
+    """The sources of a job; one that names no data trains on the standard library's source."""
+    if section.sources:
+        return [
+            _Text(source.name, source.weight, list_documents(source.text, f"data.sources[{number}].text"))
+            for number, source in enumerate(section.sources)
+        ]
+    return [_Text("text", 1.0, list_documents(section.text or [STDLIB]))]
+
+
+def _open_text(section: DataSection, train: TrainSection, tokenizer: Tokenizer, total: int) -> Data:
+    from wanma.data.datasets.token_dataset import TextSource, TokenData
+
+    cache = cache_folder(section)
+    sources = [
+        TextSource(text.name, text.weight, ensure_token_file(text.documents, tokenizer, cache))
+        for text in _texts(section)
+    ]
+    return TokenData(
+        sources,
+        tokenizer,
+        sequence_length=section.sequence_length,
+        validation_fraction=section.validation_fraction,
+        masks=section.document_masks,
+        seed=train.seed,
+        total_samples=total,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """`Data` on demand: it needs torch, which `prepare` must not import."""
+    if name == "Data":
+        from wanma.data.datasets.dataset import Data
+
+        return Data
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

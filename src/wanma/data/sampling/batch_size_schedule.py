@@ -1,0 +1,43 @@
+"""The batch-size ramp: step, samples consumed and global batch as functions of each other.
+
+A step is numbered by the optimizer steps before it, so the first is 0. `train.batch_ramp` gives the batch
+size from a step on; before its first entry `train.global_batch` holds. The job's
+validator has made sure that the ramp's steps rise.
+"""
+
+from __future__ import annotations
+
+from wanma.job.sections.job import TrainSection
+
+
+def global_batch(train: TrainSection, step: int) -> int:
+    """Samples that `step` consumes."""
+    return next(batch for first, batch in reversed(_pieces(train)) if first <= step)
+
+
+def samples_before(train: TrainSection, step: int) -> int:
+    """Samples consumed by the steps before `step`: the position in the data when it starts."""
+    pieces = _pieces(train)
+    ends = [first for first, _ in pieces[1:]] + [step]
+    return sum(
+        (min(end, step) - first) * batch
+        for (first, batch), end in zip(pieces, ends, strict=True)
+        if first < step
+    )
+
+
+def step_of(train: TrainSection, sample: int) -> int:
+    """The step that consumes sample number `sample`."""
+    first, batch, before = 0, 0, 0
+    for next_first, next_batch in _pieces(train):
+        after = before + (next_first - first) * batch
+        if sample < after:
+            break
+        first, batch, before = next_first, next_batch, after
+    return first + (sample - before) // batch
+
+
+def _pieces(train: TrainSection) -> list[tuple[int, int]]:
+    """(first step, global batch) of every stretch of equal batch size, from step 0 on."""
+    ramp = list(train.batch_ramp)
+    return ramp if ramp and ramp[0][0] == 0 else [(0, train.global_batch), *ramp]

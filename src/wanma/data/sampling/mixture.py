@@ -1,0 +1,66 @@
+"""Weighted mixture of sources: which source gives global sample number s, and which of its samples.
+
+The interleave is a tree of two-way splits. A split with share p of the left side sends s to the left
+exactly when the rounded count of left samples, floor(s * p + 1/2), grows from s to s + 1: the evenest
+sequence there is (a Sturmian word). So a source's share is exact over each period, is never off by more
+than one sample per level of the tree in between, and needs no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+
+import numpy as np
+
+from wanma.data.sampling.permutation import Numbers
+
+_LARGEST_PERIOD = 1 << 31
+"""Keeps remainder times weight inside 64 bits."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of the sources as whole numbers: source i gives `shares[i]` of every `sum(shares)` samples."""
+
+    shares: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[float]) -> Mixture:
+        """Exact for weights as written in decimals; scaled to a period of 2**31 when theirs is longer."""
+        fractions = [Fraction(repr(float(weight))) for weight in weights]
+        if not fractions or any(fraction <= 0 for fraction in fractions):
+            raise ValueError(f"a mixture needs weights above 0, not {list(weights)}")
+        total = sum(fractions)
+        fractions = [fraction / total for fraction in fractions]
+        period = lcm(*(fraction.denominator for fraction in fractions))
+        if period > _LARGEST_PERIOD:
+            period = _LARGEST_PERIOD - len(fractions)  # room for a source that rounds up to one sample
+        return cls(tuple(max(round(fraction * period), 1) for fraction in fractions))
+
+    def locate(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Source of each sample number, and the sample's number within that source's own endless stream."""
+        sources = np.zeros_like(numbers)
+        indices = numbers.copy()
+        pending = [(0, len(self.shares), np.arange(len(numbers)))]
+        while pending:
+            first, end, at = pending.pop()
+            if end - first == 1 or not len(at):
+                sources[at] = first
+                continue
+            middle = (first + end) // 2
+            left, total = sum(self.shares[first:middle]), sum(self.shares[first:end])
+            before = _left_before(indices[at], left, total)
+            goes_left = _left_before(indices[at] + 1, left, total) > before
+            indices[at] = np.where(goes_left, before, indices[at] - before)
+            pending += [(first, middle, at[goes_left]), (middle, end, at[~goes_left])]
+        return sources, indices
+
+
+def _left_before(numbers: Numbers, left: int, total: int) -> Numbers:
+    """floor(number * left / total + 1/2) without overflow: how many of the first `number` samples go left."""
+    periods, rest = np.divmod(numbers, total)
+    count: Numbers = periods * left + (rest * left + total // 2) // total
+    return count

@@ -1,0 +1,1 @@
+"""Text: documents, tokenizers, token files, the validation split, and packing into sequences."""

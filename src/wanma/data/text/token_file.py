@@ -1,0 +1,266 @@
+"""Token files: a corpus encoded once, memory-mapped by every rank, whole or not there at all.
+
+One folder per (documents, tokenizer, format), named by their identity:
+
+    tokens.bin      every document's tokens and its end-of-document token, uint16 or uint32, little endian
+    offsets.bin     int64: document i is tokens[offsets[i] : offsets[i + 1]]
+    digests.bin     uint64: a hash of each document's content, which decides its side of the split
+    header.json     format, sizes and SHA-256 of the three, and the hash of all: equal where the data is equal
+    verified.json   which files (size, times, inode) were found whole; a changed file is hashed again
+
+A folder appears by one rename after everything in it has reached the disk. The lock of a builder dies with
+its process, so a half-built folder belongs to nobody and the next builder removes it. No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.text.content_detection import refuse_content
+from wanma.data.text.documents import Document
+from wanma.data.text.tokenization import Progress, TokenWriter, build_tokens
+from wanma.data.text.tokenizer import Tokenizer
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.run.run_directory import write_json
+
+_FORMAT = "wanma-tokens"
+_VERSION = 1
+_FILES = ("tokens.bin", "offsets.bin", "digests.bin")
+
+log = logging.getLogger("wanma.data")
+
+
+class DamagedError(Exception):
+    """A token folder that is not what its header says; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """An open token folder. The arrays are memory-mapped and read-only."""
+
+    folder: Path
+    header: dict[str, Any]
+    tokens: NDArray[Any]
+    offsets: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the content: equal on every machine that has the same tokens."""
+        return str(self.header["data_hash"])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, its end included."""
+        return np.diff(self.offsets)
+
+
+def ensure_token_file(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    cache: Path,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> TokenFile:
+    """Open the token file of `documents`, building it first when it is missing or damaged.
+
+    Safe to call from many processes at once: one builds, the others wait and open its result.
+
+    Args:
+        progress: called with (bytes done, bytes in all) while building.
+        workers: encoding processes; default: by the size of the corpus and the cores at hand.
+
+    Raises:
+        WanmaError: a document cannot be read, the disk is full, or the cache cannot be written to.
+    """
+    folder = cache / "tokens" / _identity(documents, tokenizer)
+    with _folder_errors(folder.parent):
+        with suppress(FileNotFoundError, DamagedError):
+            return open_token_file(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder):  # look again: whoever held it may have built or mended the file
+            try:
+                return open_token_file(folder)
+            except FileNotFoundError:
+                pass
+            except DamagedError as damage:
+                log.warning("token file %s is damaged (%s); building it again", folder, damage)
+                shutil.rmtree(folder)
+            _build(folder, documents, tokenizer, progress, workers)
+            return open_token_file(folder)
+
+
+def open_token_file(folder: Path) -> TokenFile:
+    """Map a token folder after making sure that it is whole.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        DamagedError: sizes or hashes differ from the header's.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    try:
+        header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+        if (header["format"], header["version"]) != (_FORMAT, _VERSION):
+            raise DamagedError(f"its format is {header['format']} {header['version']}")
+        _verify(folder, header)
+        tokens = np.memmap(folder / "tokens.bin", dtype=header["dtype"], mode="r")
+        offsets = np.memmap(folder / "offsets.bin", dtype="<i8", mode="r")
+        digests = np.memmap(folder / "digests.bin", dtype="<u8", mode="r")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"its header cannot be read: {error!r}") from error
+    except FileNotFoundError as error:
+        raise DamagedError(f"{Path(error.filename).name} is missing") from error
+    return TokenFile(folder, header, tokens, offsets, digests)
+
+
+def _verify(folder: Path, header: dict[str, Any]) -> None:
+    """Compare sizes and hashes; hash only what has changed since it was last found whole."""
+    stamp = {name: _stat(folder / name) for name in _FILES}
+    for name in _FILES:
+        if not (folder / name).is_file():
+            raise DamagedError(f"{name} is no file")
+        if stamp[name][0] != header["files"][name]["size"]:
+            raise DamagedError(f"{name} has {stamp[name][0]} bytes, not {header['files'][name]['size']}")
+    verified = folder / "verified.json"
+    with suppress(FileNotFoundError, ValueError):  # without a stamp that can be read, hash
+        if json.loads(verified.read_text(encoding="utf-8")) == stamp:
+            return
+    for name in _FILES:
+        with (folder / name).open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != header["files"][name]["sha256"]:
+                raise DamagedError(f"the content of {name} does not match its hash")
+    with suppress(OSError):  # a shared cache may be read-only, or full: then each opening hashes
+        write_json(verified, stamp)
+
+
+def _stat(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _identity(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+    """Name of the folder: what the tokens depend on, as far as can be told without reading the documents."""
+    known = [[document.url, document.size, document.version, document.explicit] for document in documents]
+    text = json.dumps([_FORMAT, _VERSION, tokenizer.fingerprint, known])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _build(
+    folder: Path,
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    progress: Progress | None,
+    workers: int | None,
+) -> None:
+    building = folder.with_name(f"{folder.name}.building")
+    shutil.rmtree(building, ignore_errors=True)  # of a builder that died: we hold the lock
+    building.mkdir()
+    try:
+        with TokenWriter(building / "tokens.bin", tokenizer.dtype) as writer:
+            built = build_tokens(documents, tokenizer, writer, building, progress, workers)
+        if not built.lengths:
+            raise JobError(
+                f"{documents[0].key}: the corpus is empty: files without text: {len(documents)} "
+                f"({built.binary} of them binary)",
+                "name files or folders with text, or use ['stdlib']",
+            )
+        if 2 * built.records > len(built.lengths):  # among much else, a few are what they are: files of data
+            raise refuse_content(documents[0].key, f"most of {len(documents)} files", "records", "")
+        offsets = np.concatenate([[0], np.cumsum(built.lengths, dtype=np.int64)])
+        hashes = {
+            "tokens.bin": writer.sha256,
+            "offsets.bin": _write_array(building / "offsets.bin", offsets.astype("<i8")),
+            "digests.bin": _write_array(building / "digests.bin", np.array(built.digests, dtype="<u8")),
+        }
+        header = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "dtype": tokenizer.dtype.str,
+            "tokens": int(offsets[-1]),
+            "documents": len(built.lengths),
+            "vocabulary": tokenizer.vocabulary,
+            "end_of_document": tokenizer.end_of_document,
+            "tokenizer": tokenizer.fingerprint,
+            "skipped": {"binary": built.binary, "empty": built.empty},
+            "not_utf8": built.not_utf8,
+            "files": {
+                name: {"size": (building / name).stat().st_size, "sha256": hashes[name]} for name in _FILES
+            },
+            "data_hash": hashlib.sha256(
+                "".join([tokenizer.fingerprint, *hashes.values()]).encode()
+            ).hexdigest(),
+        }
+        write_json(building / "header.json", header)
+        _sync(building / "header.json")
+        _sync(building)
+        write_json(building / "verified.json", {name: _stat(building / name) for name in _FILES})
+        building.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)  # the first error is the one to tell
+        raise
+
+
+def _write_array(path: Path, array: NDArray[Any]) -> str:
+    content = array.tobytes()
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return hashlib.sha256(content).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Be the only builder of `folder`. The kernel drops the lock of a process that dies."""
+    with folder.with_name(f"{folder.name}.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            log.info("waiting for process %s, which builds the token file %s", file.read() or "?", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextmanager
+def _folder_errors(folder: Path) -> Iterator[None]:
+    """Tell a full disk, a read-only cache and the like as what they are."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(_existing(folder)).free
+        raise WanmaError(
+            f"cannot keep token files in {folder}: {error.strerror or error} ({free / 2**20:,.0f} MiB free)",
+            "free some space, or choose another folder with data.cache; nothing half-written was left",
+        ) from error
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,269 @@
+"""Encoding a corpus: in this process when it is small, else in several that each take documents in turn.
+
+The processes are fresh interpreters (`tokenization_process.py`), neither forked nor re-importing the user's
+script, so that this works from any process and from any script. They are gone when `build_tokens` returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.text.content_detection import content_of, refuse_content
+from wanma.data.text.documents import Document, filesystem_to_json
+from wanma.data.text.tokenizer import BytesTokenizer, Tokenizer
+from wanma.job.errors import WanmaError
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+_TASK_BYTES = 1 << 20
+_COPIED_PER_PROCESS = 512 << 20
+_MERGED_PER_PROCESS = 4 << 20
+"""Bytes of text for which another process pays: copying bytes is fast, merging them into words is not."""
+
+
+@dataclass
+class Built:
+    """What became of the documents, in their order; those without tokens are only counted."""
+
+    lengths: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    binary: int = 0
+    empty: int = 0
+    not_utf8: int = 0
+    records: int = 0
+    """Number of files with tokens that are JSON records."""
+
+    def extend(self, other: Built) -> None:
+        self.lengths += other.lengths
+        self.digests += other.digests
+        self.binary += other.binary
+        self.empty += other.empty
+        self.not_utf8 += other.not_utf8
+        self.records += other.records
+
+
+class TokenWriter:
+    """A file of tokens that knows its hash, and is on the disk once closed without an error."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.sha256 = ""
+        self._hash = hashlib.sha256()
+        self._dtype = dtype
+        self._file = path.open("wb")
+
+    def write(self, tokens: NDArray[Any]) -> None:
+        self.write_bytes(tokens.astype(self._dtype, copy=False).tobytes())
+
+    def write_bytes(self, content: bytes) -> None:
+        self._hash.update(content)
+        self._file.write(content)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self.sha256 = self._hash.hexdigest()
+
+
+def build_tokens(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    writer: TokenWriter,
+    scratch: Path,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> Built:
+    """Write every document's tokens, in order, to `writer`.
+
+    Args:
+        scratch: existing folder for the processes' parts; they are removed one by one.
+        workers: processes; default: one more for each stretch of text that is worth one, up to the cores.
+    """
+    total = sum(document.size for document in documents)
+    tasks = _tasks(documents)
+    if workers is None:
+        copied = isinstance(tokenizer, BytesTokenizer)
+        workers = min(_cores(), total // (_COPIED_PER_PROCESS if copied else _MERGED_PER_PROCESS))
+    elsewhere = all("memory" not in document.filesystem.protocol for document in documents)
+    built = Built()
+    done = 0
+    if progress:
+        progress(0, total)
+    if workers > 1 and len(tasks) > 1 and elsewhere:  # what is in our memory no other process can read
+        results = _in_processes(tasks, tokenizer, writer, scratch, min(workers, len(tasks)))
+    else:
+        results = (encode_documents(task, tokenizer, writer) for task in tasks)
+    for task, result in zip(tasks, results, strict=True):
+        built.extend(result)
+        done += sum(document.size for document in task)
+        if progress:
+            progress(done, total)
+    return built
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, writer: TokenWriter) -> Built:
+    """Encode one after the other in this process."""
+    built = Built()
+    for document in documents:
+        digest = hashlib.blake2b(digest_size=8)
+        length, valid, begun = 0, True, False
+        for piece in document.pieces():
+            if not begun:
+                begun = True
+                content, name = content_of(piece)
+                if content != "text" and document.explicit:
+                    raise refuse_content(document.key, document.url, content, name)
+                if content == "binary":
+                    built.binary += 1
+                    break
+                built.records += content == "records"
+            digest.update(piece)
+            if tokenizer.needs_utf8 and valid:
+                valid = _is_utf8(piece)
+            tokens = tokenizer.encode(piece)
+            writer.write(tokens)
+            length += len(tokens)
+        else:
+            if length:
+                writer.write(np.array([tokenizer.end_of_document]))
+                built.lengths.append(length + 1)
+                built.digests.append(int.from_bytes(digest.digest(), "little"))
+                built.not_utf8 += not valid
+            else:
+                built.empty += 1
+    return built
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _tasks(documents: Sequence[Document]) -> list[list[Document]]:
+    """Runs of documents of about a megabyte each, so that processes share the work and progress is seen."""
+    tasks: list[list[Document]] = [[]]
+    size = 0
+    for document in documents:
+        if tasks[-1] and size + document.size > _TASK_BYTES:
+            tasks.append([])
+            size = 0
+        tasks[-1].append(document)
+        size += document.size
+    return tasks
+
+
+def _in_processes(
+    tasks: list[list[Document]], tokenizer: Tokenizer, writer: TokenWriter, scratch: Path, workers: int
+) -> Iterator[Built]:
+    """Each thread here holds one process and waits for it; parts are joined in the order of the tasks."""
+    tokenizer.save(scratch)
+    idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+    processes: list[_Process] = []
+
+    def encode(number: int) -> Built:
+        process = idle.get()
+        try:
+            return process.encode(tasks[number], scratch / f"part-{number}")
+        finally:
+            idle.put(process)
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="wanma-tokens")
+    try:
+        for _ in range(workers):
+            processes.append(_Process(scratch, tokenizer.fingerprint))
+            idle.put(processes[-1])
+        for number, built in enumerate(pool.map(encode, range(len(tasks)))):
+            part = scratch / f"part-{number}"
+            with part.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    writer.write_bytes(block)
+            part.unlink()
+            yield built
+    finally:  # also when a document fails or the user interrupts: killing first frees the threads that wait
+        for process in processes:
+            process.kill()
+        pool.shutdown(wait=True, cancel_futures=True)
+        for process in processes:
+            process.close()
+    (scratch / "tokenizer.json").unlink()
+
+
+class _Process:
+    """One encoding process: a request per line on its standard input, an answer per line on its output."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        command = [sys.executable, "-m", "wanma.data.text.tokenization_process", str(folder), fingerprint]
+        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def encode(self, documents: list[Document], part: Path) -> Built:
+        filesystems: list[str] = []
+        rows = []
+        for document in documents:
+            text = filesystem_to_json(document.filesystem)
+            if text not in filesystems:
+                filesystems.append(text)
+            row = [filesystems.index(text), document.path, document.url, document.explicit, document.key]
+            rows.append(row)
+        answer = self._ask({"part": str(part), "filesystems": filesystems, "documents": rows})
+        return Built(**answer["built"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        try:
+            self._popen.stdin.write(json.dumps(request) + "\n")
+            self._popen.stdin.flush()
+            line = self._popen.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            code = self._popen.wait()
+            raise WanmaError(
+                f"a process that encodes text ended with code {code} before its work was done",
+                "out of memory is the usual cause; its own message, if any, is above",
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "os_error" in answer:
+            raise OSError(*answer["os_error"])
+        if "error" in answer:
+            raise WanmaError(*answer["error"])
+        return answer
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def close(self) -> None:
+        self._popen.communicate()
+
+
+def built_to_json(built: Built) -> dict[str, Any]:
+    return asdict(built)

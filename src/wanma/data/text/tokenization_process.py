@@ -1,0 +1,50 @@
+"""Process that encodes documents for `tokenization.py`.
+
+Started as `python -m wanma.data.text.tokenization_process FOLDER HASH`.
+
+One JSON request per line comes in, one JSON answer goes out; it ends with its input, so that it never
+outlives the process that started it by more than one request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from wanma.data.text.documents import Document, filesystem_from_json
+from wanma.data.text.tokenization import TokenWriter, built_to_json, encode_documents
+from wanma.data.text.tokenizer import Tokenizer, load_tokenizer
+from wanma.job.errors import WanmaError
+
+
+def main(folder: str, fingerprint: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; our parent decides
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not look like an answer
+    tokenizer = load_tokenizer(Path(folder))
+    assert tokenizer.fingerprint == fingerprint
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line), tokenizer)), file=answers, flush=True)
+
+
+def _answer(request: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    filesystems = [filesystem_from_json(text) for text in request["filesystems"]]
+    documents = [
+        Document(filesystems[which], path, url, 0, "", explicit, key)
+        for which, path, url, explicit, key in request["documents"]
+    ]
+    try:
+        with TokenWriter(Path(request["part"]), tokenizer.dtype) as writer:
+            return {"built": built_to_json(encode_documents(documents, tokenizer, writer))}
+    except WanmaError as error:
+        return {"error": [error.message, error.hint, error.exit_code]}
+    except OSError as error:
+        return {"os_error": [error.errno, error.strerror]}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

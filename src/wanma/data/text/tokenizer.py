@@ -1,0 +1,186 @@
+"""Text to token numbers and back: plain bytes, or any Hugging Face `tokenizers` JSON file. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.text.documents import is_local
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.retry import PATIENCE, retry
+
+_FILE = "tokenizer.json"
+_BYTES = '{"wanma_tokenizer": "bytes"}'
+_END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|end_of_document|>",
+    "<EOS>",
+    "[EOS]",
+)
+"""Names under which published tokenizers keep their end-of-document token; the first that is there wins."""
+END_OF_BYTES = "<|endoftext|>"
+"""End of a document in the file of the bytes tokenizer."""
+
+
+class Tokenizer(ABC):
+    """What turns text into tokens."""
+
+    vocabulary: int
+    """Token numbers are below this."""
+    end_of_document: int
+    """Follows every document."""
+    needs_utf8: bool
+    """Bytes that are not UTF-8 are replaced by U+FFFD before encoding."""
+    fingerprint: str
+    """Equal for tokenizers with equal content."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type that holds every token."""
+        return np.dtype("<u2" if self.vocabulary <= 1 << 16 else "<u4")
+
+    @abstractmethod
+    def encode(self, text: bytes | str) -> NDArray[Any]:
+        """Tokens of a piece of text, of `dtype`, without special tokens around them."""
+
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of `tokens`; ends of documents are left out, what is no UTF-8 shows as U+FFFD."""
+
+    @abstractmethod
+    def published(self) -> str:
+        """The content of a Hugging Face `tokenizers` file, tokenizer.json."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Leave in `folder` what `load_tokenizer(folder)` needs."""
+
+
+class BytesTokenizer(Tokenizer):
+    """Each byte is a token; 256 ends a document."""
+
+    vocabulary = 257
+    end_of_document = 256
+    needs_utf8 = False
+    fingerprint = "bytes"
+
+    def encode(self, text: bytes | str) -> NDArray[Any]:
+        content = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(content, dtype=np.uint8).astype(self.dtype)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(int(token) for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        (folder / _FILE).write_text(_BYTES, encoding="utf-8")
+
+    def published(self) -> str:
+        """The same tokenizer as a Hugging Face `tokenizers` file: token numbers are bytes."""
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+        backend: Any = Backend(models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(END_OF_BYTES, special=True, normalized=False)])
+        text: str = backend.to_str(pretty=True)
+        return text
+
+
+class FileTokenizer(Tokenizer):
+    """A Hugging Face `tokenizers` JSON file, whatever its algorithm."""
+
+    needs_utf8 = True
+
+    def __init__(self, content: str) -> None:
+        from tokenizers import Tokenizer as Backend  # only who uses one pays for its import
+
+        self._content = content
+        self._backend: Any = Backend.from_str(content)
+        self._backend.no_truncation()  # a document is never cut or padded, whatever the file was saved with
+        self._backend.no_padding()
+        numbers = self._backend.get_vocab(with_added_tokens=True)
+        if not numbers:
+            raise ValueError("its vocabulary is empty")
+        self._known = max(numbers.values()) + 1
+        named = [numbers[name] for name in _END_OF_DOCUMENT if name in numbers]
+        self.end_of_document = named[0] if named else self._known
+        self.vocabulary = max(self._known, self.end_of_document + 1)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+
+    def encode(self, text: bytes | str) -> NDArray[Any]:
+        content = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        # one text at a time: `encode_batch` starts a thread pool, which a later fork would not survive
+        encoded = self._backend.encode(content, add_special_tokens=False)
+        return np.array(encoded.ids, dtype=self.dtype)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        kept = [int(token) for token in tokens if token < self._known and token != self.end_of_document]
+        text: str = self._backend.decode(kept, skip_special_tokens=False)
+        return text
+
+    def published(self) -> str:
+        return self._content
+
+    def save(self, folder: Path) -> None:
+        (folder / _FILE).write_text(self._content, encoding="utf-8")
+
+
+def _byte_characters() -> list[str]:
+    """Printable character that stands for each byte in byte-level vocabularies (Radford et al. 2019)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def load_tokenizer(name: str | Path, key: str = "data.tokenizer") -> Tokenizer:
+    """'bytes', the path or URL of a tokenizer.json, or a folder that holds one.
+
+    Raises:
+        JobError: no such file, or not a tokenizer; names `key`.
+        WanmaError: the file cannot be read.
+    """
+    if name == "bytes":
+        return BytesTokenizer()
+    content = _read(str(name), key)
+    if content.strip() == _BYTES:
+        return BytesTokenizer()
+    try:
+        json.loads(content)
+        return FileTokenizer(content)
+    except Exception as error:  # the backend raises plain `Exception` for a file that it cannot use
+        raise JobError(
+            f"{key}: '{name}' is not a Hugging Face tokenizers file: {error}",
+            "it is the file named tokenizer.json in a model's repository",
+        ) from error
+
+
+def _read(name: str, key: str) -> str:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(name)
+
+        def fetch() -> bytes:
+            file = f"{path.rstrip('/')}/{_FILE}" if filesystem.isdir(path) else path
+            content: bytes = filesystem.cat_file(file)
+            return content
+
+        return (fetch() if is_local(filesystem) else retry(fetch, PATIENCE)).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise JobError(f"{key}: '{name}' is not a text file, so no tokenizer.json") from error
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        cause = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise JobError(f"{key}: '{name}': {cause}", "give 'bytes' or the path of a tokenizer.json") from error
+    except OSError as error:
+        raise WanmaError(f"{key}: cannot read '{name}': {error.strerror or error}") from error

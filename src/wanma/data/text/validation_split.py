@@ -1,0 +1,147 @@
+"""Which documents are for validation: a split that never leaks and never changes.
+
+A document's side follows from a hash of its content alone, so identical documents, in one source or in
+several, are on the same side, whatever the seed. Small corpora move the smallest documents that a sequence on
+either side needs; the smallest corpora are split inside their documents, each at the same share of its
+length, which keeps copies together too. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wanma.data.text.token_file import TokenFile
+from wanma.job.errors import JobError
+
+Segments = NDArray[np.int64]
+"""(segments, 2): first token and end of each stretch of a token file."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One source's two sides."""
+
+    train: Segments
+    validation: Segments
+    cut: float = 0.0
+    """Share of every document, its end, that is for validation, where whole documents are too few."""
+
+
+def split_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
+    """Split every source's documents; all sources together get at least one validation sequence.
+
+    Args:
+        fraction: share of documents to keep for validation; 0: none.
+        sequence_length: a side with fewer tokens than one more than this gives no sequence.
+
+    Raises:
+        JobError: too little text for one sequence of training in some source, or of validation in all.
+    """
+    least = sequence_length + 1
+    for file in files:
+        if len(file.tokens) < least:
+            raise _too_little(len(file.tokens), sequence_length)
+    threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    by_hash = [file.digests < threshold for file in files]
+    chosen = _rebalance(files, by_hash, fraction, least) if fraction else by_hash
+    if chosen is None:
+        return _inside_documents(files, fraction, sequence_length)
+    return [_by_document(file, mask) for file, mask in zip(files, chosen, strict=True)]
+
+
+def _rebalance(
+    files: Sequence[TokenFile], masks: list[NDArray[np.bool_]], fraction: float, least: int
+) -> list[NDArray[np.bool_]] | None:
+    """Move as few documents as both sides demand, all copies of one together; None when no choice is enough.
+
+    Every source keeps at least half of what the fraction leaves to it, so that one huge document on the wrong
+    side cannot take the training text away.
+
+    Args:
+        masks: per source, which documents are for validation by their hash.
+    """
+    sizes = np.array([len(file.tokens) for file in files])
+    needed = np.maximum(least, sizes * (1 - fraction) / 2)
+    kept = np.array([file.lengths[mask].sum() for file, mask in zip(files, masks, strict=True)])
+    left = sizes - kept
+    if (left >= needed).all() and (kept >= least).any():
+        return masks  # of a large corpus: nothing below is worth its time
+
+    contents, first, where = np.unique(
+        np.concatenate([file.digests for file in files]), return_index=True, return_inverse=True
+    )
+    chosen = np.concatenate(masks)[first]
+    ends = np.cumsum([len(file.digests) for file in files])
+    tokens = np.zeros(
+        (len(files), len(contents)), np.int64
+    )  # of each content in each source, with its copies
+    for row, file, end in zip(tokens, files, ends, strict=True):
+        np.add.at(row, where[end - len(file.digests) : end], file.lengths)
+    smallest_first = np.argsort(tokens.sum(axis=0), kind="stable")
+    for index in smallest_first[::-1]:
+        if (left >= needed).all():
+            break
+        if chosen[index] and (tokens[left < needed, index] > 0).any():
+            chosen[index] = False
+            left += tokens[:, index]
+            kept -= tokens[:, index]
+    for index in smallest_first:
+        if (kept >= least).any():
+            break
+        if not chosen[index] and (left - tokens[:, index] >= needed).all():
+            chosen[index] = True
+            left -= tokens[:, index]
+            kept += tokens[:, index]
+    if (left < needed).any() or (kept < least).all():
+        return None
+    return np.split(chosen[where], ends[:-1])
+
+
+def _inside_documents(files: Sequence[TokenFile], fraction: float, sequence_length: int) -> list[Split]:
+    """The end of every document is for validation."""
+    least = sequence_length + 1
+    share = max(fraction, least / max(len(file.tokens) for file in files))
+    splits = []
+    for file in files:
+        starts, ends = file.offsets[:-1], file.offsets[1:]
+        cuts = ends - np.ceil(file.lengths * share).astype(np.int64)
+        splits.append(Split(_segments(starts, cuts), _segments(cuts, ends), share))
+        if (tokens := _count(splits[-1].train)) < least:
+            raise _too_little(tokens, sequence_length, f" once {share:.0%} is kept for validation")
+    return splits
+
+
+def _by_document(file: TokenFile, validation: NDArray[np.bool_]) -> Split:
+    starts, ends = file.offsets[:-1], file.offsets[1:]
+    return Split(
+        _segments(starts[~validation], ends[~validation]), _segments(starts[validation], ends[validation])
+    )
+
+
+def _segments(starts: NDArray[Any], ends: NDArray[Any]) -> Segments:
+    """Neighbours merged, empty ones left out: a large corpus has few, so that most rows are one copy."""
+    filled = ends > starts
+    starts, ends = starts[filled], ends[filled]
+    if not len(starts):
+        return np.empty((0, 2), np.int64)
+    breaks = np.flatnonzero(starts[1:] != ends[:-1])
+    first = np.concatenate([starts[:1], starts[1:][breaks]])
+    last = np.concatenate([ends[:-1][breaks], ends[-1:]])
+    return np.stack([first, last], axis=1).astype(np.int64)
+
+
+def _count(segments: Segments) -> int:
+    return int((segments[:, 1] - segments[:, 0]).sum())
+
+
+def _too_little(tokens: int, sequence_length: int, when: str = "") -> JobError:
+    return JobError(
+        f"data.sequence_length: {sequence_length} is too long for a text of {tokens:,} tokens{when}; "
+        f"one sequence needs {sequence_length + 1:,}",
+        "add text, lower data.sequence_length, or train without validation (data.validation_fraction=0)",
+    )

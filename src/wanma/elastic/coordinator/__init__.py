@@ -1,0 +1,1 @@
+"""Coordinator of a run: admission of nodes, rendezvous, generations, resize, failover."""

@@ -1,0 +1,167 @@
+"""Who carries a run on when the machine that hosts its coordinator is lost, and when nobody may.
+
+The shared run directory decides, not the clock: a generation number can be claimed there only once
+(`wanma.job.run.generation_claims`), and what has been followed writes nothing any more. Time only says
+when it is worth a try. `may_claim` is the rule; `Vacancy` gathers what it needs to know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wanma.elastic.failure import Failure
+from wanma.elastic.protocol.messages import Start
+from wanma.job.run import generation_claims
+from wanma.job.run.generation_claims import Claim
+
+LOST_HINT = "look at that machine; the same command on every machine carries on from the last checkpoint"
+TURN_SECONDS = 2.0
+"""How long each node in the line of successors has before the next one tries."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """The run of a coordinator that has been lost."""
+
+    start: Start
+    """Its newest."""
+    survivors: frozenset[int]
+    """Nodes that are expected to join."""
+    failure: Failure
+    """The loss itself."""
+    patience_seconds: float
+    """How long they may take."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a node knows of the coordinator that it has lost; its own ranks have been ended."""
+
+    dead: bool
+    """Nothing listens any more where the coordinator did: its process has ended, and its ranks with it."""
+    still_seconds: float
+    """How long it has left no sign of life in the run directory."""
+    lost_seconds: float
+    """How much of that is too long."""
+    nodes: int
+    """Of the generation."""
+    votes: int
+    """How many of them do not hear the coordinator either, this one included."""
+    place_in_line: int
+    """Nodes before this one that could follow as well."""
+    waited_seconds: float
+
+
+def may_claim(sight: Sight) -> bool:
+    """Whether a node may try to claim the next generation, and host it.
+
+    A coordinator that is merely silent may live. It is followed only when a majority of its nodes has lost
+    it, or when it cannot be seen in the run directory either: then it cannot write there. Two nodes that
+    are cut off from each other, both with access to the run directory, wait for each other.
+    """
+    lost = sight.dead or 2 * sight.votes > sight.nodes or sight.still_seconds > sight.lost_seconds
+    return lost and sight.waited_seconds >= sight.place_in_line * TURN_SECONDS
+
+
+def successors(nodes: int, gone: Collection[int]) -> list[int]:
+    """Nodes in the order in which they follow a lost coordinator."""
+    return [node for node in range(nodes) if node not in gone]
+
+
+@dataclass
+class Vacancy:
+    """The time between two coordinators, as one node sees it.
+
+    Args:
+        run: the run directory.
+        start: the newest that this node has had from the lost coordinator.
+        claim: that coordinator's.
+        lost_seconds: see `Sight`.
+    """
+
+    run: Path
+    start: Start
+    claim: Claim
+    lost_seconds: float
+    reason: str
+    """Why the coordinator counts as lost."""
+    dead: bool = False
+    """See `Sight`."""
+    since: float = field(default_factory=time.monotonic)
+    gone: set[int] = field(default_factory=set)
+    """Nodes whose coordinators have been lost."""
+
+    def __post_init__(self) -> None:
+        self._silent = True
+        """This node has not heard of the claim's coordinator for `lost_seconds`, or knows it dead."""
+        self._voted: set[int] = set()
+        self._watch(self.claim)
+
+    def _watch(self, claim: Claim) -> None:
+        self.claim = claim
+        host = claim.node if claim.node is not None else self.start.host_node
+        self.gone.add(host)
+        self._pulse, self._moved = generation_claims.pulse(self.run, claim.generation), time.monotonic()
+
+    def look(self) -> bool:
+        """Take in what the run directory says; true when another coordinator has claimed the run."""
+        newest = generation_claims.newest(self.run)
+        if newest is not None and newest.generation > self.claim.generation:
+            self.follow(newest)
+            return True
+        if newest is not None and newest.generation == self.claim.generation:
+            self.claim = newest  # whole now, or closed: whoever ends a run says so there
+        return False
+
+    def follow(self, claim: Claim) -> None:
+        """Another coordinator has the run, dead or alive."""
+        self._watch(claim)
+        self.dead, self._silent, self.since = False, False, time.monotonic()
+
+    def may_claim(self) -> bool:
+        """Asked again and again, once no rank of this node lives; it votes by that."""
+        now = time.monotonic()
+        pulse = generation_claims.pulse(self.run, self.claim.generation)
+        if pulse != self._pulse:
+            self._pulse, self._moved = pulse, now
+        self._silent = self._silent or self.dead or now - self.since > self.lost_seconds
+        if self._silent and self.claim.generation not in self._voted:
+            generation_claims.vote(self.run, self.claim.generation, self.start.node_rank)
+            self._voted.add(self.claim.generation)
+        line = successors(len(self.start.ranks_by_node), self.gone)
+        if self.start.node_rank not in line:
+            return False
+        return may_claim(
+            Sight(
+                dead=self.dead,
+                still_seconds=now - self._moved,
+                lost_seconds=self.lost_seconds,
+                nodes=len(self.start.ranks_by_node),
+                votes=len(generation_claims.votes(self.run, self.claim.generation)),
+                place_in_line=line.index(self.start.node_rank),
+                waited_seconds=now - self.since,
+            )
+        )
+
+    def withdraw(self) -> None:
+        """This node has found a coordinator."""
+        for generation in self._voted:
+            generation_claims.withdraw(self.run, generation, self.start.node_rank)
+
+    def past(self, own_host: str) -> Past:
+        """What this node carries on as coordinator."""
+        survivors = successors(len(self.start.ranks_by_node), self.gone)
+        node = self.start.host_node
+        first = generation_claims.read(self.run, self.start.generation)
+        host = first.host if first is not None else "unknown"
+        lost = f"node {node} ({host})" if node >= 0 else f"the machine without ranks that hosted it ({host})"
+        failure = Failure(
+            f"{lost} was lost: {self.reason}; {own_host} hosts the run now",
+            node=node if node >= 0 else None,
+            host=host,
+            hint=LOST_HINT,
+        )
+        return Past(self.start, frozenset(survivors), failure, self.lost_seconds)

@@ -1,0 +1,45 @@
+"""Asks the planner beside the supervisor's loop, which has heartbeats to send meanwhile."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+
+from wanma.elastic.launch_config import Replanner
+from wanma.elastic.recovery.replan import Decision, Situation
+from wanma.elastic.transport.event_loop import Loop
+from wanma.job.errors import WanmaError
+
+
+def ask_beside(
+    replanner: Replanner, situation: Situation, loop: Loop, on_answer: Callable[[Decision], None]
+) -> None:
+    """Call `on_answer` in the loop, once there is an answer; what the planner refuses is one, too.
+
+    A mistake in the planner is raised in the loop.
+    """
+    answers: list[Decision | Exception] = []
+    mine, theirs = socket.socketpair()
+
+    def think() -> None:
+        try:
+            answers.append(replanner.decide(situation))
+        except WanmaError as error:
+            reason = f"{error.message}; {error.hint}" if error.hint else error.message
+            answers.append(Decision(None, 0, reason))
+        except Exception as error:  # a thread has nobody to raise to: the loop does
+            answers.append(error)
+        theirs.close()
+
+    def answered(_events: int) -> None:
+        loop.forget(mine)
+        mine.close()
+        (answer,) = answers
+        if isinstance(answer, Exception):
+            raise answer
+        on_answer(answer)
+
+    loop.watch(mine, answered, selectors.EVENT_READ)
+    threading.Thread(target=think, daemon=True, name="wanma-planner").start()

@@ -1,0 +1,1 @@
+"""Diagnosis of workers: hang detector and hang report, straggler detector."""

@@ -1,0 +1,1 @@
+"""A supervisor's link to its coordinator: in-process or TCP, with reconnect and failover."""

@@ -1,0 +1,92 @@
+"""How a supervisor reaches its coordinator: directly on one node, by TCP on several.
+
+`open_link` is the front door. Whoever can bind the rendezvous address serves the coordinator
+beside its own work; every supervisor, that one included, then joins by TCP (`membership`). Both sides prove
+that they know the shared secret without saying it, sign every line after that, and send heartbeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from wanma.elastic.coordinator.coordinator_server import DrivenCoordinator
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.membership.tcp_link import MakeJoin, OnLost, OnMessage, RemoteLink
+from wanma.elastic.protocol.messages import Message, Start
+from wanma.elastic.protocol.shared_secret import meeting_secret
+from wanma.elastic.transport.endpoint import resolve
+from wanma.elastic.transport.event_loop import Loop
+from wanma.hardware.discovery.network_interfaces import way_to
+from wanma.job.errors import WanmaError
+
+
+class Link(Protocol):
+    """A supervisor's way to its coordinator."""
+
+    @property
+    def place(self) -> str:
+        """Where that is."""
+
+    def send(self, message: Message) -> None: ...
+
+    def close(self, linger: bool) -> None: ...
+
+
+def open_link(
+    launch: Launch,
+    environment: Mapping[str, str],
+    loop: Loop,
+    make_join: MakeJoin,
+    on_message: OnMessage,
+    on_lost: OnLost,
+) -> Link:
+    """Join the run; `on_message` gets the coordinator's words, `on_lost` why it has gone for good.
+
+    Raises:
+        WanmaError: no place, secret or interface; later, out of the loop: nobody there, refused, not wanma.
+    """
+    if launch.nodes == 1:
+        return LocalLink(launch, loop, make_join, on_message)
+    if launch.rendezvous is None:
+        raise WanmaError(
+            f"{launch.nodes} machines need a place to meet",
+            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of them",
+            exit_code=2,
+        )
+    place = resolve(launch.rendezvous)
+    way_to(place.address[0], launch.interface)  # a wrong one is told before anybody waits
+    secret = meeting_secret(place.loopback, environment)
+    return RemoteLink(launch, place, secret, loop, make_join, on_message, on_lost)
+
+
+class LocalLink:
+    """The coordinator of a run of one node lives in the supervisor."""
+
+    place = "this machine"
+
+    def __init__(self, launch: Launch, loop: Loop, make_join: MakeJoin, on_message: OnMessage) -> None:
+        self._generation = 0
+        """As on the wire: words that belong to another generation than the newest are dropped."""
+        self._newest = 0
+
+        # Through the loop, so that an answer never arrives inside the call that caused it.
+        def deliver(_peer: int, message: Message) -> None:
+            if isinstance(message, Start):
+                self._newest = message.generation
+            loop.call_later(0, lambda: hear(message))
+
+        def hear(message: Message) -> None:
+            if isinstance(message, Start):
+                self._generation = message.generation
+            on_message(message)
+
+        self._driven = DrivenCoordinator(launch, self.place, loop, deliver)
+        self._driven.receive(0, make_join("127.0.0.1"))
+
+    def send(self, message: Message) -> None:
+        if not message.scoped or self._generation == self._newest:
+            self._driven.receive(0, message)
+
+    def close(self, linger: bool) -> None:
+        """Nothing is held."""

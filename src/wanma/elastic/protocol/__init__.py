@@ -1,0 +1,1 @@
+"""Messages between coordinator, supervisors, fork server and workers: framing, signing, secret."""

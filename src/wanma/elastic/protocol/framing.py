@@ -1,0 +1,225 @@
+"""The one protocol of the elastic room: newline-delimited JSON, versioned, limited, typed.
+
+A message of `messages` or `local_messages` is one line `{"v": version, "g": generation, "kind": name,
+...fields}`. Here are framing and keys only, pure: bytes in, messages out. Whatever is malformed raises
+`ProtocolError`, and whoever holds the connection ends it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import secrets
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from typing import Any, Union
+
+from wanma.elastic.protocol import local_messages, messages
+from wanma.elastic.protocol.messages import Challenge, Message
+
+VERSION = 3
+KINDS: dict[str, type[Message]] = {
+    name: kind
+    for module in (messages, local_messages)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+}
+"""By name."""
+LINE_LIMIT = 1 << 20
+"""Bytes of one message; longer ones end the connection."""
+_MAC_LENGTH = 64
+
+
+class ProtocolError(Exception):
+    """The other side sent something that is no message of this protocol."""
+
+
+class VersionError(ProtocolError):
+    """The other side speaks another version of this protocol."""
+
+
+# Framing -------------------------------------------------------------------------------------------
+
+
+def encode(message: Message, generation: int = 0) -> bytes:
+    """One line. Raises `ProtocolError` when it would be longer than `LINE_LIMIT` or is no JSON."""
+    value = {"v": VERSION, "g": generation, "kind": type(message).__name__, **_to_json(message)}
+    try:
+        line = json.dumps(value, separators=(",", ":"), allow_nan=True).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be sent as JSON: {error}") from error
+    if len(line) > LINE_LIMIT - _MAC_LENGTH - 1:
+        raise ProtocolError(
+            f"{type(message).__name__} of {len(line)} bytes is over the limit of {LINE_LIMIT}"
+        )
+    return line
+
+
+def decode(line: bytes) -> tuple[int, Message]:
+    """(generation, message) of one line. Raises `ProtocolError` for anything else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not JSON: {line[:60]!r}") from error
+    if not isinstance(value, dict) or "kind" not in value:
+        raise ProtocolError(f"not a message: {line[:60]!r}")
+    if value.get("v") != VERSION:
+        raise VersionError(f"protocol version {value.get('v')!r}, this is version {VERSION}")
+    generation, name = value.pop("g", None), value.pop("kind")
+    del value["v"]
+    if type(generation) is not int or generation < 0:
+        raise ProtocolError(f"generation {generation!r} is not a count")
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ProtocolError(f"unknown message {str(name)[:60]!r}")
+    message: Message = _from_json(kind, value, kind.__name__)
+    return generation, message
+
+
+class Framer:
+    """Bytes to messages and back for one connection; pure, knows no socket.
+
+    After `sign`, every line carries an HMAC over a counter and its text, so that nobody on the path
+    can forge, drop, repeat or reorder lines unnoticed.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """Scoped messages of another generation are dropped; the holder sets it."""
+        self.counted = 0
+        """Messages taken in, those that were dropped included, that are `Message.counted`."""
+        self._buffer = bytearray()
+        self._keys: tuple[bytes, bytes] | None = None
+        self._sent = self._received = 0
+
+    def sign(self, send_key: bytes, receive_key: bytes) -> None:
+        """Sign from the next line on, in both directions."""
+        self._keys = (send_key, receive_key)
+
+    def frame(self, message: Message, generation: int | None = None) -> bytes:
+        """One line; `generation`: that the message belongs to, where it is not the current one."""
+        generation = self.generation if generation is None else generation
+        line = encode(message, generation if message.scoped else 0)
+        if self._keys is None:
+            return line
+        mac = _line_mac(self._keys[0], self._sent, line)
+        self._sent += 1
+        return mac + b" " + line
+
+    def feed(self, data: bytes) -> None:
+        """Add received bytes. Raises `ProtocolError` when a line grows past the limit."""
+        self._buffer += data
+        if len(self._buffer) > LINE_LIMIT and self._buffer.find(b"\n", 0, LINE_LIMIT) < 0:
+            raise ProtocolError(f"a line of more than {LINE_LIMIT} bytes")
+
+    def next(self) -> Message | None:
+        """The next whole message of the current generation; None when more bytes are needed.
+
+        One at a time, because a message may change what follows (`sign`, `generation`).
+        """
+        while (end := self._buffer.find(b"\n")) >= 0:
+            if end >= LINE_LIMIT:
+                raise ProtocolError(f"a line of more than {LINE_LIMIT} bytes")
+            line = bytes(self._buffer[: end + 1])
+            del self._buffer[: end + 1]
+            if self._keys is not None:
+                line = self._verified(line, self._keys[1])
+            generation, message = decode(line)
+            self.counted += message.counted
+            if not message.scoped or generation == self.generation:
+                return message
+        return None
+
+    def _verified(self, line: bytes, key: bytes) -> bytes:
+        mac, _, text = line.partition(b" ")
+        if not hmac.compare_digest(mac, _line_mac(key, self._received, text)):
+            raise ProtocolError("a line with a wrong signature")
+        self._received += 1
+        return text
+
+
+def _line_mac(key: bytes, count: int, line: bytes) -> bytes:
+    return hmac.new(key, b"%d " % count + line, hashlib.sha256).hexdigest().encode()
+
+
+# Authentication ------------------------------------------------------------------------------------
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def proof(secret: bytes, role: str, challenge: Challenge, nonce: str) -> str:
+    """What only a holder of the secret can say to these two nonces; the secret itself never travels."""
+    return hmac.new(secret, f"{role} {challenge.nonce} {nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+def proof_holds(given: str, secret: bytes, role: str, challenge: Challenge, nonce: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), proof(secret, role, challenge, nonce).encode())
+
+
+def line_keys(secret: bytes, challenge: Challenge, nonce: str) -> tuple[bytes, bytes]:
+    """(supervisor's, coordinator's) signing key of this connection."""
+    return (
+        proof(secret, "lines from supervisor", challenge, nonce).encode(),
+        proof(secret, "lines from coordinator", challenge, nonce).encode(),
+    )
+
+
+# Dataclasses to JSON and back ----------------------------------------------------------------------
+
+
+def _to_json(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    return value
+
+
+@functools.cache
+def _field_hints(kind: type) -> dict[str, Any]:
+    """Types by field name; kept, because resolving them takes longer than reading a message."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _from_json(hint: Any, value: Any, where: str) -> Any:
+    """`value` as `hint` demands: dataclasses, tuples, dicts, unions with None and plain types."""
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        wanted = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return None if value is None else _from_json(wanted[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where} is not a list")
+        return tuple(_from_json(typing.get_args(hint)[0], item, where) for item in value)
+    if origin is dict:
+        inner = typing.get_args(hint)[1]
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where} is not an object")
+        return value if inner is Any else {k: _from_json(inner, v, where) for k, v in value.items()}
+    if is_dataclass(hint):
+        return _dataclass_from_json(typing.cast(type, hint), value, where)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ProtocolError(f"{where} is not {hint.__name__}")
+    return value
+
+
+def _dataclass_from_json(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where} is not an object")
+    hints = _field_hints(kind)
+    if unknown := set(value) - set(hints):
+        raise ProtocolError(f"{where} has unknown fields {sorted(unknown)}")
+    try:
+        return kind(**{name: _from_json(hints[name], value[name], f"{where}.{name}") for name in value})
+    except TypeError as error:
+        raise ProtocolError(f"{where} lacks a field: {error}") from error
+    except OverflowError as error:
+        raise ProtocolError(f"{where} has a number out of range") from error

@@ -1,0 +1,1 @@
+"""Recovery after a failure or stop: restart policy, re-plan request, in-memory checkpoints, flush."""

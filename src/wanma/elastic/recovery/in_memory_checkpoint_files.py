@@ -1,0 +1,136 @@
+"""Files in memory where the ranks of a node leave copies of their state; they outlive the ranks.
+
+On several nodes also those of another node's ranks, which send them here (`checkpoint.ring`). What is in
+them is the checkpoint room's affair (`checkpoint.image`): here only their heads are read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator, Sequence
+
+from wanma.checkpoint.in_memory.memory_file import Head, read_head
+from wanma.checkpoint.in_memory.partner_ring import guests_of
+from wanma.elastic.protocol.messages import HeldImage, Image
+from wanma.job.errors import WanmaError
+
+
+class ImageFiles:
+    """Pairs of files, held by this node's supervisor: in each pair there is always one that is whole.
+
+    One pair for each rank, as many more as there are guests, and those that are still restored from.
+
+    Args:
+        ranks: of this node, at first.
+
+    Raises:
+        WanmaError: the system allows fewer open files.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._pairs: list[tuple[int, ...]] = []
+        try:
+            while len(self._pairs) < ranks:
+                self._pairs.append(_new_pair())
+        except OSError as error:
+            self.close()
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise WanmaError(
+                f"{ranks:,} ranks on one machine need more open files than this system allows ({limit:,})",
+                "start fewer ranks, or raise the limit: `ulimit -n`",
+            ) from None
+        self._guests: dict[int, int] = {}
+        """By rank: which pair."""
+
+    def arrange(self, ranks: int, guests: Sequence[int], restore: Image | None) -> None:
+        """Have a pair for each of so many ranks of this node and for each guest, and none that nobody needs.
+
+        Args:
+            guests: ranks of another node whose images this one takes.
+            restore: what the new ranks start from, which stays wherever it is.
+        """
+        needed = ranks + len(guests)
+        while len(self._pairs) < needed:
+            self._pairs.append(_new_pair())
+        for pair in self._pairs[needed:]:
+            if not any(_is_of(one, restore) for one in pair):
+                self._pairs.remove(pair)
+                _close(pair)
+        self._guests = {guest: ranks + index for index, guest in enumerate(guests)}
+
+    def held(self) -> tuple[HeldImage, ...]:
+        """The whole images, of this node's ranks and of guests."""
+        heads = map(_whole, self._all())
+        return tuple(
+            HeldImage(head.rank, _moment(head), head.world_size) for head in heads if head is not None
+        )
+
+    def to_write(self, local_rank: int, restore: Image | None) -> tuple[str, ...]:
+        """Paths in the order in which a rank is to write them: last the one that is still restored from."""
+        return _in_turn(self._pairs[local_rank], restore)
+
+    def for_guests(
+        self, rank: int, ranks_by_node: Sequence[int], restore: Image | None
+    ) -> dict[str, tuple[str, ...]]:
+        """Ranks of another node whose images `rank` takes → paths as in `to_write`."""
+        guests = guests_of(rank, ranks_by_node)
+        return {str(guest): _in_turn(self._pairs[self._guests[guest]], restore) for guest in guests}
+
+    def found(self, restore: Image | None) -> dict[str, tuple[str, ...]]:
+        """Rank → paths of its images of that moment."""
+        found: dict[str, tuple[str, ...]] = {}
+        for descriptor in self._all():
+            head = _whole(descriptor)
+            if head is not None and _moment(head) == restore:
+                found[str(head.rank)] = (*found.get(str(head.rank), ()), _path(descriptor))
+        return found
+
+    def copy_bytes(self) -> int:
+        """Of one copy of the state of this node's ranks; 0: there is none of some rank yet."""
+        pairs = [
+            [head.content_bytes for head in map(_whole, pair) if head is not None] for pair in self._pairs
+        ]
+        return sum(map(max, pairs)) if all(pairs) else 0
+
+    def close(self) -> None:
+        for pair in self._pairs:
+            _close(pair)
+
+    def _all(self) -> Iterator[int]:
+        return (one for pair in self._pairs for one in pair)
+
+
+def _new_pair() -> tuple[int, ...]:
+    return tuple(os.memfd_create("wanma-image", os.MFD_CLOEXEC) for _ in range(2))
+
+
+def _close(pair: tuple[int, ...]) -> None:
+    for descriptor in pair:
+        os.close(descriptor)
+
+
+def _in_turn(pair: tuple[int, ...], restore: Image | None) -> tuple[str, ...]:
+    return tuple(map(_path, sorted(pair, key=lambda descriptor: _is_of(descriptor, restore))))
+
+
+def _whole(descriptor: int) -> Head | None:
+    head = read_head(descriptor)
+    return head if head is not None and head.complete else None
+
+
+def _moment(head: Head) -> Image:
+    return Image(head.generation, head.step)
+
+
+def _is_of(descriptor: int, moment: Image | None) -> bool:
+    head = _whole(descriptor)
+    return head is not None and _moment(head) == moment
+
+
+def _path(descriptor: int) -> str:
+    """As other processes of this user open it."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,0 +1,1 @@
+"""Supervisor of a node: the workers of a generation, their drain, and the coordinator's commands."""

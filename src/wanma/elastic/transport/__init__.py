@@ -1,0 +1,1 @@
+"""Event loop, endpoints, connections, and the message channel that survives reconnects."""

@@ -1,0 +1,115 @@
+"""One side of a conversation in the loop: a non-blocking socket, framed messages, one closing word."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from collections.abc import Callable
+
+from wanma.elastic.protocol.framing import Framer, ProtocolError
+from wanma.elastic.protocol.messages import Message
+from wanma.elastic.transport.event_loop import Loop
+
+logger = logging.getLogger("wanma.elastic")
+
+SEND_LIMIT = 16 << 20
+"""Bytes that may wait for a slow reader before the connection counts as broken."""
+
+
+class Connection:
+    """Messages out by `send`, in by `on_message`.
+
+    `on_closed(reason)` is called exactly once, unless `close` was called before.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        name: str,
+        on_message: Callable[[Message], None],
+        on_closed: Callable[[str], None],
+    ) -> None:
+        self.framer = Framer()
+        self.closed = False
+        self.nonsense = False
+        """It ended because the other side does not speak this protocol."""
+        self._loop, self._socket, self._name = loop, sock, name
+        self._on_message, self._on_closed = on_message, on_closed
+        self._outgoing = bytearray()
+        sock.setblocking(False)
+        loop.watch(sock, self._ready, selectors.EVENT_READ)
+
+    def send(self, message: Message, generation: int | None = None) -> None:
+        """`generation`: that the message belongs to, where it is not the framer's."""
+        if self.closed:
+            return
+        self._outgoing += self.framer.frame(message, generation)
+        self._write()
+
+    def read(self) -> None:
+        """Take in everything that has arrived; needed only to read to the end out of turn."""
+        while not self.closed:
+            try:
+                data = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._end(error.strerror or str(error))
+                return
+            if not data:
+                self._end("it closed the connection")
+                return
+            self._take(data)
+
+    def close(self) -> None:
+        """Let go without a callback. Bytes that wait for a slow reader are lost."""
+        if not self.closed:
+            self.closed = True
+            self._loop.forget(self._socket)
+            self._socket.close()
+
+    @property
+    def drained(self) -> bool:
+        """Everything sent has been handed to the kernel."""
+        return self.closed or not self._outgoing
+
+    def _ready(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._write()
+        if events & selectors.EVENT_READ:
+            self.read()
+
+    def _take(self, data: bytes) -> None:
+        try:
+            self.framer.feed(data)
+            while not self.closed and (message := self.framer.next()) is not None:
+                self._on_message(message)
+        except ProtocolError as error:
+            logger.warning("%s: %s; ending the connection", self._name, error)
+            self.nonsense = True
+            self._end(str(error))
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                sent = self._socket.send(self._outgoing)
+                del self._outgoing[:sent]
+        except BlockingIOError:
+            if len(self._outgoing) > SEND_LIMIT:
+                self._end("it does not read what it is sent")
+                return
+        except OSError as error:
+            # What the other side said before it left may still wait to be read, and tells more.
+            self._outgoing.clear()
+            logger.info("%s: %s", self._name, error)
+        if self.closed:
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+        self._loop.watch(self._socket, self._ready, events)
+
+    def _end(self, reason: str) -> None:
+        if not self.closed:
+            self.close()
+            self._on_closed(reason)

@@ -1,0 +1,94 @@
+"""Where supervisors meet: addresses resolved, and sockets that listen there."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from wanma.hardware.discovery.network_interfaces import default_ways
+from wanma.job.errors import EXIT_USAGE, WanmaError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where supervisors meet: HOST:PORT as given, and resolved."""
+
+    text: str
+    family: int
+    address: tuple[str, int]
+
+    @property
+    def loopback(self) -> bool:
+        return ipaddress.ip_address(self.address[0]).is_loopback
+
+
+def resolve(rendezvous: str) -> Place:
+    """HOST:PORT's address; of this machine's own name one that others reach, if it has any.
+
+    Raises:
+        WanmaError: the host has no address, or it is 'every address'.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise WanmaError(
+            f"cluster.rendezvous: {rendezvous!r} has no address: {error}",
+            "give HOST:PORT with a name or address of one of the machines, e.g. 10.0.0.1:29500",
+            EXIT_USAGE,
+        ) from error
+    family, _, _, _, address = found[0]
+    given = str(address[0])
+    if host == socket.gethostname() and ipaddress.ip_address(given).is_loopback:
+        # Debian gives a machine's own name 127.0.1.1, where the others do not reach it.
+        given = next((way.address for way in default_ways()), given)
+        family = socket.AF_INET6 if ":" in given else socket.AF_INET
+    place = Place(rendezvous, family, (given, int(address[1])))
+    if ipaddress.ip_address(place.address[0]).is_unspecified:
+        raise WanmaError(
+            f"cluster.rendezvous: {rendezvous!r} is every machine's address",
+            "give the address of the one machine where they meet, e.g. 10.0.0.1:29500",
+            EXIT_USAGE,
+        )
+    return place
+
+
+def place_at(host: str, port: int) -> Place:
+    """A place from an address and a port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    text = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+    return Place(text, family, (host, port))
+
+
+def listen_at(place: Place) -> socket.socket | None:
+    """A listening socket; None when the address is another machine's, or another process has it.
+
+    Raises:
+        WanmaError: the system forbids it.
+    """
+    sock = socket.socket(place.family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(place.address)
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise WanmaError(
+            f"cannot listen at {place.text}: {error.strerror or error}",
+            "choose a free port above 1023 for cluster.rendezvous",
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def listen_anywhere(address: str) -> socket.socket:
+    """A listening socket on a free port of `address`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.bind((address, 0))
+    sock.listen(4096)
+    return sock

@@ -1,0 +1,1 @@
+"""Worker processes of a node: fork server, start, environment, signals, output, progress board."""

@@ -1,0 +1,73 @@
+"""First steps of a rank's process, and what it does with the signals that ask for an end.
+
+A rank of wanma's own is deaf to them: batch systems send SIGTERM to every process of a job, a terminal its
+Ctrl-C, and what to do about it is the supervisor's decision. A user's script outside of a session hears them
+as any Python program does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from wanma.elastic.workers.linux_processes import die_with_parent
+
+
+def in_child(parent: int) -> None:
+    """First steps of a process that the fork server has started: bound to its parent's life, in its own
+    session, deaf to Ctrl-C and SIGTERM."""
+    die_with_parent(parent)
+    os.setsid()
+    turn_deaf()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=_let_children_hear)
+
+
+def turn_deaf() -> None:
+    """Ignore Ctrl-C and SIGTERM.
+
+    SIGTERM by a handler, since an ignored signal would be ignored by whatever this process starts, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _nothing)
+    signal.siginterrupt(signal.SIGTERM, False)  # native code in a system call hears nothing of it
+
+
+def hear() -> None:
+    """Restore what Python does: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Deaf inside, as before afterwards; a script's own handlers stay."""
+    if threading.current_thread() is not threading.main_thread() or not _hears():
+        yield
+        return
+    turn_deaf()
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is _nothing:
+            hear()
+
+
+def _hears() -> bool:
+    usual = (signal.default_int_handler, signal.SIG_DFL)
+    return tuple(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) == usual
+
+
+def _let_children_hear() -> None:
+    """A forked child ends by SIGTERM, unless the script says otherwise."""
+    if signal.getsignal(signal.SIGTERM) is _nothing:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    pass

@@ -1,0 +1,47 @@
+"""The process that serves a generation's rendezvous store where no rank may: all ranks run a user's script.
+
+The store outlives each of them, as torchrun's does, and no rank imports torch before its script does. Forked
+by the fork server (`keep_store`), or started by exec when a fork would be unsafe (`python -m ... PARENT
+DESCRIPTOR HOST PORT`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from wanma.elastic.workers.linux_processes import be_called
+from wanma.elastic.workers.signal_dispositions import in_child
+
+
+def keep_store(listener: int, host: str, port: int) -> NoReturn:
+    """Serve until the fork server ends this process."""
+    try:
+        be_called("wanma store")
+        store = serve_store(listener, host, port)
+        while store is not None:
+            signal.pause()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def serve_store(listener: int, host: str, port: int) -> Any:
+    """A store on a socket that listens already."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it so
+
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def main() -> None:
+    """A keeper started by exec."""
+    parent, listener, host, port = sys.argv[1:]
+    in_child(int(parent))
+    keep_store(int(listener), host, int(port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Variables by which torchrun and its kin tell a process its place: written for scripts, read from launchers.
+
+The names and values are those of `torch.distributed.elastic` (`local_elastic_agent.py` in torch).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from wanma.job.run.worker import Worker
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def set_variables(
+    environment: MutableMapping[str, str], worker: Worker, run_id: str, most_restarts: int
+) -> None:
+    """Tell a script its place, as torchrun does.
+
+    The store at MASTER_ADDR:MASTER_PORT is served by a process beside the ranks, anew for each start of
+    them, so every rank is its client.
+
+    Args:
+        run_id: the same for all ranks and all their starts.
+        most_restarts: how often the ranks may be started again.
+    """
+    rank, world_size = str(worker.rank), str(worker.world_size)
+    restarts = worker.restart.attempt if worker.restart is not None else 0
+    environment.update(
+        RANK=rank,
+        LOCAL_RANK=str(worker.local_rank),
+        GROUP_RANK=str(worker.node_rank),
+        ROLE_RANK=rank,
+        ROLE_NAME="default",
+        WORLD_SIZE=world_size,
+        LOCAL_WORLD_SIZE=str(worker.local_world_size),
+        GROUP_WORLD_SIZE=str(len(worker.ranks_by_node) or 1),
+        ROLE_WORLD_SIZE=world_size,
+        MASTER_ADDR=worker.store_host,
+        MASTER_PORT=str(worker.store_port),
+        TORCHELASTIC_RESTART_COUNT=str(restarts),
+        TORCHELASTIC_MAX_RESTARTS=str(most_restarts),
+        TORCHELASTIC_RUN_ID=run_id,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place among those that another launcher has started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    store_host: str
+    store_port: int
+    serves_store: bool
+    """Rank 0 serves the store, because the launcher does not."""
+    restarts: int
+
+    @property
+    def ranks_by_node(self) -> tuple[int, ...]:
+        """Ranks of each machine; torchrun starts equally many on all."""
+        return (self.local_world_size,) * (self.world_size // self.local_world_size)
+
+    @property
+    def command(self) -> str:
+        """The command of ours for as many ranks on as many machines."""
+        nodes = len(self.ranks_by_node)
+        return f"wanma launch --ranks {self.local_world_size}" + (f" --nodes {nodes}" if nodes > 1 else "")
+
+
+def place_among(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place by the variables of torchrun; None: no such launcher has started it, or alone."""
+    if any(not environment.get(name) for name in _PLACE):
+        return None
+    rank, world_size, local_rank = (int(environment[name]) for name in _PLACE[:3])
+    if world_size == 1:
+        return None
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or world_size),
+        node_rank=int(environment.get("GROUP_RANK") or 0),
+        store_host=environment["MASTER_ADDR"],
+        store_port=int(environment["MASTER_PORT"]),
+        serves_store=rank == 0 and environment.get(AGENT_STORE) != "True",
+        restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
+    )

@@ -1,0 +1,162 @@
+"""Output of ranks, on its way from their logs to the terminal.
+
+The ranks write into files, so none ever waits for a reader. The supervisor reads behind them, a few times a
+second, and hands on whole lines. A progress bar that redraws itself is shown now and then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from wanma.elastic.protocol.local_messages import WorkerSpec
+from wanma.elastic.transport.event_loop import Loop, Timer
+from wanma.job.run.worker import Event
+
+OUTPUT = "output"
+"""Kind of the event that carries a line of a rank: `rank` and `text`."""
+PERIOD_SECONDS = 0.1
+LINGER_SECONDS = 10.0
+"""After which a line without an end, such as a progress bar, is shown as it stands."""
+CHUNK_BYTES = 1 << 20
+LINE_BYTES = 1 << 16
+"""After which a line counts as one although it goes on."""
+_BORN = re.compile(r"--- \d{4}-\d\d-\d\d [\d:]+ rank \d+ of .* ---$")
+_OURS = re.compile(
+    r"step \d+/\d+  loss .*  peak memory \d+ bytes$|collectives of \d+ ranks go over shared memory$"
+)
+"""Lines that wanma itself adds to a rank's log: the console has them in its own words."""
+
+
+def born_line(spec: WorkerSpec, born: str) -> str:
+    """The line with which a rank's log begins anew.
+
+    Args:
+        born: how its process came to be.
+    """
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return (
+        f"--- {now} rank {spec.rank} of {spec.world_size} on node {spec.node_rank} ({socket.gethostname()}), "
+        f"generation {spec.generation}, process {os.getpid()}, {born} ---"
+    )
+
+
+def ending_line(rank: int) -> str:
+    """The line before the traceback of a rank's end: the log keeps it, and a failure tells it once."""
+    return f"--- rank {rank} ends by an exception ---"
+
+
+class Output:
+    """The lines of the ranks of one start, on this node.
+
+    Args:
+        logs: of the ranks, by number.
+        on_event: gets an event of kind `OUTPUT` for each line.
+    """
+
+    def __init__(
+        self, logs: Sequence[tuple[int, Path]], loop: Loop, on_event: Callable[[Event], object]
+    ) -> None:
+        self._tails = [_Tail(rank, path) for rank, path in logs]
+        self._loop, self._on_event = loop, on_event
+        self._timer: Timer | None = None
+        self._read()
+
+    def flush(self) -> None:
+        """Hand on all whole lines that there are now; a rank may go on to write more."""
+        for tail in self._tails:
+            for _ in range(tail.chunks()):
+                tail.read()
+                self._tell(tail, tail.lines())
+
+    def close(self) -> None:
+        """Hand on what is left; again: nothing."""
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        self.flush()
+        for tail in self._tails:
+            self._tell(tail, tail.rest())
+            tail.close()
+
+    def _read(self) -> None:
+        for tail in self._tails:
+            tail.read()
+            self._tell(tail, tail.lines())
+            if tail.lingers(time.monotonic()):
+                self._tell(tail, tail.rest())
+        self._timer = self._loop.call_later(PERIOD_SECONDS, self._read)
+
+    def _tell(self, tail: _Tail, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._on_event({"kind": OUTPUT, "rank": tail.rank, "text": line})
+
+
+class _Tail:
+    """One log, from where it ends now."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self.rank = rank
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.lseek(self._file, 0, os.SEEK_END)
+        self._pending = b""
+        self._since = time.monotonic()
+        """Time at which the pending line began, or was shown last."""
+        self._shown = b""
+        self._ended = False
+        """The traceback of the rank's end follows."""
+
+    def chunks(self) -> int:
+        """Number of calls of `read` that take in what there is."""
+        left = os.fstat(self._file).st_size - os.lseek(self._file, 0, os.SEEK_CUR)
+        return -(-left // CHUNK_BYTES)
+
+    def read(self) -> None:
+        """Take in what is new, a chunk at most."""
+        data = os.read(self._file, CHUNK_BYTES)
+        if data and not self._pending:
+            self._since = time.monotonic()
+        self._pending += data
+
+    def lines(self) -> list[str]:
+        """The whole lines that were read, without our own marks."""
+        *whole, self._pending = self._pending.split(b"\n")
+        if len(self._pending) > LINE_BYTES:
+            whole.append(self._pending)
+            self._pending = b""
+        if whole:
+            self._since, self._shown = time.monotonic(), b""
+        return [text for line in whole if (text := self._text(line)) is not None]
+
+    def rest(self) -> list[str]:
+        """A line without an end as it stands, unless it was shown so before."""
+        self._since = time.monotonic()
+        if self._pending == self._shown:
+            return []
+        self._shown = self._pending
+        text = self._text(self._pending)
+        return [text] if text else []
+
+    def lingers(self, now: float) -> bool:
+        return bool(self._pending) and now - self._since > LINGER_SECONDS
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _text(self, line: bytes) -> str | None:
+        """Text that a terminal would show of a line in the end; None: nothing of it is the script's."""
+        text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+        if _BORN.match(text):
+            self._ended = False
+            return None
+        if self._ended or _OURS.match(text):
+            return None
+        before, mark, _ = text.partition(ending_line(self.rank))
+        self._ended = bool(mark)
+        return before if before or not mark else None

@@ -1,0 +1,1 @@
+"""Device catalogue: kinds of accelerators and CPUs with peak rates, memory, links, power and sources."""

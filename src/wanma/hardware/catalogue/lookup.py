@@ -1,0 +1,69 @@
+"""Device kinds and what their makers promise: dense peak rates, memory, links, power, each with its source.
+
+Peaks are dense (no structured sparsity) and what a matrix product can reach through the vendor's
+library: tensor-core FP64 where there is one, but FP32 without TensorFloat-32, because `fp32` here
+means true fp32. They are the denominators of model FLOPs utilisation.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from wanma.hardware.catalogue.device_kind import DeviceKind
+from wanma.hardware.catalogue.nvidia import NVIDIA
+from wanma.hardware.catalogue.other_accelerators import OTHERS
+from wanma.hardware.catalogue.processors import PROCESSORS
+from wanma.job.errors import JobError, did_you_mean
+
+CATALOGUE: tuple[DeviceKind, ...] = (*NVIDIA, *OTHERS, *PROCESSORS)
+
+_MAKERS = re.compile(r"\b(nvidia|tesla|geforce|amd|instinct|google|intel)\b", re.IGNORECASE)
+
+
+def find_device(driver_name: str) -> DeviceKind | None:
+    """The kind of device that a driver calls `driver_name`, e.g. 'NVIDIA H100 80GB HBM3'.
+
+    None when it is not in the catalogue: laptop and export variants of the same chip and slices of a
+    device (MIG) have other peaks, so only whole names match.
+    """
+    for kind in CATALOGUE:
+        if re.fullmatch(kind.driver_name, driver_name.strip(), flags=re.IGNORECASE):
+            return kind
+    return None
+
+
+def find_named(name: str) -> DeviceKind | None:
+    """The kind that people call `name`: our name, a usual short form ('A100-SXM-80GB'), or the driver's."""
+    return _names().get(_plain(name)) or find_device(name)
+
+
+def named(name: str) -> DeviceKind:
+    """`find_named`, which must find it.
+
+    Raises:
+        JobError: no such device.
+    """
+    kind = find_named(name)
+    if kind is None:
+        names = [kind.name for kind in CATALOGUE]
+        raise JobError(
+            f"'{name}' is not in the catalogue of devices.{did_you_mean(name, spellings())}",
+            f"known: {', '.join(names)}; a cluster file may describe others under [[devices]]",
+        )
+    return kind
+
+
+def spellings() -> list[str]:
+    """Every name that `find_named` takes, the drivers' apart: for suggestions."""
+    return [name for kind in CATALOGUE for name in (kind.name, *kind.aliases)]
+
+
+@functools.cache
+def _names() -> dict[str, DeviceKind]:
+    return {_plain(name): kind for kind in CATALOGUE for name in (kind.name, *kind.aliases)}
+
+
+def _plain(name: str) -> str:
+    """Without makers, case, spaces and dashes: 'NVIDIA A100-SXM-80GB' as 'a100sxm80gb'."""
+    return re.sub(r"[\s_()-]+", "", _MAKERS.sub("", name)).casefold()

@@ -1,0 +1,1 @@
+"""Checks of a node: `wanma doctor`, and the health of one device."""

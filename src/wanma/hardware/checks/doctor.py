@@ -1,0 +1,339 @@
+"""`wanma doctor`: what is here, what is missing, and what to do about it.
+
+Each check looks at one thing and returns what it found. The machine stays as it is, but for a file
+that is written and removed to time the disk, and what is kept in the user's cache folder: the measured CPU
+peak, and the compiled code of collectives.
+torch is imported inside the checks, so that other commands stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import ipaddress
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wanma.hardware.checks.probes import disk_write_seconds, loopback_gloo
+from wanma.hardware.discovery.cpu_peak import measure_cpu_peak, peak_file
+from wanma.hardware.discovery.network_interfaces import VARIABLES, Way, default_ways, interfaces
+from wanma.hardware.discovery.node import discover, list_gpus
+from wanma.hardware.discovery.resource_limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.hardware.native.cpp_compiler import cpp_compiler
+from wanma.hardware.native.native_library import COLLECTIVES, built
+from wanma.job.cluster import Device
+from wanma.job.errors import WanmaError
+
+PROVEN_TORCH = ((2, 11), (2, 13))
+"""First and last torch release that the parity tests ran on."""
+NO_TORCH = "torch is not installed"
+INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'"
+SMALL_SHARED_MEMORY_BYTES = 2**30
+SMALL_DISK_BYTES = 10 * 2**30
+SLOW_DISK_BYTES_PER_SECOND = 100 * 10**6
+WRITE_PROBE_BYTES = 32 * 2**20
+
+EXTRAS = {
+    "tensorboard": ("tensorboard", "TensorBoard files"),
+    "gpu": ("pynvml", "GPU utilisation and power"),
+    "yaml": ("yaml", "job files in YAML"),
+}
+"""Optional extra → (module that shows its presence, what it is for)."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    name: str
+    status: Literal["ok", "warn", "missing"]
+    text: str
+    advice: str = ""
+    """What to do; empty when nothing needs doing."""
+
+
+def examine(runs: Path = Path("runs")) -> list[Finding]:
+    """Look at everything a run needs. Takes a few seconds, most of it importing torch.
+
+    Args:
+        runs: the folder where runs would go; it need not exist.
+    """
+    checks: tuple[Callable[[], Finding | list[Finding]], ...] = (
+        _python,
+        _torch,
+        _gpus,
+        _cores,
+        _cpu_peak,
+        _memory,
+        _compiler,
+        _backends,
+        _shared_collectives,
+        _network,
+        _loopback,
+        lambda: _disk(runs),
+        _shared_memory,
+        _allocator,
+        _extras,
+    )
+    findings: list[Finding] = []
+    for check in checks:
+        found = check()
+        findings.extend(found if isinstance(found, list) else [found])
+    return findings
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()}, {sys.executable}")
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("torch", "missing", f"cannot be imported: {error}", INSTALL_TORCH)
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    first, last = PROVEN_TORCH
+    proven = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+    if not first <= (major, minor) <= last:
+        return Finding(
+            "torch",
+            "warn",
+            f"{torch.__version__}, outside the proven range {proven}",
+            INSTALL_TORCH,
+        )
+    return Finding("torch", "ok", f"{torch.__version__} (proven: {proven})")
+
+
+def _gpus() -> list[Finding]:
+    try:
+        devices = discover().nodes[0].devices
+        hidden = len(list_gpus()) - len(devices)
+    except WanmaError as error:
+        return [Finding("GPUs", "warn", error.message, error.hint)]
+    findings = [_gpu(index, device) for index, device in enumerate(devices)]
+    if hidden > 0:
+        text = f"{hidden} hidden by CUDA_VISIBLE_DEVICES"
+        findings.append(Finding("GPUs", "warn", text, "unset it to use them all"))
+    if not findings:
+        return [Finding("GPUs", "ok", "none: runs use the CPU with Gloo")]
+    return [*findings, *_torch_sees(len(devices))]
+
+
+def _gpu(index: int, device: Device) -> Finding:
+    text = f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB"
+    peak = device.peak_flops_per_second
+    if not peak:
+        advice = "not in the catalogue, so runs cannot state its MFU"
+        return Finding(f"GPU {index}", "warn", text, advice)
+    best = "bf16" if "bf16" in peak else "fp16"
+    return Finding(f"GPU {index}", "ok", f"{text}, {peak[best] / 1e12:,.0f} TFLOP/s {best}")
+
+
+def _torch_sees(count: int) -> list[Finding]:
+    """A driver without a torch built for it is the commonest reason for a GPU that idles."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() == count:
+        return []
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    built = torch.version.cuda or "no CUDA"
+    advice = "install a torch built for this driver: https://pytorch.org/get-started/locally"
+    return [
+        Finding("torch and GPUs", "warn", f"torch (built for {built}) sees {seen} of {count} GPUs", advice)
+    ]
+
+
+def _cores() -> Finding:
+    usable, present = usable_cores(), os.cpu_count() or 1
+    text = f"{usable} usable, {cpu_model()}"
+    if usable < present:
+        text += f" (the machine has {present}; affinity or a cgroup quota holds the rest back)"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None and threads.isdigit() and int(threads) > usable:
+        advice = f"unset OMP_NUM_THREADS={threads}: more threads than cores slow every step"
+        return Finding("cores", "warn", text, advice)
+    return Finding("cores", "ok", text)
+
+
+def _cpu_peak() -> Finding:
+    """Measures, so that runs on this CPU can state their MFU whatever share of the cores a rank gets."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("CPU peak", "missing", NO_TORCH, INSTALL_TORCH)
+    cores = usable_cores()
+    try:
+        for threads in range(1, cores + 1):
+            if cores % threads == 0:
+                peak = measure_cpu_peak(threads)
+    except WanmaError as error:
+        return Finding("CPU peak", "warn", error.message, error.hint)
+    rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in peak.items())
+    return Finding("CPU peak", "ok", f"{rates} GFLOP/s on {cores} threads; kept in {peak_file()}")
+
+
+def _memory() -> Finding:
+    return Finding("memory", "ok", f"{usable_memory_bytes() / 2**30:.1f} GiB usable")
+
+
+def _compiler() -> Finding:
+    found = cpp_compiler()
+    if found is None:
+        advice = (
+            "apt-get install g++ (or your system's); without it parallel.compile is off on the CPU, and "
+            "collectives go through Gloo"
+        )
+        return Finding("C++ compiler", "missing", "none found", advice)
+    return Finding("C++ compiler", "ok", found)
+
+
+def _shared_collectives() -> Finding:
+    """Whether ranks of this machine can share memory; compiles what that takes, where it is not there yet."""
+    name = "collectives on one machine"
+    compiler = cpp_compiler()
+    if compiler is None:
+        return Finding(name, "warn", "Gloo, over TCP: there is no C++ compiler", "apt-get install g++")
+    try:
+        built(COLLECTIVES, compiler)
+    except WanmaError as error:
+        return Finding(name, "warn", f"Gloo, over TCP: {error.message}", error.hint)
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        advice = "it takes Linux 5.3 or later"
+        return Finding(name, "warn", "Gloo, over TCP: this system has no files in memory", advice)
+    return Finding(name, "ok", "shared memory (parallel.collectives)")
+
+
+def _backends() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("collectives", "missing", NO_TORCH, INSTALL_TORCH)
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        text = "this torch was built without Gloo, which every run needs"
+        return Finding("collectives", "missing", text, INSTALL_TORCH)
+    return Finding("collectives", "ok", f"Gloo yes, NCCL {'yes' if dist.is_nccl_available() else 'no'}")
+
+
+def _network() -> list[Finding]:
+    """What there is, what several machines would meet over, and what the environment says of that."""
+    known = interfaces()
+    usable = [one for one in known if one.is_up and one.addresses]
+    if not usable:
+        advice = "bring up the loopback: ip link set lo up"
+        return [Finding("network", "missing", "no interface is up", advice)]
+    found = [Finding("network", "ok", ", ".join(f"{one.name} {' '.join(one.addresses)}" for one in usable))]
+    if ways := default_ways(known):
+        text = f"{ways[0]}; a run takes the route to cluster.rendezvous"
+        found.append(Finding("several machines", "ok", text, "cluster.interface names another one"))
+    return [*found, *_network_variables({one.name for one in known}, os.environ), *_own_name(ways)]
+
+
+def _network_variables(known: Collection[str], environment: Mapping[str, str]) -> list[Finding]:
+    """Names of interfaces in the environment count before what wanma would choose."""
+    found = []
+    for name in VARIABLES:
+        given = environment.get(name, "")
+        # NCCL's are beginnings of names, or exact after '=', or excluded after '^'.
+        names = (
+            [] if given.startswith("^") else [word.strip() for word in given.lstrip("=").split(",") if word]
+        )
+        missing = [one for one in names if not any(other.startswith(one) for other in known)]
+        if missing:
+            advice = f"unset {name}, or name one of: {', '.join(sorted(known))}"
+            text = f"{name}={given}, and there is no {' or '.join(missing)} here"
+            found.append(Finding("several machines", "warn", text, advice))
+    return found
+
+
+def _own_name(ways: Sequence[Way]) -> list[Finding]:
+    """Debian gives a machine's own name an address that others cannot reach."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return []  # a name without an address misleads nobody
+    if not ipaddress.ip_address(address).is_loopback:
+        return []
+    if not ways:
+        advice = "give cluster.rendezvous as an address rather than by this machine's name"
+        text = f"{name} is {address} here, where other machines do not reach it"
+        return [Finding("host name", "ok", text, advice)]
+    text = f"{name} is {address} here, where others do not reach it: as cluster.rendezvous it means "
+    return [Finding("host name", "ok", text + ways[0].address)]
+
+
+def _loopback() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("Gloo on loopback", "missing", NO_TORCH, INSTALL_TORCH)
+    problem = loopback_gloo()
+    if problem:
+        advice = "check that 127.0.0.1 is up and that no firewall blocks it; name one with cluster.interface"
+        return Finding("Gloo on loopback", "warn", problem, advice)
+    return Finding("Gloo on loopback", "ok", "two ranks reduced a tensor")
+
+
+def _disk(runs: Path) -> Finding:
+    folder = runs.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    try:
+        rate = WRITE_PROBE_BYTES / disk_write_seconds(folder, WRITE_PROBE_BYTES)
+    except OSError as error:
+        reason = f"cannot write to {folder}: {error.strerror or error}"
+        return Finding("disk", "warn", reason, "choose another place with --run-dir DIR or observe.runs")
+    text = f"{free / 2**30:.0f} GiB free, writes {rate / 1e6:,.0f} MB/s in {folder}"
+    if free < SMALL_DISK_BYTES:
+        return Finding("disk", "warn", text, "free some space, or lower checkpoint.keep")
+    if rate < SLOW_DISK_BYTES_PER_SECOND:
+        return Finding("disk", "warn", text, "checkpoints will be slow here; put runs on a faster disk")
+    return Finding("disk", "ok", text)
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding(
+            "shared memory", "missing", "there is no /dev/shm", "mount one: mount -t tmpfs tmpfs /dev/shm"
+        )
+    usage = shutil.disk_usage(folder)
+    text = f"/dev/shm {usage.total / 2**30:.1f} GiB, {usage.free / 2**30:.1f} GiB free"
+    if usage.total < SMALL_SHARED_MEMORY_BYTES:
+        return Finding("shared memory", "warn", text, "in Docker: --shm-size=8g or --ipc=host")
+    return Finding("shared memory", "ok", text)
+
+
+def _allocator() -> Finding:
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    for name in ("jemalloc", "tcmalloc", "mimalloc"):
+        if name in preloaded:
+            return Finding("allocator", "ok", f"{name} (LD_PRELOAD)")
+    library, version = platform.libc_ver()
+    if library != "glibc":
+        advice = "cluster.allocator = 'tuned' only knows glibc; set it to 'system'"
+        return Finding("allocator", "warn", library or "unknown C library", advice)
+    return Finding("allocator", "ok", f"glibc {version}; workers run with cluster.allocator's settings")
+
+
+def _extras() -> list[Finding]:
+    findings = []
+    for extra, (module, purpose) in EXTRAS.items():
+        if importlib.util.find_spec(module) is None:
+            advice = f"pip install 'wanma[{extra}]'"
+            findings.append(Finding(f"extra: {extra}", "missing", f"for {purpose}", advice))
+        else:
+            findings.append(Finding(f"extra: {extra}", "ok", f"{_version(module)}, for {purpose}"))
+    return findings
+
+
+def _version(module: str) -> str:
+    """The version of the distribution that provides `module`."""
+    distributions = importlib.metadata.packages_distributions().get(module, [])
+    return f"{distributions[0]} {importlib.metadata.version(distributions[0])}" if distributions else module

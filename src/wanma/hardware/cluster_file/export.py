@@ -1,0 +1,158 @@
+"""A cluster as a cluster file, to be edited: `load_cluster` of it gives an equal cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanma.hardware.catalogue.device_kind import GIGABYTE, TERA, DeviceKind
+from wanma.hardware.catalogue.lookup import find_named
+from wanma.hardware.cluster_file.node_builder import inside, machines, network, read_cards
+from wanma.hardware.cluster_file.schema import NO_NETWORK
+from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.job.errors import WanmaError
+from wanma.job.file.serialization import toml_value
+
+Keys = dict[str, Any]
+
+
+def to_toml(cluster: Cluster) -> str:
+    """Every figure spelled out but those of the catalogue's devices and what follows from them.
+
+    Raises:
+        WanmaError: a node has devices of several kinds, or different devices share a name: files have no
+            words for that.
+    """
+    own = _own_devices(cluster)
+    # In a comment, control characters are not allowed.
+    title = "".join(letter if letter.isprintable() else " " for letter in str(cluster))
+    blocks = [f"# {title}\n"]
+    blocks += [_block("[[devices]]", device) for device in own.values()]
+    for node in cluster.nodes:
+        keys, levels = _node(node, own)
+        blocks.append(_block("[[nodes]]", keys))
+        blocks += [_block("[[nodes.levels]]", level) for level in levels]
+    if cluster.between is not None:
+        blocks.append(_block("[between]", _level(cluster.between)))
+    return "\n".join(blocks)
+
+
+def _own_devices(cluster: Cluster) -> dict[str, Keys]:
+    """Figures by name of the devices that are not quite the catalogue's."""
+    figures: dict[str, Keys] = {}
+    as_in_catalogue: dict[str, bool] = {}
+    for node in cluster.nodes:
+        for device, cores in [(_only_device(node), None), (node.cpu, node.cores)]:
+            if device is None:
+                continue
+            found = _figures(device, cores)
+            same = _is_catalogued(device, node)
+            name = device.name
+            # A processor of the catalogue has as many cores as its node.
+            if as_in_catalogue.setdefault(name, same) != same or (
+                not same and figures.setdefault(name, found) != found
+            ):
+                raise WanmaError(
+                    f"a cluster file tells devices apart by name, and '{name}' has different figures in "
+                    "different nodes",
+                    "give one of them another name",
+                )
+    return figures
+
+
+def _only_device(node: Node) -> Device | None:
+    kinds = set(node.devices)
+    if len(kinds) > 1:
+        names = ", ".join(sorted(device.name for device in kinds))
+        raise WanmaError(
+            f"a cluster file has no words for a node with several kinds of devices: {node.name} has {names}",
+            "choose those of one kind with CUDA_VISIBLE_DEVICES, or write each kind as nodes of their own",
+        )
+    return next(iter(kinds), None)
+
+
+def _is_catalogued(device: Device, node: Node) -> bool:
+    """Whether the name alone says all of `device`."""
+    kind = find_named(device.name)
+    if kind is None or (kind.kind == "cpu") != (device.kind == "cpu"):
+        return False
+    if kind.kind == "cpu":
+        return kind.processors(node.cores, node.memory_bytes) == device
+    usual = machines(kind, devices=len(node.devices), cards=None)
+    # A file cannot take away what the catalogue gives.
+    taken = [
+        what
+        for what in ("inside", "network", "power_watts")
+        if getattr(usual, what) and not getattr(node, what)
+    ]
+    return kind.device() == device and not taken
+
+
+def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
+    """The keys of one [[nodes]], and its levels where they are not the usual ones."""
+    device = _only_device(node)
+    kind: DeviceKind | None = None
+    if device is not None and device.name not in own:
+        kind = find_named(device.name)
+    cards = node.network_text.replace(" × ", "x") if node.network else ""
+    keys = {
+        "name": node.name,
+        "count": node.count,
+        "device": device.name if device else None,
+        "devices": len(node.devices) or None,
+        "network": cards or NO_NETWORK,
+        "cpu": node.cpu.name if node.cpu else None,
+        "cores": node.cores,
+        "memory_gb": node.memory_bytes / GIGABYTE,
+        "power_watts": node.power_watts,
+        "price_per_hour": node.price_per_hour,
+        "disk_gb_per_second": _gigabytes(node.disk_bytes_per_second),
+        "days_between_failures": node.days_between_failures,
+        "hosts": list(node.hosts) or None,
+    }
+    levels = []
+    if node.inside != (inside(kind) if kind else ()):
+        levels += [{**_level(level), "inside": True} for level in node.inside]
+    if node.network != network(read_cards(cards) if cards else None, len(node.devices) or 1, kind):
+        levels += [_level(level) for level in node.network]
+    return keys, levels
+
+
+def _figures(device: Device, cores: int | None) -> Keys:
+    """The keys of one [[devices]]."""
+    bandwidth = device.bandwidth_bytes_per_second
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "memory_gb": device.memory_bytes / GIGABYTE,
+        "peak_teraflops": {key: rate / TERA for key, rate in device.peak_flops_per_second.items()} or None,
+        "gb_per_second": _gigabytes(bandwidth),
+        "power_watts": device.power_watts,
+        "host_gb_per_second": _gigabytes(device.host_bytes_per_second),
+        "cores": cores,
+    }
+
+
+def _gigabytes(bytes_per_second: float | None) -> float | None:
+    return None if bytes_per_second is None else bytes_per_second / GIGABYTE
+
+
+def _level(level: Level) -> Keys:
+    return {
+        "name": level.name,
+        "size": level.size,
+        "gb_per_second": level.bandwidth_bytes_per_second / GIGABYTE,
+        "latency_microseconds": round(level.latency_seconds * 1e6, 6),
+    }
+
+
+def _block(header: str, keys: Keys) -> str:
+    lines = [f"{key} = {_text(value)}" for key, value in keys.items() if value is not None]
+    return "\n".join([header, *lines]) + "\n"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_text(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return toml_value(value)

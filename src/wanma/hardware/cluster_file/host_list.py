@@ -1,0 +1,34 @@
+"""Names of machines, written short as Slurm writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from wanma.hardware.cluster_file.node_builder import MOST_NODES
+
+_BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\](.*)")
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """'node[01-03,7]' → node01, node02, node03, node7, as Slurm writes lists of machines.
+
+    Raises:
+        ValueError: brackets without numbers, or absurdly many names.
+    """
+    match = _BRACKETS.fullmatch(text)
+    if match is None:
+        if not text or any(letter in text for letter in "[], "):
+            raise ValueError(f"'{text}' is no name of a machine, and no list such as 'node[01-08]'")
+        yield text
+        return
+    before, numbers, after = match.groups()
+    rests = list(expand_hosts(after)) if after else [""]
+    for part in numbers.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()) or not 0 <= int(last) - int(first) < MOST_NODES:
+            raise ValueError(f"'{text}': '{part}' is no number, and no range such as '01-08'")
+        for number in range(int(first), int(last) + 1):
+            for rest in rests:
+                yield f"{before}{number:0{len(first)}d}{rest}"

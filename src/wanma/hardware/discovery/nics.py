@@ -1,0 +1,47 @@
+"""What network cards this machine has, as Linux tells: InfiniBand and RoCE first, else Ethernet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from wanma.hardware.cluster_file.node_builder import MOST_CARDS, MOST_GIGABITS, Cards
+from wanma.hardware.discovery.resource_limits import ROOT
+
+
+def network_cards(root: Path = ROOT) -> Cards | None:
+    """The fastest cards that are up, since a run uses those; None where no card tells its speed.
+
+    Args:
+        root: of the file system that holds `sys`.
+    """
+    rates = list(_remote_memory(root)) or list(_ethernet(root))
+    plausible = [rate for rate in rates if 0 < rate <= MOST_GIGABITS * 1e9]
+    if not plausible:
+        return None
+    fastest = max(plausible)
+    return Cards(min(plausible.count(fastest), MOST_CARDS), fastest)
+
+
+def _remote_memory(root: Path) -> Iterator[float]:
+    """Bits per second of every active InfiniBand or RoCE port: '200 Gb/sec (4X HDR)'."""
+    for port in root.glob("sys/class/infiniband/*/ports/*"):
+        rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
+        if rate and "ACTIVE" in _read(port / "state"):
+            yield float(rate[1]) * 1e9
+
+
+def _ethernet(root: Path) -> Iterator[float]:
+    """Bits per second of every Ethernet card that is up; bridges and other made-up interfaces are none."""
+    for interface in root.glob("sys/class/net/*"):
+        speed = _read(interface / "speed").strip()  # megabits; -1 when unknown, unreadable when down
+        if (interface / "device").exists() and speed.isdigit():
+            yield int(speed) * 1e6
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

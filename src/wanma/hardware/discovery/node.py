@@ -1,0 +1,171 @@
+"""What is on this machine, without torch: cores, memory, GPUs and network, as a `Cluster` of one node.
+
+GPUs come from NVML where its Python package is installed, else from `nvidia-smi`, else there are
+none. Milliseconds on a machine without a GPU, so every command can afford it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from wanma.hardware.catalogue.lookup import find_device
+from wanma.hardware.cluster_file.node_builder import inside, network
+from wanma.hardware.discovery.cpu_peak import stored_cpu_peak
+from wanma.hardware.discovery.nics import network_cards
+from wanma.hardware.discovery.resource_limits import cpu_model, usable_cores, usable_memory_bytes
+from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.errors import WanmaError
+
+MEBIBYTE = 2**20
+NVIDIA_SMI_SECONDS = 30
+"""Without persistence mode the driver is loaded on demand, which takes seconds per GPU."""
+
+
+def discover(environment: Mapping[str, str] = os.environ) -> Cluster:
+    """This machine as a cluster of one node; its devices are the GPUs a process here would see.
+
+    Args:
+        environment: `CUDA_VISIBLE_DEVICES` is honoured in it, as CUDA does.
+
+    Raises:
+        WanmaError: there is an NVIDIA driver, and it does not answer.
+    """
+    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    hidden = setting is not None and setting.strip() in ("", "-1")
+    gpus = [] if hidden else visible(list_gpus(), setting)
+    devices = tuple(gpu.device for gpu in gpus)
+    cores, memory_bytes = usable_cores(), usable_memory_bytes()
+    kinds = {find_device(device.name) for device in devices}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    cards = network_cards()
+    node = Node(
+        name=socket.gethostname(),
+        cores=cores,
+        memory_bytes=memory_bytes,
+        devices=devices,
+        inside=inside(kind) if kind else (),
+        network=network(cards, len(devices) or 1, kind),
+        nics=cards.number if cards else 0,
+        nic_bytes_per_second=cards.bytes_per_second if cards else None,
+        cpu=_processors(cores, memory_bytes),
+    )
+    return Cluster(nodes=(node,))
+
+
+def _processors(cores: int, memory_bytes: int) -> Device:
+    """What this process may use of the processors, with measured rates where there are any."""
+    name = cpu_model()
+    kind = find_device(name)
+    known = kind.processors(cores, memory_bytes) if kind and kind.cores else None
+    # In whole numbers, which survive being written to a cluster file.
+    measured = {key: float(round(rate)) for key, rate in stored_cpu_peak(cores).items()}
+    if known is not None:
+        return replace(known, peak_flops_per_second=measured or known.peak_flops_per_second)
+    return Device("cpu", name, memory_bytes, measured)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device with the name by which `CUDA_VISIBLE_DEVICES` may call it."""
+
+    uuid: str
+    device: Device
+
+
+def list_gpus() -> list[Gpu]:
+    """Every GPU of the machine, in the driver's order."""
+    try:
+        import pynvml
+    except ImportError:
+        return _gpus_from_nvidia_smi()
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return []
+    except pynvml.NVMLError as error:
+        raise _driver_error(str(error)) from error
+    try:
+        return [_gpu_from_nvml(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        raise _driver_error(str(error)) from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
+    """The GPUs that `CUDA_VISIBLE_DEVICES=setting` leaves, in its order.
+
+    As in CUDA: unset means all, entries are numbers or beginnings of UUIDs, and the first entry that
+    names no GPU ends the list.
+    """
+    if setting is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.isdigit():
+            found = gpus[int(entry) : int(entry) + 1]
+        else:
+            found = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+        if len(found) != 1 or found[0] in chosen:
+            break
+        chosen.append(found[0])
+    return chosen
+
+
+def _gpu_from_nvml(pynvml, index: int) -> Gpu:  # type: ignore[no-untyped-def]  # an untyped module
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    name, uuid = _text(pynvml.nvmlDeviceGetName(handle)), _text(pynvml.nvmlDeviceGetUUID(handle))
+    try:
+        memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except pynvml.NVMLError_NotSupported:  # one memory for CPU and GPU
+        memory_bytes = usable_memory_bytes()
+    return Gpu(uuid, _device(name, memory_bytes))
+
+
+def _gpus_from_nvidia_smi() -> list[Gpu]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _driver_error(f"no answer within {NVIDIA_SMI_SECONDS} s") from error
+    said = (answer.stdout + answer.stderr).strip()
+    if "No devices were found" in said or "couldn't communicate with the NVIDIA driver" in said:
+        return []  # the tool came with an image or a package; there is no GPU or no driver below it
+    if answer.returncode != 0:
+        raise _driver_error(said.splitlines()[-1] if said else f"exit code {answer.returncode}")
+    gpus = []
+    for line in answer.stdout.splitlines():
+        uuid, name, mebibytes = (field.strip() for field in line.split(","))
+        shared = not mebibytes.isdigit()  # "[N/A]": one memory for CPU and GPU
+        memory_bytes = usable_memory_bytes() if shared else int(mebibytes) * MEBIBYTE
+        gpus.append(Gpu(uuid, _device(name, memory_bytes)))
+    return gpus
+
+
+def _device(name: str, memory_bytes: int) -> Device:
+    kind = find_device(name)
+    if kind is None:
+        return Device("cuda", name, memory_bytes, {})
+    return replace(kind.device(), name=name, memory_bytes=memory_bytes)
+
+
+def _driver_error(reason: str) -> WanmaError:
+    return WanmaError(
+        f"the NVIDIA driver of this machine does not answer: {reason}",
+        "run `nvidia-smi`; reload the driver or reboot, or train on the CPU with cluster.device=cpu "
+        "and CUDA_VISIBLE_DEVICES= (empty)",
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,74 @@
+"""Where this machine is in the network, so that machines near each other get neighbouring numbers.
+
+    position_of(job.cluster, os.environ)   # Position('rack-3/switch-1', 'cluster.place')
+
+In words, outermost first, as its first source has it: the user (`cluster.place`), the cluster file (the order
+of `hosts`), or the launcher (Slurm's SLURM_TOPOLOGY_ADDR, with its topology plugins). What the words are does
+not matter, but that machines behind the same switch share the first ones (`elastic.seating` sorts by them).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wanma.hardware.cluster_file.reader import read_cluster
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.sections.job import ClusterSection
+
+SLURM = "SLURM_TOPOLOGY_ADDR"
+"""'s0.s4.node1': switches from the root to the machine's own, and its name (slurm's sbatch(1), "OUTPUT
+ENVIRONMENT VARIABLES")."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Of one machine."""
+
+    text: str
+    """Outermost first, parts joined by '/' or '.'; empty where nobody says."""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.source})" if self.text else "unknown"
+
+
+def position_of(
+    section: ClusterSection,
+    environment: Mapping[str, str],
+    host: str = "",
+    cluster: Cluster | None = None,
+) -> Position:
+    """This machine's.
+
+    Args:
+        host: its name; default: as the system has it.
+        cluster: what `section.file` describes; default: it is read.
+
+    Raises:
+        JobError: the cluster file cannot be read, or lists hosts without this one.
+    """
+    if section.place is not None:
+        return Position(section.place, "cluster.place")
+    if section.file is not None:
+        cluster = cluster or read_cluster(section.file)
+        if any(node.hosts for node in cluster.nodes):
+            return _among(cluster, host or socket.gethostname(), section.file)
+    if address := environment.get(SLURM, ""):
+        return Position(address, SLURM)
+    return Position("")
+
+
+def _among(cluster: Cluster, host: str, file: str) -> Position:
+    """By kind of machine, and by the order of the names."""
+    names = {host, host.partition(".")[0]}
+    for kind, node in enumerate(cluster.nodes):
+        for number, name in enumerate(node.hosts):
+            if name in names or name.partition(".")[0] in names:
+                return Position(f"{kind}/{number}", f"number {number + 1} of {node.name}'s hosts in {file}")
+    raise JobError(
+        f"cluster.file lists hosts, and this machine, {host}, is none of them",
+        "add it to hosts, or say where it is with cluster.place",
+    )

@@ -1,0 +1,1 @@
+"""Native code: lookup of a C++ compiler, compilation and cache of wanma's C++ libraries."""

@@ -1,0 +1,136 @@
+"""A job file as nested tables, and the line of each key; what is wrong with the file itself is said here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import JobError, missing_extra
+from wanma.job.file.key_lines import KeyPath, toml_lines, yaml_lines
+
+_STARTER = "`wanma job --toml` prints one to start from"
+
+
+def read_tables(
+    path: Path, what: str = "job file", starter: str | None = None
+) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The tables of a TOML or (.yaml, .yml) YAML file.
+
+    Args:
+        what: kind of file, as errors call it.
+        starter: how to get one, where there is none; default: the job files nearby.
+
+    Raises:
+        JobError: it cannot be read or is not valid; names the line, and other files when it is absent.
+    """
+    text = _read(path, what, starter)
+    try:
+        return (_yaml if path.suffix in (".yaml", ".yml") else _toml)(path, text)
+    except RecursionError:
+        raise JobError(f"{path} is nested too deeply to be a {what}") from None
+    except ValueError as error:  # a number or date that is well written but cannot be
+        raise JobError(f"{path}: {error}") from None
+
+
+def _read(path: Path, what: str, starter: str | None) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise JobError(f"there is no {what} {path}.{_similar(path)}", _nearby(path, starter)) from None
+    except IsADirectoryError:
+        inside = path / "job.toml"
+        hint = f"did you mean {inside}?" if inside.is_file() else _nearby(inside, starter)
+        raise JobError(f"{path} is a folder, not a {what}", hint) from None
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path} is not a {what}: byte {error.start} is not valid UTF-8 text") from None
+    except OSError as error:
+        raise JobError(f"cannot read the {what} {path}: {error.strerror or error}") from error
+
+
+def _similar(path: Path) -> str:
+    """The closest name among the job files nearby; that all end alike makes none of them close."""
+    near = {file.stem: file for file in reversed(_job_files(path))}
+    names = dict.fromkeys((path.stem, path.name))
+    close = [name for one in names for name in difflib.get_close_matches(one, near, n=1, cutoff=0.6)]
+    return f" Did you mean '{near[close[0]]}'?" if close else ""
+
+
+def _nearby(path: Path, starter: str | None) -> str:
+    if starter is not None:
+        return starter
+    files = _job_files(path)
+    if not files:
+        return _STARTER
+    more = f" and {len(files) - 8} more" if len(files) > 8 else ""
+    return f"job files nearby: {', '.join(str(file) for file in files[:8])}{more}"
+
+
+def _job_files(path: Path) -> list[Path]:
+    """TOML files beside `path`, here and in ./examples; Python's own are no jobs."""
+    folders = dict.fromkeys([path.parent, Path(), Path("examples")])
+    found = [file for folder in folders for file in sorted(folder.glob("*.toml"))]
+    return [file for file in dict.fromkeys(found) if file.name != "pyproject.toml"]
+
+
+def _toml(path: Path, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    try:
+        return tomllib.loads(text), toml_lines(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax(path, text, str(error)) from None
+
+
+def _syntax(path: Path, text: str, message: str) -> JobError:
+    at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
+    lines = text.splitlines()
+    line = int(at[1]) if at and at[1] else max(len(lines), 1)
+    what = message[: at.start()] if at else message
+    written = lines[line - 1].strip() if line <= len(lines) else ""
+    hint = ""
+    if bare := re.fullmatch(r"([\w.-]+)\s*=\s*([A-Za-z/~][^\"'\[\]{}]*)", written):
+        hint = f'text goes in quotes: {bare[1]} = "{bare[2].strip()}"'
+    elif text.lstrip().startswith("{"):
+        hint = "this looks like JSON, which YAML can read: name the file .yaml"
+    elif re.fullmatch(r"[\w.-]+\s*:.*", written):
+        hint = "this looks like YAML: write `key = value`, or name the file .yaml"
+    shown = f"\n  {written}" if written else ""
+    return JobError(f"{path}:{line}: not valid TOML: {what[:1].lower()}{what[1:]}{shown}", hint)
+
+
+def _yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    try:
+        import yaml
+    except ImportError:
+        raise missing_extra("pyyaml", "yaml", f"reading {path}") from None
+
+    class Loader(yaml.SafeLoader):
+        """Safe, reads 1e-3 as a number (YAML 1.1 wants 1.0e-3) and refuses a key given twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                name = str(key.value)
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"'{name}' is given twice", problem_mark=key.start_mark
+                    )
+                seen.add(name)
+            return dict(super().construct_mapping(node, deep))
+
+    number = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        value = {} if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise JobError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    finally:
+        loader.dispose()
+    if not isinstance(value, dict):
+        raise JobError(f"{path}: a job file is a mapping of sections (model, data, train, ...)")
+    return value, yaml_lines(node) if node is not None else {}

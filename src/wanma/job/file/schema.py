@@ -1,0 +1,182 @@
+"""The job file's schema as data: every table and key with its type, bounds, default and help.
+
+Read off the typed sections, so that errors, `wanma job`, the documentation and completion cannot
+disagree with what is accepted.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from wanma.job.sections.base import Section
+from wanma.job.sections.job import Job
+
+_BOUNDS: tuple[tuple[type, str, str], ...] = (
+    (annotated_types.Gt, "gt", ">"),
+    (annotated_types.Ge, "ge", ">="),
+    (annotated_types.Lt, "lt", "<"),
+    (annotated_types.Le, "le", "<="),
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the job file."""
+
+    path: str
+    """Dotted, without list positions: 'train.steps', 'data.sources.weight'."""
+    allowed: str
+    """Values that may be written, after "must be": 'a number >= 0 and < 1'."""
+    choices: tuple[str, ...]
+    """The values of an enumeration, as written on the command line; empty for anything else."""
+    text: bool
+    """Takes one text (and so an override for it is never read as a number)."""
+    required: bool
+    default: Any
+    help: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: a section `[train]`, or a repeated one `[[data.sources]]`."""
+
+    path: str
+    repeated: bool
+    help: str
+    keys: tuple[Key, ...]
+
+    @property
+    def header(self) -> str:
+        return f"[[{self.path}]]" if self.repeated else f"[{self.path}]"
+
+
+@functools.cache
+def tables(root: type[Section] = Job) -> tuple[Table, ...]:
+    """Every table in the order of the file that `root` describes; a repeated one follows what holds it."""
+    hints = get_type_hints(root)
+    lists = {name: _repeated_section(hints[name]) for name in root.model_fields}
+    return tuple(
+        table
+        for name, repeated in lists.items()
+        for table in _walk(name, repeated or hints[name], repeated=repeated is not None)
+    )
+
+
+@functools.cache
+def keys(root: type[Section] = Job) -> dict[str, Key]:
+    """Every key by its path."""
+    return {key.path: key for table in tables(root) for key in table.keys}
+
+
+def _walk(path: str, section: type[Section], *, repeated: bool) -> Iterator[Table]:
+    hints = get_type_hints(section)
+    inner = {name: _repeated_section(hint) for name, hint in hints.items() if name in section.model_fields}
+    yield Table(
+        path=path,
+        repeated=repeated,
+        help=(section.__doc__ or "").strip(),
+        keys=tuple(
+            _key(f"{path}.{name}", hints[name], field) for name, field in section.model_fields.items()
+        ),
+    )
+    for name, below in inner.items():
+        if below is not None:
+            yield from _walk(f"{path}.{name}", below, repeated=True)
+
+
+def _key(path: str, hint: Any, field: FieldInfo) -> Key:
+    bare = _without_none(hint)
+    return Key(
+        path=path,
+        allowed=_allowed(bare, field),
+        choices=_choices(bare),
+        text=bare is str,
+        required=field.is_required(),
+        default=None if field.is_required() else field.get_default(call_default_factory=True),
+        help=field.description or "",
+    )
+
+
+def _without_none(hint: Any) -> Any:
+    """The type inside an optional one."""
+    inner = [one for one in _union(hint) if one is not type(None)]
+    return inner[0] if len(inner) == 1 else hint
+
+
+def _union(hint: Any) -> tuple[Any, ...]:
+    """The types that it is one of."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+
+
+def _repeated_section(hint: Any) -> type[Section] | None:
+    arguments = get_args(hint)
+    if get_origin(hint) is list and isinstance(arguments[0], type) and issubclass(arguments[0], Section):
+        return arguments[0]
+    return None
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    if hint is bool:
+        return ("true", "false")
+    if _union(hint):
+        return tuple(choice for one in _union(hint) for choice in _choices(one))
+    return tuple(str(value) for value in get_args(hint)) if get_origin(hint) is Literal else ()
+
+
+def _allowed(hint: Any, field: FieldInfo) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(_choices(hint))
+    if _union(hint):
+        return ", or ".join(_allowed(*_with_bounds(one)) for one in get_args(field.annotation))
+    if _repeated_section(hint):
+        return "a list of tables"
+    if get_origin(hint) is list:
+        few = " (at least one)" if any(isinstance(m, annotated_types.MinLen) for m in field.metadata) else ""
+        inner, said = _with_bounds(get_args(field.annotation)[0])
+        each = re.sub(r"^a ((?:whole )?number)", r"\1s", _allowed(inner, said))
+        return f"a list of {_noun(inner) if get_origin(inner) is Literal else each}{few}"
+    bounds = [
+        f"{sign} {_number(getattr(m, name))}"
+        for kind, name, sign in _BOUNDS
+        for m in field.metadata
+        if isinstance(m, kind)
+    ]
+    noun = _noun(hint)
+    article = "a " if noun in ("whole number", "number", "table") else ""
+    return f"{article}{noun} {' and '.join(bounds)}".rstrip()
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:,.12g}"
+
+
+def _with_bounds(hint: Any) -> tuple[Any, FieldInfo]:
+    """One type of a union, and what is said of it."""
+    field = FieldInfo.from_annotation(hint)
+    return field.annotation, field
+
+
+def _noun(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return _noun(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return f"[{', '.join(_noun(inner) for inner in get_args(hint))}]"
+    if get_origin(hint) is list:
+        return f"[{_noun(get_args(hint)[0])}, ...]"
+    if get_origin(hint) is dict:
+        return "table"
+    if get_origin(hint) is Literal:
+        return " or ".join(_choices(hint))
+    return {bool: "true or false", int: "whole number", float: "number", str: "text"}[hint]

@@ -1,0 +1,107 @@
+"""A job as TOML, and as a hash: what the run directory keeps and what tells two jobs apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from wanma.job.errors import JobError
+from wanma.job.file.schema import tables
+from wanma.job.sections.job import Job
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def to_toml(job: Job) -> str:
+    """The whole job, defaults included; `load_job` of it gives an equal job. Unset keys are left out, and of
+    `[parallel]` what `auto` leaves open: a size that is written is a size that is kept.
+
+    Raises:
+        JobError: a value in `arguments` has no TOML form.
+    """
+    blocks = []
+    for table in tables():
+        section, _, inner = table.path.partition(".")
+        values = getattr(job, section)
+        for one in getattr(values, inner) if inner else [values]:
+            lines = [table.header]
+            for key in table.keys:
+                value = getattr(one, key.name)
+                is_open = section == "parallel" and job.parallel.auto
+                if is_open and key.name not in one.model_fields_set:
+                    continue
+                if value is None or (f"{table.path}.{key.name}" in _repeated() and value):
+                    continue
+                lines.append(f"{key.name} = {toml_value(value, key.path)}")
+            blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def toml_value(value: Any, key: str = "") -> str:
+    """One value as a TOML literal on one line.
+
+    Raises:
+        JobError: it has none; the message names `key`.
+    """
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(int(value))
+        case float():
+            return repr(float(value)) if math.isfinite(value) else str(float(value))
+        case str():
+            return _string(value, key)
+        case list() | tuple():
+            return f"[{', '.join(toml_value(item, key) for item in value)}]"
+        case Mapping():
+            pairs = (
+                f"{_name(name, key)} = {toml_value(item, f'{key}.{name}')}" for name, item in value.items()
+            )
+            return f"{{ {', '.join(pairs)} }}" if value else "{}"
+    raise JobError(
+        f"{key} = {value!r}: a job file cannot hold a value of type {type(value).__name__}",
+        "use text, numbers, true or false, lists and tables; leave a key out instead of writing null",
+    )
+
+
+def job_hash(job: Job) -> str:
+    """Equal for equal jobs, whatever machine or process computes it: 16 hexadecimal digits."""
+    return _digest(job.model_dump(mode="json"))
+
+
+def differences(old: Job, new: Job) -> list[tuple[str, Any, Any]]:
+    """(key, value in `old`, value in `new`) of every key that differs, in the order of the job file."""
+    return [
+        (f"{section}.{key}", getattr(getattr(old, section), key), getattr(getattr(new, section), key))
+        for section in Job.model_fields
+        for key in type(getattr(old, section)).model_fields
+        if getattr(getattr(old, section), key) != getattr(getattr(new, section), key)
+    ]
+
+
+def _repeated() -> set[str]:
+    return {table.path for table in tables() if table.repeated}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _name(name: Any, key: str) -> str:
+    if not isinstance(name, str):
+        raise JobError(f"{key}: the name {name!r} of an entry must be text", f'write it as "{name}"')
+    return name if _BARE_KEY.fullmatch(name) else _string(name, key)
+
+
+def _string(value: str, key: str) -> str:
+    """JSON's escapes are TOML's, except that TOML also wants DEL escaped."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise JobError(f"{key} = {value!r}: is not valid text (UTF-8)") from error
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,191 @@
+"""What is wrong with a job, said once: each mistake with its place, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from wanma.job.errors import JobError, did_you_mean
+from wanma.job.file.key_lines import KeyPath
+from wanma.job.file.schema import Table, keys, tables
+from wanma.job.file.serialization import toml_value
+from wanma.job.sections.base import Section
+from wanma.job.sections.job import Job
+
+
+@dataclass
+class Places:
+    """Where each key of a job was written: a file's line, or an override."""
+
+    file: str = ""
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    overrides: dict[KeyPath, str] = field(default_factory=dict)
+
+    def of(self, path: KeyPath) -> tuple[int, str]:
+        """(sort key, 'gpt.toml:7' or 'override 1 on the command line') of `path` or what holds it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overrides:
+                place = self.overrides[path[:length]]
+                return self._order(place), place
+            if path[:length] in self.lines:
+                line = self.lines[path[:length]]
+                return line, f"{self.file}:{line}"
+            if length == len(path):
+                below = [place for key, place in self.overrides.items() if key[:length] == path]
+                if below:
+                    return self._order(below[0]), below[0]
+        return 0, self.file
+
+    def _order(self, override: str) -> int:
+        """Overrides come after every line of the file."""
+        return 1_000_000_000 + list(self.overrides.values()).index(override)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing to mend."""
+
+    path: KeyPath
+    text: str
+    hint: str = ""
+
+
+def refuse(
+    mistakes: Iterable[Mistake],
+    places: Places,
+    what: str = "the job",
+    hint: str = "`wanma job` lists every key with what it allows",
+) -> JobError:
+    """All mistakes as one error, in the order of the file and then of the command line."""
+    # A wrong element of a list is reported once, for the whole list.
+    told = sorted(dict.fromkeys(mistakes), key=lambda mistake: places.of(mistake.path)[0])
+    lines = [f"{place}: {m.text}" if (place := places.of(m.path)[1]) else m.text for m in told]
+    hints = list(dict.fromkeys(mistake.hint for mistake in told if mistake.hint))
+    hint = "\n  ".join([*hints, hint])
+    if len(lines) == 1:
+        return JobError(lines[0], hint)
+    return JobError(f"{what} has {len(lines)} mistakes\n  " + "\n  ".join(lines), hint)
+
+
+def from_pydantic(error: ValidationError, given: dict[str, Any], root: type[Section] = Job) -> list[Mistake]:
+    """The mistakes that validation found in the tables `given` of a file that `root` describes."""
+    found = error.errors(include_url=False)
+    return [_mistake(one["type"], one["loc"], one["msg"], given, root) for one in found]
+
+
+def shown(value: Any) -> str:
+    """A value as the user would write it, cut to a readable length."""
+    try:
+        text = "null" if value is None else toml_value(value)
+    except JobError:
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def dotted(path: KeyPath) -> str:
+    """'data.sources[0].weight'."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _mistake(kind: str, path: KeyPath, message: str, given: dict[str, Any], root: type[Section]) -> Mistake:
+    if kind == "extra_forbidden":
+        return Mistake(path, _unknown(path, root))
+    if kind == "value_error":  # a rule between keys of one section
+        message = message.removeprefix("Value error, ")
+        hint = ""
+        if "exactly one" in message or "only one" in message:
+            hint = "an empty override unsets what the file gives, e.g. `model.preset=`"
+        return Mistake(_named(path, message, given), f"[{dotted(path)}] {message}", hint)
+    names = tuple(part for part in path if isinstance(part, str))
+    table = _table(".".join(names), root)
+    if table is not None:
+        return Mistake(path, _not_a_table(path, table, kind, given))
+    depth = _depth(names, root)
+    key = keys(root)[".".join(names[:depth])]
+    path = path[: _key_length(path, depth)]
+    if kind == "missing" and _value(given, path) is _ABSENT:
+        return Mistake(path, f"{dotted(path)} is missing ({key.help}): it must be {key.allowed}")
+    value = _value(given, path)
+    close = did_you_mean(str(value), key.choices) if isinstance(value, (str, bool)) else ""
+    finite = ", and finite" if kind == "finite_number" else ""
+    return Mistake(path, f"{dotted(path)} = {shown(value)}: must be {key.allowed}{finite}.{close}")
+
+
+def _named(path: KeyPath, message: str, given: dict[str, Any]) -> KeyPath:
+    """Path of the first key in section `path` that `message` names and the job gives; else the section's."""
+    named = ((*path, word) for word in re.findall(r"[a-z_]+", message))
+    return next((key for key in named if _value(given, key) is not _ABSENT), path)
+
+
+def _unknown(path: KeyPath, root: type[Section]) -> str:
+    *holder, name = path
+    inside = ".".join(part for part in holder if isinstance(part, str))
+    name = str(name)
+    if not inside:
+        homes = [table.header for table in tables(root) if name in {key.name for key in table.keys}]
+        meant = did_you_mean(name, root.model_fields) or (f" It belongs in {homes[0]}." if homes else "")
+        return f"unknown section '{name}'.{meant}" + (
+            "" if meant else f" There are: {', '.join(root.model_fields)}."
+        )
+    prefix = f"{dotted(tuple(holder))}."
+    table = _table(inside, root)
+    here = difflib.get_close_matches(name, [key.name for key in table.keys] if table else [], n=1)
+    names = {key.name: key.path for key in reversed(keys(root).values())}
+    elsewhere = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    if name in root.model_fields:
+        meant = f" [{name}] is a section of its own."
+    elif here and name not in names:
+        meant = f" Did you mean '{prefix}{here[0]}'?"
+    elif elsewhere:
+        meant = f" Did you mean '{names[elsewhere[0]]}'?"
+    else:
+        meant = ""
+    return f"unknown key '{prefix}{name}'.{meant}"
+
+
+def _not_a_table(path: KeyPath, table: Table, kind: str, given: dict[str, Any]) -> str:
+    value = _value(given, path)
+    if kind == "missing" or value is _ABSENT:
+        example = ' with, for example, preset = "gpt-10m"' if table.path == "model" else ""
+        return f"the job has no {table.header} section; add one{example}"
+    auto = ' or "auto"' if table.path == "parallel" else ""
+    return f"{dotted(path)} = {shown(value)}: must be a table, {table.header} with its keys below it{auto}."
+
+
+def _table(path: str, root: type[Section]) -> Table | None:
+    return next((table for table in tables(root) if table.path == path), None)
+
+
+def _depth(names: tuple[str, ...], root: type[Section]) -> int:
+    """How many of `names` name a key: what follows lies inside a free table such as `arguments`."""
+    return next(depth for depth in range(len(names), 0, -1) if ".".join(names[:depth]) in keys(root))
+
+
+def _key_length(path: KeyPath, names: int) -> int:
+    """Length of the start of `path` that holds `names` names: drops list positions inside a value."""
+    seen = 0
+    for length, part in enumerate(path, 1):
+        seen += isinstance(part, str)
+        if seen == names:
+            return length
+    return len(path)
+
+
+_ABSENT = object()
+
+
+def _value(given: Any, path: KeyPath) -> Any:
+    for part in path:
+        try:
+            given = given[part]
+        except (KeyError, IndexError, TypeError):
+            return _ABSENT
+    return given

@@ -1,0 +1,1 @@
+"""Workload of a model and forecast of a plan as pure data: FLOPs, bytes, seconds, joules."""

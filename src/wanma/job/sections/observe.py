@@ -1,0 +1,50 @@
+"""`[observe]` of a job file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from wanma.job.sections.base import Section
+
+LONGEST_NAME = 200
+"""Bytes of a run's name. File systems allow 255; files beside the run directory add to it."""
+
+
+class ObserveSection(Section):
+    """Display and records of a run."""
+
+    name: str | None = Field(None, description="run name; default: the job file's name")
+    runs: str = Field("runs", description="folder of run directories")
+    console: Literal["auto", "live", "plain", "quiet"] = Field("auto", description="auto: live on a terminal")
+    log_every_steps: int = Field(
+        10, ge=1, le=1_000_000_000_000, description="plain console: a line every so many steps"
+    )
+    gradient_norms_every_steps: int = Field(
+        0, ge=0, le=1_000_000_000_000, description="record the gradient norm of each layer so often; 0: never"
+    )
+    callbacks: list[str] = Field(
+        default_factory=list,
+        description="'package.module:Class' or an object of a wanma.Callback, called as the run goes on",
+    )
+    tensorboard: bool = Field(False, description="write TensorBoard files into the run directory")
+
+    @model_validator(mode="after")
+    def _one_folder(self) -> ObserveSection:
+        if self.name is not None and (wrong := why_no_name(self.name)) is not None:
+            raise ValueError(f"name {wrong}")
+        return self
+
+
+def why_no_name(name: str) -> str | None:
+    """Reason why `name` is no name of a run: one folder in `runs`, and an argument of commands; or None."""
+    if not name.strip() or name != name.strip() or not name.isprintable():
+        return f"must be text without blanks around it and without control characters (given: {name!r})"
+    if name in (".", "..") or "/" in name:
+        return f"must be one folder's name; another place is observe.runs (given: {name!r})"
+    if name.startswith("-"):
+        return f"must not begin with '-', which commands take for an option (given: {name!r})"
+    if len(name.encode()) > LONGEST_NAME:
+        return f"must be at most {LONGEST_NAME} bytes long (given: {len(name.encode())})"
+    return None

@@ -1,0 +1,1 @@
+"""Architectures: the decoder and the image classifiers, each with its parallel spec."""

@@ -1,0 +1,153 @@
+"""Image classifiers: a small convolutional network and residual networks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wanma.models.config.dimensions import VisionDimensions
+from wanma.models.layers.batch_norm import GroupedBatchNorm
+from wanma.models.structure.parallel_spec import Layout
+
+VISION_LAYOUT = Layout(blocks=None)
+"""Small next to its activations: replicated or sharded whole, never split within a layer."""
+
+_LARGE_IMAGE = 128
+"""From this height or width on, a residual network begins with the stem made for ImageNet."""
+
+
+def build_vision(dimensions: VisionDimensions) -> nn.Module:
+    """The network that `dimensions` describe."""
+    return ConvNet(dimensions) if dimensions.family == "convnet" else ResNet(dimensions)
+
+
+class _Classifier(nn.Module):
+    """Initialisation that both families share."""
+
+    def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a tile of parameter `name` in place (He et al. 2015 for what a ReLU follows)."""
+        shape = self.get_parameter(name).shape
+        if name == "classifier.weight":
+            tensor.normal_(0.0, 0.01, generator=generator)
+        elif len(shape) > 1:
+            # By outputs for convolutions, as torch's own residual networks; by inputs for linears.
+            fan = shape[0] * math.prod(shape[2:]) if len(shape) == 4 else shape[1]
+            tensor.normal_(0.0, math.sqrt(2.0 / fan), generator=generator)
+        else:
+            tensor.fill_(1.0 if name.endswith("weight") else 0.0)
+
+
+class ConvNet(_Classifier):
+    """Convolution-16, convolution-32, linear-128, linear-classes, with max pooling after each convolution."""
+
+    def __init__(self, dimensions: VisionDimensions) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(dimensions.channels, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 32, 3, padding=1)
+        self.hidden = nn.Linear(32 * (dimensions.height // 4) * (dimensions.width // 4), 128)
+        self.classifier = nn.Linear(128, dimensions.classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(rows, channels, height, width) to logits (rows, classes)."""
+        x = F.max_pool2d(F.relu(self.first(images)), 2)
+        x = F.max_pool2d(F.relu(self.second(x)), 2)
+        x = F.relu(self.hidden(x.flatten(1)))
+        logits: Tensor = self.classifier(x)
+        return logits
+
+
+class ResNet(_Classifier):
+    """ResNet-18 or ResNet-50 (He et al. 2015; stride in the 3 × 3 convolution, as torchvision's).
+
+    Module names are torchvision's but for `classifier` (there `fc`). Images smaller than 128 get the
+    stem that He et al. use for CIFAR-10: one 3 × 3 convolution, no pooling.
+    """
+
+    def __init__(self, dimensions: VisionDimensions) -> None:
+        super().__init__()
+        group = dimensions.statistics_group
+        self.is_large = max(dimensions.height, dimensions.width) >= _LARGE_IMAGE
+        kernel, stride = (7, 2) if self.is_large else (3, 1)
+        self.conv1 = nn.Conv2d(dimensions.channels, 64, kernel, stride, kernel // 2, bias=False)
+        self.bn1 = GroupedBatchNorm(64, group)
+        block, counts = _DEPTHS[dimensions.depth or 18]
+        outputs = [64 * block.expansion << number for number in range(4)]
+        self.layer1 = _stage(block, counts[0], 64, 64, 1, group)
+        self.layer2 = _stage(block, counts[1], outputs[0], 128, 2, group)
+        self.layer3 = _stage(block, counts[2], outputs[1], 256, 2, group)
+        self.layer4 = _stage(block, counts[3], outputs[2], 512, 2, group)
+        self.classifier = nn.Linear(outputs[3], dimensions.classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(rows, channels, height, width) to logits (rows, classes)."""
+        x = F.relu(self.bn1(self.conv1(images)))
+        if self.is_large:
+            x = F.max_pool2d(x, 3, 2, 1)
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)
+        logits: Tensor = self.classifier(x.mean((2, 3)))
+        return logits
+
+
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions around which the input is carried."""
+
+    expansion = 1
+
+    def __init__(self, channels: int, width: int, stride: int, group: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
+        self.bn1 = GroupedBatchNorm(width, group)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = GroupedBatchNorm(width, group)
+        self.downsample = _shortcut(channels, width, stride, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, channels, height, width) to (rows, width, height / stride, width / stride)."""
+        branch = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(branch)) + self.downsample(x))
+
+
+class Bottleneck(nn.Module):
+    """1 × 1, 3 × 3 and 1 × 1 convolutions around which the input is carried."""
+
+    expansion = 4
+
+    def __init__(self, channels: int, width: int, stride: int, group: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.bn1 = GroupedBatchNorm(width, group)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = GroupedBatchNorm(width, group)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = GroupedBatchNorm(4 * width, group)
+        self.downsample = _shortcut(channels, 4 * width, stride, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, channels, height, width) to (rows, 4 × width, height / stride, width / stride)."""
+        branch = F.relu(self.bn1(self.conv1(x)))
+        branch = F.relu(self.bn2(self.conv2(branch)))
+        return F.relu(self.bn3(self.conv3(branch)) + self.downsample(x))
+
+
+_DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+}
+"""Block and number of blocks in each of the four stages (He et al. 2015, table 1)."""
+
+
+def _stage(
+    block: type[BasicBlock] | type[Bottleneck], count: int, channels: int, width: int, stride: int, group: int
+) -> nn.Sequential:
+    rest = [block(width * block.expansion, width, 1, group) for _ in range(count - 1)]
+    return nn.Sequential(block(channels, width, stride, group), *rest)
+
+
+def _shortcut(channels: int, out: int, stride: int, group: int) -> nn.Module:
+    if stride == 1 and channels == out:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), GroupedBatchNorm(out, group))

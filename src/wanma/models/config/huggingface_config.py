@@ -1,0 +1,147 @@
+"""A transformers `config.json` as a job names it: read, overridden, checked. Neither torch nor transformers.
+
+Where the architecture is that of our own decoder, its dimensions are read off, so that a forecast for
+a published model costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import JobError, missing_extra
+from wanma.job.sections.job import ModelSection
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.resolution import reject_dimension_keys
+
+FILE = "config.json"
+
+
+def read_config(section: ModelSection) -> dict[str, Any]:
+    """The config that `model.huggingface` names, with `model.arguments` in the place of its keys; there
+    "null" is JSON's null.
+
+    Raises:
+        JobError: it is no local file, needs code from elsewhere, or has settings that would be ignored.
+        WanmaError: transformers is not installed.
+    """
+    assert section.huggingface is not None
+    if importlib.util.find_spec("transformers") is None:
+        raise missing_extra("transformers", "huggingface", "model.huggingface")
+    reject_dimension_keys(section, "model.huggingface")
+    config = read_config_file(Path(section.huggingface).expanduser(), "model.huggingface")
+    # TOML has no null.
+    replaced = {key: None if value == "null" else value for key, value in section.arguments.items()}
+    return {**config, **replaced}
+
+
+def read_config_file(path: Path, key: str) -> dict[str, Any]:
+    """One config.json, or that of a folder.
+
+    Args:
+        key: of the job, for the message.
+
+    Raises:
+        JobError: there is none there, it is malformed, or it needs code from elsewhere.
+    """
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise JobError(
+            f"{key} = '{path}': there is no such file or folder with a {FILE}",
+            "wanma downloads nothing: give the path of a config.json, or of the folder that holds it",
+        )
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise JobError(f"{key}: {file} cannot be read: {error}", "it must be the JSON of a config") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise JobError(f"{key}: {file} is no transformers config: it has no model_type", f"name a {FILE}")
+    if "auto_map" in config:
+        raise JobError(
+            f"{key}: {file} wants code that comes with the weights (auto_map), which wanma does not run",
+            "use a model that transformers itself has, or give your own module as model.factory",
+        )
+    if config.get("quantization_config"):
+        raise JobError(
+            f"{key}: {file} is of quantized weights (quantization_config), which cannot be trained",
+            "take the config of the weights in full precision",
+        )
+    return config
+
+
+def decoder_of(config: Mapping[str, Any]) -> DecoderDimensions | None:
+    """Dimensions of our own decoder with the parameters and arithmetic of `config`.
+
+    Returns:
+        None if ours has another architecture, or the config leaves sizes to transformers' defaults.
+    """
+    kind = config["model_type"]
+    if kind not in _LIKE_OURS or config.get("mlp_bias"):
+        return None
+    has_two_matrices = kind == "arcee"
+    default, known = ("relu2", _GELU) if has_two_matrices else ("silu", ("silu",))
+    if config.get("hidden_act", default) not in known:
+        return None
+    if kind != "qwen2" and config.get("attention_bias"):
+        return None  # of the output projections too, where ours have none
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return None
+    if kind == "qwen3_moe" and config.get("decoder_sparse_step", 1) != 1:
+        return None
+    dense = list(config.get("mlp_only_layers") or ())
+    if dense != list(range(len(dense))):
+        return None
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        may_leave_out = kind in ("llama", "arcee")
+        kv_heads = config.get("num_key_value_heads") if may_leave_out else config["num_key_value_heads"]
+        width = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
+        return DecoderDimensions(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(kv_heads or heads),
+            feed_forward=int(config["intermediate_size"]),
+            vocabulary=int(config["vocab_size"]),
+            rope_theta=float(rope["rope_theta"]),
+            norm_epsilon=float(config.get("rms_norm_eps", 1e-5 if has_two_matrices else 1e-6)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            head_size=None if int(width) * heads == hidden else int(width),
+            attention_bias=kind == "qwen2",
+            head_norm=kind in ("qwen3", "qwen3_moe"),
+            activation_function="gelu" if has_two_matrices else "swiglu",
+            **_experts(config, len(dense)),
+        )
+    except KeyError:
+        return None
+
+
+def _experts(config: Mapping[str, Any], dense_layers: int) -> dict[str, Any]:
+    if config["model_type"] not in ("mixtral", "qwen3_moe"):
+        return {}
+    is_mixtral = config["model_type"] == "mixtral"
+    count = config.get("num_local_experts") or config.get("num_experts")
+    return {
+        "experts": int(count) if count else int(config["num_experts"]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "expert_feed_forward": None if is_mixtral else int(config["moe_intermediate_size"]),
+        "normalize_weights": is_mixtral or bool(config.get("norm_topk_prob", False)),
+        "dense_layers": dense_layers,
+    }
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How rotary angles are made, in the one form of `rope_parameters`, whichever way the config says it."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    return {**given, "rope_type": kind, "rope_theta": theta}
+
+
+_LIKE_OURS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "arcee")
+_GELU = ("gelu_pytorch_tanh", "gelu_new")
+"""Names of GELU's approximation by tanh."""

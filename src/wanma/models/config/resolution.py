@@ -1,0 +1,272 @@
+"""From a job's `[model]` section to dimensions. No torch here.
+
+The planner reads dimensions without building a model, so a forecast for 405B parameters costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from wanma.job.errors import JobError, did_you_mean
+from wanma.job.sections.job import ModelSection
+from wanma.models.config.dimensions import DecoderDimensions, VisionDimensions
+from wanma.models.config.presets import DECODER_PRESETS, PUBLISHED_PRESETS, VISION_PRESETS
+
+_DECODER_KEYS = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "feed_forward",
+    "vocabulary",
+    "rope_theta",
+    "tie_embeddings",
+    "activation_function",
+    "dropout",
+)
+_EXPERT_KEYS = (
+    "experts",
+    "experts_per_token",
+    "shared_experts",
+    "expert_feed_forward",
+    "dense_layers",
+    "router",
+    "balance",
+    "balance_rate",
+    "balance_group",
+    "capacity",
+)
+_BALANCE_RATES = {"none": 0.0, "bias": 1e-3, "loss": 1e-2}
+"""Where the job says nothing: Wang et al. 2024, section 3; Fedus et al. 2021, section 2.2."""
+_VISION_KEYS = ("depth", "classes", "channels", "image_size", "statistics_group")
+
+
+def model_kind(section: ModelSection) -> Literal["tokens", "images", "custom"]:
+    """What the model eats: token sequences, images, or whatever the user's factory says.
+
+    Raises:
+        JobError: the preset is unknown.
+    """
+    if section.factory is not None:
+        return "custom"
+    if section.huggingface is not None:
+        return "tokens"
+    if section.preset is None:
+        return "tokens" if section.family == "decoder" else "images"
+    if section.preset in DECODER_PRESETS:
+        return "tokens"
+    if section.preset in VISION_PRESETS:
+        return "images"
+    known = [*DECODER_PRESETS, *VISION_PRESETS]
+    raise JobError(
+        f"model.preset = '{section.preset}' is unknown.{did_you_mean(section.preset, known)}",
+        f"known presets: {', '.join(known)}",
+    )
+
+
+def decoder_dimensions(section: ModelSection, vocabulary: int | None) -> DecoderDimensions:
+    """The decoder that a `[model]` section describes: its preset, overridden by its explicit keys.
+
+    The vocabulary is `model.vocabulary` if given, else a published preset's own, else the tokenizer's
+    rounded up to a multiple of 64, else the preset's.
+
+    Args:
+        section: with a decoder preset or `family = "decoder"`.
+        vocabulary: tokens that the tokenizer knows; None when there is no tokenizer yet.
+
+    Raises:
+        JobError: the preset is unknown or no decoder, a key is missing or does not apply, dimensions do
+            not divide, or the vocabulary is smaller than the tokenizer's.
+    """
+    if model_kind(section) != "tokens":
+        raise JobError(
+            f"model '{section.preset or section.family or section.factory}' is no decoder",
+            f"decoder presets: {', '.join(DECODER_PRESETS)}",
+        )
+    reject_keys(section, _VISION_KEYS, "a decoder")
+    given: dict[str, Any] = {
+        key: getattr(section, key) for key in _DECODER_KEYS if getattr(section, key) is not None
+    }
+    base = DECODER_PRESETS[section.preset] if section.preset is not None else _from_family(given)
+    if "heads" in given and "kv_heads" not in given and base.kv_heads == base.heads:
+        given["kv_heads"] = given["heads"]
+    if "vocabulary" not in given and section.preset not in PUBLISHED_PRESETS and vocabulary is not None:
+        given["vocabulary"] = -(-vocabulary // 64) * 64
+    dimensions = _with_experts(section, replace(base, **given))
+    _check(dimensions, vocabulary)
+    return dimensions
+
+
+def vision_dimensions(
+    section: ModelSection, image_shape: tuple[int, int, int] | None, classes: int | None
+) -> VisionDimensions:
+    """The image classifier that a `[model]` section describes.
+
+    Args:
+        section: with a vision preset or `family` "convnet" or "resnet".
+        image_shape: (channels, height, width) of the data; None when there is no data yet.
+        classes: of the data; None when there is no data yet.
+
+    Raises:
+        JobError: the preset is unknown or no vision model, a key is missing, does not apply, or
+            contradicts the data.
+    """
+    if model_kind(section) != "images":
+        raise JobError(
+            f"model '{section.preset or section.family or section.factory}' is no vision model",
+            f"vision presets: {', '.join(VISION_PRESETS)}",
+        )
+    reject_keys(section, (*_DECODER_KEYS, *_EXPERT_KEYS), "a vision model")
+    if section.preset is not None:
+        family, depth = VISION_PRESETS[section.preset]
+        if section.depth not in (None, depth):
+            raise JobError(
+                f"model.depth = {section.depth} contradicts model.preset = '{section.preset}'",
+                'drop one of them, or use family = "resnet" with a depth',
+            )
+    else:
+        family, depth = ("convnet", None) if section.family == "convnet" else ("resnet", section.depth)
+        if family == "resnet" and depth is None:
+            raise JobError("model.family = 'resnet' needs model.depth", "set model.depth to 18 or 50")
+        if family == "convnet" and section.depth is not None:
+            raise JobError("model.depth does not apply to model.family = 'convnet'", "remove it")
+    channels = _agree("channels", section.channels, image_shape[0] if image_shape else None)
+    height = _agree("image_size", section.image_size, image_shape[1] if image_shape else None)
+    width = _agree("image_size", section.image_size, image_shape[2] if image_shape else None)
+    known_classes = section.classes if section.classes is not None else classes
+    if known_classes is None:
+        raise JobError("the number of classes is unknown", "set model.classes, or give labelled data")
+    if classes is not None and known_classes < classes:
+        raise JobError(
+            f"model.classes = {known_classes}, but the data has {classes} classes",
+            "drop model.classes to use the data's",
+        )
+    if family == "convnet" and min(height, width) < 4:
+        raise JobError(f"images of {height} × {width} are too small for two poolings", "use at least 4 × 4")
+    return VisionDimensions(family, known_classes, channels, height, width, depth, section.statistics_group)
+
+
+def reject_keys(section: ModelSection, keys: tuple[str, ...], what: str) -> None:
+    """Refuse keys of the section that `what` would silently ignore."""
+    for key in keys:
+        if getattr(section, key) != ModelSection.model_fields[key].default:
+            raise JobError(f"model.{key} does not apply to {what}", f"remove model.{key}")
+
+
+def reject_dimension_keys(section: ModelSection, key: str = "model.factory") -> None:
+    """Refuse dimensions beside what `key` names, which takes `model.arguments` instead."""
+    # A group of samples means something for a factory's model too: its batch normalisation is converted.
+    every = (*_DECODER_KEYS, *_EXPERT_KEYS, *_VISION_KEYS)
+    keys = tuple(key for key in every if key != "statistics_group")
+    reject_keys(section, keys, f"{key}; give it in model.arguments")
+
+
+def _from_family(given: dict[str, Any]) -> DecoderDimensions:
+    missing = [f"model.{key}" for key in ("layers", "hidden", "heads") if key not in given]
+    if missing:
+        raise JobError(f"model.family = 'decoder' needs {', '.join(missing)}", "or name a preset")
+    hidden, heads = given["hidden"], given["heads"]
+    # As many parameters and FLOPs either way, but for rounding.
+    is_gelu = given.get("activation_function") == "gelu"
+    feed_forward = 4 * hidden if is_gelu else -(-8 * hidden // (3 * 64)) * 64
+    return DecoderDimensions(given["layers"], hidden, heads, heads, feed_forward, None)
+
+
+def _with_experts(section: ModelSection, base: DecoderDimensions) -> DecoderDimensions:
+    """`base` with the section's keys for experts; a section that asks for them first gets defaults."""
+    if base.experts == 0 and section.experts is None:
+        reject_keys(section, _EXPERT_KEYS, "a decoder without experts (model.experts)")
+        return base
+    given: dict[str, Any] = {
+        key: value for key in _EXPERT_KEYS if (value := getattr(section, key)) is not None
+    }
+    if base.experts == 0:
+        base = replace(base, experts_per_token=min(2, given["experts"]), balance="bias", balance_rate=1e-3)
+    balance = given.get("balance", base.balance)
+    if balance == "none" and "balance_rate" in given:
+        raise JobError(
+            f"model.balance_rate = {given['balance_rate']} has nothing to weigh: model.balance = 'none'",
+            "set model.balance to 'bias' or 'loss', or remove model.balance_rate",
+        )
+    if balance != base.balance:
+        given.setdefault("balance_rate", _BALANCE_RATES[balance])
+    dimensions = replace(base, **given)
+    _check_experts(dimensions)
+    return dimensions
+
+
+def _check_experts(dimensions: DecoderDimensions) -> None:
+    if dimensions.activation_function != "swiglu":
+        raise JobError(
+            f"model.activation_function = '{dimensions.activation_function}' with model.experts = "
+            f"{dimensions.experts}, but experts are SwiGLU networks",
+            "remove model.activation_function, or use a decoder without experts",
+        )
+    experts, per_token = dimensions.experts, dimensions.experts_per_token
+    open_to_token = experts * dimensions.groups_per_token // dimensions.expert_groups
+    if experts % dimensions.expert_groups:
+        raise JobError(
+            f"model.experts = {experts} cannot be in the preset's {dimensions.expert_groups} groups",
+            f"use a multiple of {dimensions.expert_groups}",
+        )
+    if per_token > open_to_token:
+        raise JobError(
+            f"model.experts_per_token = {per_token}, but there are only {open_to_token} to choose from",
+            f"lower model.experts_per_token, or raise model.experts (now {experts})",
+        )
+    if dimensions.dense_layers >= dimensions.layers:
+        raise JobError(
+            f"model.dense_layers = {dimensions.dense_layers} of model.layers = {dimensions.layers} "
+            "leaves no block with experts",
+            "lower model.dense_layers, or leave model.experts out",
+        )
+    if dimensions.balance_group > 1 and dimensions.balance != "loss" and dimensions.capacity == 0:
+        raise JobError(
+            f"model.balance_group = {dimensions.balance_group} without anything that counts over groups",
+            "set model.balance = 'loss' or model.capacity, or remove model.balance_group",
+        )
+
+
+def _check(dimensions: DecoderDimensions, tokenizer: int | None) -> None:
+    hidden, heads, kv_heads = dimensions.hidden, dimensions.heads, dimensions.kv_heads
+    if dimensions.head_size is None and hidden % heads:
+        raise JobError(
+            f"model.hidden = {hidden} is not divisible by model.heads = {heads}",
+            f"use a multiple of {heads} for model.hidden",
+        )
+    if heads % kv_heads:
+        raise JobError(
+            f"model.heads = {heads} is not divisible by model.kv_heads = {kv_heads}",
+            "each key/value head serves the same number of query heads; "
+            f"model.kv_heads may be {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}",
+        )
+    if dimensions.is_latent and heads != kv_heads:
+        raise JobError(
+            f"model.kv_heads = {kv_heads} with latent attention, where each of {heads} heads has its own",
+            "remove model.kv_heads",
+        )
+    if dimensions.rotary_width % 2:
+        raise JobError(
+            f"model.hidden = {hidden} and model.heads = {heads} give heads of odd width "
+            f"{dimensions.head_width}, but rotary positions turn pairs",
+            f"use a multiple of {2 * heads} for model.hidden",
+        )
+    if dimensions.vocabulary is None:
+        raise JobError("the vocabulary is unknown", "set model.vocabulary, or give data with a tokenizer")
+    if tokenizer is not None and dimensions.vocabulary < tokenizer:
+        raise JobError(
+            f"the model's vocabulary of {dimensions.vocabulary} is smaller than the tokenizer's {tokenizer}",
+            f"set model.vocabulary to {-(-tokenizer // 64) * 64}, or use another tokenizer",
+        )
+
+
+def _agree(key: str, given: int | None, data: int | None) -> int:
+    if given is not None and data is not None and given != data:
+        raise JobError(
+            f"model.{key} = {given}, but the data has {data}", f"drop model.{key} to use the data's"
+        )
+    known = given if given is not None else data
+    if known is None:
+        raise JobError(f"the images' {key} is unknown", f"set model.{key}, or give data")
+    return known

@@ -1,0 +1,1 @@
+"""Adapter of causal transformers models: module replacement, probe, parallel spec, weights."""

@@ -1,0 +1,279 @@
+"""Causal models of `transformers` as wanma sees a decoder: tokens, documents and positions to logits.
+
+    config = huggingface_config(read_config(section), vocabulary, sequence_length)
+    with torch.device("meta"):
+        model = build_huggingface(config)
+
+A model is built from its config alone, on the meta device; nothing is downloaded and no code from
+elsewhere is run. It stays transformers' own, parameter names included, but for what
+`huggingface_parts` replaces: what no plan could split, or what computes in fp32 whatever the precision.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from wanma.job.errors import JobError, WanmaError
+from wanma.models.huggingface.derived_parallel_spec import blocks_of, layout_of
+from wanma.models.huggingface.forward_probe import Findings
+from wanma.models.huggingface.module_replacement import ATTENTION, MASK, replace_parts
+from wanma.models.huggingface.pipeline_stage import Passage, hand_on, keep_blocks, no_embedding
+from wanma.models.huggingface.probe_validation import require_same_training
+from wanma.models.huggingface.state_dict_adapter import HuggingFacePublished
+from wanma.models.huggingface.validation import refuse_config, refuse_model
+from wanma.models.layers.attention import AttentionMask
+from wanma.models.layers.experts import Experts
+from wanma.models.layers.router import Router
+from wanma.models.structure.parallel_spec import Layout, tie_parameters
+
+
+def huggingface_config(
+    given: dict[str, Any], vocabulary: int | None, sequence_length: int | None
+) -> PreTrainedConfig:
+    """The transformers config with the settings of `read_config`.
+
+    Args:
+        vocabulary: tokens that the tokenizer knows.
+        sequence_length: of the data.
+
+    Raises:
+        JobError: transformers do not know the family, or it has settings that would be ignored.
+    """
+    if given["model_type"] not in CONFIG_MAPPING:
+        raise JobError(
+            f"model.huggingface: transformers does not know model_type {given['model_type']!r}",
+            "is it of a newer family? pip install --upgrade transformers",
+        )
+    try:
+        # A type may be an alias: without it, the config has the name of its family.
+        settings = {key: value for key, value in given.items() if key != "model_type"}
+        config: PreTrainedConfig = CONFIG_MAPPING[given["model_type"]].from_dict(settings)
+    except Exception as error:  # whatever a config's own validation raises
+        raise JobError(
+            f"model.huggingface: transformers cannot use the config: {error}",
+            "mend the file, or replace the key in model.arguments",
+        ) from error
+    refuse_config(config, vocabulary, sequence_length)
+    return config
+
+
+def build_huggingface(
+    config: PreTrainedConfig, sequence_length: int, findings: Findings | None = None
+) -> HuggingFaceModel:
+    """The model, on the current device, ready to be split.
+
+    Args:
+        sequence_length: of the data.
+        findings: of the same model, built before; None: found out, on the meta device.
+
+    Raises:
+        JobError: it is no causal model, or not built as wanma needs it.
+    """
+    model = _adapted(config)
+    if findings is None:
+        findings = require_same_training(model, sequence_length, _adapted)
+    kind = type(model)
+    # A class of its own, as FSDP2 makes one: the names of parameters are not those of a wrapper's child.
+    model.__class__ = type(kind.__name__, (HuggingFaceModel, kind), {})
+    assert isinstance(model, HuggingFaceModel)
+    adapted: HuggingFaceModel = model
+    adapted.mask = AttentionMask()
+    adapted.findings = findings
+    adapted.layout = layout_of(model, findings)
+    tie_parameters(adapted, adapted.layout.tied)
+    return adapted
+
+
+class HuggingFaceModel(HuggingFacePublished):
+    """Comes before a transformers class among the bases of a model's class."""
+
+    layout: Layout
+    findings: Findings
+    config: Any
+    mask: nn.Module
+    passage: Passage | None = None
+    """Tensors at the block edges of a pipeline stage; None without a pipeline."""
+
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the next token at every position; arguments as of `Decoder`."""
+        self._check_tie()
+        passage = self.passage
+        if self.findings.reads_tokens:
+            given = {"input_ids": tokens}
+        elif passage is None or passage.is_first:
+            given = {"inputs_embeds": cast(PreTrainedModel, self).get_input_embeddings()(tokens)}
+        else:
+            # What comes before the blocks runs too, on numbers that nobody looks at.
+            passage.given, given = tokens, {"inputs_embeds": torch.empty_like(tokens)}
+        if positions is not None and positions.ndim == 1:
+            positions = positions.unsqueeze(0)
+        if positions is not None and self.findings.first_position:
+            positions = positions + self.findings.first_position
+        output = super().forward(
+            **given, position_ids=positions, use_cache=False, **{MASK: self.mask(documents)}
+        )
+        if passage is not None and not passage.is_last:
+            return passage.take()
+        logits: Tensor = output.logits
+        return logits
+
+    def keep_stage(self, held: range, *, is_first: bool, is_last: bool) -> None:
+        """Keep what one pipeline stage holds, in place: the blocks in `held`, and what comes before all
+        blocks in the first stage, after them in the last.
+
+        Raises:
+            JobError: the model cannot be cut between blocks.
+        """
+        if self.findings.indivisible is not None:
+            raise JobError(
+                f"parallel.pp: {type(self).__name__} cannot be cut into stages: {self.findings.indivisible}",
+                "set parallel.pp = 1",
+            )
+        assert self.layout.blocks is not None
+        self.passage = Passage(self.findings.outputs, is_first=is_first, is_last=is_last)
+        keep_blocks(self.get_submodule(self.layout.blocks), held, self.passage)
+        absent = (() if is_first else self.layout.first) + (() if is_last else self.layout.last)
+        for path in absent:
+            parent, _, child = path.rpartition(".")
+            holder, part = self.get_submodule(parent), self.get_submodule(path)
+            delattr(holder, child)
+            is_table = isinstance(part, nn.Embedding)
+            width = part.get_parameter("weight").shape[-1] if is_table else 0
+            setattr(holder, child, no_embedding(self.passage, width) if is_table else hand_on)
+
+    def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a tile of parameter `name` in place, as transformers begin it.
+
+        But for the token that pads: wanma's data never contain it, and it begins like others.
+        """
+        path, _, kind = name.rpartition(".")
+        owner = self.get_submodule(path)
+        deviation = getattr(self.config, "initializer_range", None) or 0.02
+        if self.config.model_type == "gpt2" and name.endswith("c_proj.weight"):
+            # Of all families transformers know of this one alone what adds to the residual stream
+            # (Radford et al. 2019, section 2.3), and looks for it in modules that are ours here.
+            tensor.normal_(0.0, deviation / math.sqrt(2 * self.config.n_layer), generator=generator)
+        elif isinstance(owner, (Experts, Router)):
+            tensor.normal_(0.0, deviation, generator=generator)
+        else:
+            _initialize(cast(PreTrainedModel, self), owner, name, kind, tensor, generator)
+
+    def reset_buffers(self) -> None:
+        """Give the buffers their values again, which a model built on the meta device has lost."""
+        for path, module in self.named_modules():
+            if not any(True for _ in module.buffers(recurse=False)):
+                continue
+            if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+                continue  # ours have a reset of their own
+            for name, value in _buffers(cast(PreTrainedModel, self), module, path).items():
+                module.get_buffer(name).copy_(value)
+
+    def _check_tie(self) -> None:
+        held = dict(self.named_parameters(remove_duplicate=False))
+        for kept, other in self.layout.tied:
+            if kept in held and other in held and held[kept] is not held[other]:
+                raise RuntimeError(f"{kept} and {other} have come apart and would be trained as two")
+
+
+def _adapted(config: PreTrainedConfig) -> PreTrainedModel:
+    """Transformers' model with wanma's parts."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=ATTENTION, dtype=torch.float32
+        )
+    except Exception as error:  # whatever a family's constructor raises
+        raise _not_built(config, error) from error
+    refuse_model(model)
+    replace_parts(model)
+    # A tied tensor has the name that comes first: that of the embedding, which the first stage holds.
+    base = str(blocks_of(model)).partition(".")[0]
+    model._modules = {base: model._modules[base], **model._modules}
+    return model
+
+
+def _not_built(config: PreTrainedConfig, error: Exception) -> JobError:
+    """Make the refusal of a config that transformers cannot build with wanma's attention."""
+    kind, line = config.model_type, str(error).strip().partition("\n")[0][:200]
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return JobError(
+            f"model.huggingface: {kind} is no causal language model of transformers",
+            "name the config of a causal language model",
+        )
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):
+        return JobError(
+            f"model.huggingface: {kind} cannot be used: its attention cannot be replaced (transformers' "
+            "attention interface)",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
+    return JobError(
+        f"model.huggingface: transformers make no {kind} of the config: {type(error).__name__}: {line}",
+        "mend the file, or replace the key in model.arguments; or give the model as model.factory",
+    )
+
+
+def _initialize(
+    model: PreTrainedModel, owner: nn.Module, name: str, kind: str, tensor: Tensor, generator: torch.Generator
+) -> None:
+    """Let transformers' own rule fill `tensor` in the place of a parameter of `owner`."""
+    alike = _copy(owner)
+    alike._parameters[kind] = tensor.fill_(math.nan)  # type: ignore[assignment]  # a stand-in
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(generator.initial_seed())
+        _part_around(model, name.rpartition(".")[0])._init_weights(alike)
+    if bool(tensor.isnan().any()):
+        raise WanmaError(
+            f"transformers does not say how parameter {name} of {type(model).__name__} begins",
+            "start from published weights: checkpoint.start_from",
+        )
+
+
+def _buffers(model: PreTrainedModel, module: nn.Module, path: str) -> Mapping[str, Tensor]:
+    """The buffers of one module as transformers compute them; found not to depend on what was there."""
+    made: list[dict[str, Tensor]] = []
+    for before in (0, 1):
+        alike = _copy(module)
+        alike._buffers = {
+            name: torch.full(buffer.shape, before, dtype=buffer.dtype)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        _part_around(model, path)._init_weights(alike)
+        made.append(cast(dict[str, Tensor], alike._buffers))
+    for name, value in made[0].items():
+        if not torch.equal(value, made[1][name]):
+            raise WanmaError(
+                f"transformers does not say how buffer {path}.{name} of {type(model).__name__} begins",
+                "build the model yourself (model.factory): it is then made whole, on the CPU",
+            )
+    return made[0]
+
+
+def _part_around(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost model around the module at `path`, whose rule transformers apply to it."""
+    parts = path.split(".") if path else []
+    around = (model.get_submodule(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+    return next((part for part in around if isinstance(part, PreTrainedModel)), model)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A module of that class with the same attributes, whose parameters are empty: they may be split over
+    ranks, which would all have to take part. `copy` would have FSDP2 call its constructor."""
+    alike = object.__new__(type(module))
+    alike.__dict__.update(module.__dict__)
+    alike._parameters = {
+        name: torch.empty(0) if value is not None else None  # type: ignore[misc]  # only stand-ins
+        for name, value in module._parameters.items()
+    }
+    if isinstance(alike, nn.Embedding):
+        alike.padding_idx = None  # a tile does not know whether it holds that row
+    return alike

@@ -1,0 +1,153 @@
+"""What takes the place of modules of transformers that no plan could split, or that compute in fp32 only.
+
+Each has the arithmetic of what it replaces, and is found by what a module is rather than by its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from wanma.job.errors import JobError
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.layers.attention import DotProductAttention
+from wanma.models.layers.experts import MixtureOfExperts
+from wanma.models.layers.rms_norm import RMSNorm
+
+ATTENTION = "wanma"
+"""Name under which transformers finds `attend`."""
+MASK = "wanma_mask"
+"""Keyword under which the mask travels from the model to `attend`, past transformers' own masks."""
+
+_PLAIN_NORMS = tuple(
+    f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+)
+"""Classes that compute what our `RMSNorm` does; others of that name add one to the weight, or more."""
+_MIXTURES = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+_HARMLESS = (
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "sliding_window",
+    "output_attentions",
+    "is_causal",
+)
+"""Keywords that change nothing here: windows are refused where they would be narrower than a sequence."""
+
+
+def replace_parts(model: PreTrainedModel) -> None:
+    """Put ours in the place of transformers' own, in place; call it on the meta device."""
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ == "GPT2Attention":
+            model.set_submodule(path, SplitAttention(module))
+        elif type(module).__name__ in _MIXTURES:
+            model.set_submodule(path, MixtureOfExperts(_mixture(model.config)))
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ in _PLAIN_NORMS:
+            # Theirs rounds to fp32 whatever the precision, and is six operations on a CPU.
+            weight = module.get_parameter("weight")
+            model.set_submodule(path, RMSNorm(weight.shape[0], eps=module.variance_epsilon))
+        elif isinstance(module, Conv1D):
+            model.set_submodule(path, nn.Linear(module.nx, module.nf))
+    for _, attention in attentions(model):
+        attention.core = DotProductAttention()
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that call `attend`."""
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("Attention") and hasattr(module, "scaling"):
+            yield path, module
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface, by the core of that layer, which context parallelism replaces.
+
+    Args:
+        query: (rows, heads, sequence, head_width), and so are key and value.
+
+    Returns:
+        (rows, sequence, heads, head_width), and no weights.
+
+    Raises:
+        JobError: the model wants something of its attention that the core does not do.
+    """
+    if MASK not in keywords:
+        raise JobError(
+            f"model.huggingface: {type(module).__name__} was not handed the mask: its model passes no "
+            "keyword arguments on",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
+    mask = keywords.pop(MASK)
+    wants = sorted(k for k, v in keywords.items() if v is not None and v is not False and k not in _HARMLESS)
+    if wants or attention_mask is not None or dropout > 0 or keywords.get("is_causal") is False:
+        wants += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+        raise JobError(
+            f"model.huggingface: {type(module).__name__} wants what would be ignored of its attention: "
+            f"{', '.join(wants) or 'later tokens'}",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
+    core = cast(DotProductAttention, module.core)
+    attended = core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask, scaling)
+    return attended, None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+class SplitAttention(nn.Module):
+    """GPT-2's attention with query, key and value as matrices of their own, each split by whole heads."""
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        hidden = fused.embed_dim
+        self.config = fused.config
+        self.head_dim = fused.head_dim
+        self.scaling = fused.scaling
+        self.c_attn = nn.ModuleDict({name: nn.Linear(hidden, hidden) for name in ("query", "key", "value")})
+        self.c_proj = nn.Linear(hidden, hidden)
+        self.resid_dropout = fused.resid_dropout
+        self.dropout = float(fused.attn_dropout.p)
+
+    def forward(self, hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
+        """(rows, sequence, hidden) to the same."""
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in self.c_attn.values()
+        )
+        keywords.pop("past_key_values", None)
+        attend_now: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.dropout if self.training else 0.0
+        attended, _ = attend_now(self, query, key, value, scaling=self.scaling, dropout=dropout, **keywords)
+        joined: Tensor = self.resid_dropout(self.c_proj(attended.flatten(2)))
+        return joined, None
+
+
+def _mixture(config: Any) -> DecoderDimensions:
+    """What our mixture of experts needs to know; it scores in at least fp32 and can be split."""
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return DecoderDimensions(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        width,
+        config.vocab_size,
+        experts=config.num_local_experts,
+        experts_per_token=config.num_experts_per_tok,
+        normalize_weights=getattr(config, "norm_topk_prob", True),
+    )

@@ -1,0 +1,119 @@
+"""Refusals, each with a remedy, of models that a probe finds wanma to train otherwise than transformers.
+
+A remedy that names keys of the config has been tried: the model is built with it, without memory, and
+probed anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from wanma.job.errors import JobError
+from wanma.models.huggingface.derived_parallel_spec import blocks_of
+from wanma.models.huggingface.forward_probe import Findings, probe
+from wanma.models.huggingface.validation import TESTED
+
+Make = Callable[[PreTrainedConfig], PreTrainedModel]
+"""Builds the adapted model of a config."""
+
+
+def require_same_training(model: PreTrainedModel, sequence_length: int, make: Make) -> Findings:
+    """Probe a model, and refuse it if training would not be transformers' own.
+
+    Args:
+        make: for trying remedies; called with the meta device as the default.
+
+    Raises:
+        JobError: attention sees other tokens than all earlier ones, or random numbers are drawn by rank.
+    """
+    findings = _probe(model, sequence_length)
+    kind, config = type(model).__name__, model.config
+
+    def solves(changed: Mapping[str, Any]) -> Findings | None:
+        """Findings of the model with other settings; None where it cannot be made."""
+        other = copy.deepcopy(config)
+        try:
+            for key, value in changed.items():
+                setattr(other, key, value)
+            with torch.device("meta"):
+                return _probe(make(other), sequence_length)
+        except Exception:  # whatever a family says of settings that it does not know
+            return None
+
+    if not findings.is_causal:
+        tried = solves({"is_decoder": True}) if getattr(config, "is_decoder", None) is False else None
+        more = ""
+        if tried is not None and tried.is_causal:
+            more = "; to train this one as a decoder, set model.arguments = {is_decoder = true}"
+        raise JobError(
+            f"model.huggingface: {kind} is no causal language model as its config has it: {findings.mask}",
+            f"name the config of a causal language model{more}",
+        )
+    if findings.longest is not None:
+        raise JobError(
+            f"data.sequence_length = {sequence_length}, but {kind} has learned {findings.longest} positions",
+            f"set data.sequence_length to at most {findings.longest}",
+        )
+    if findings.window is not None:
+        tried = solves({"sliding_window": None}) if getattr(config, "sliding_window", None) else None
+        more = ""
+        if tried is not None and tried.mask is None:
+            more = ", or model.arguments = {sliding_window = 'null'}"
+        window = getattr(config, "sliding_window", None)
+        told = f"its config has sliding_window = {window}" if window else findings.mask
+        raise JobError(
+            f"model.huggingface: {told}, but wanma's attention sees all of the data's {sequence_length} "
+            "tokens",
+            f"set data.sequence_length to at most {findings.window}{more}",
+        )
+    if findings.draws is not None:
+        _refuse_draws(kind, config, findings.draws, solves)
+    return findings
+
+
+def _probe(model: PreTrainedModel, sequence_length: int) -> Findings:
+    blocks = blocks_of(model)
+    assert blocks is not None
+    return probe(model, blocks, sequence_length, keyed_dropout=model.config.model_type in TESTED)
+
+
+def _refuse_draws(
+    kind: str,
+    config: PreTrainedConfig,
+    draws: str,
+    solves: Callable[[Mapping[str, Any]], Findings | None],
+) -> None:
+    """Name all settings that make a model draw by rank, and none that do not."""
+    settings = {
+        key: value
+        for key, value in config.to_dict().items()
+        if any(word in key for word in _DRAWING) and type(value) in (int, float) and value > 0
+    }
+    off = dict.fromkeys(settings, 0.0)
+    tried = solves(off)
+    if tried is None or tried.draws is not None:
+        raise JobError(
+            f"model.huggingface: {kind} draws random numbers in training ({draws}), which would depend on "
+            "the rank",
+            "give the model as model.factory",
+        )
+    for key in settings:
+        without = {other: value for other, value in off.items() if other != key}
+        found = solves(without)
+        if found is not None and found.draws is None:
+            off = without
+    told = ", ".join(f"{key} = {settings[key]!r}" for key in off)
+    remedy = ", ".join(f"{key} = 0.0" for key in off)
+    raise JobError(
+        f"model.huggingface: its config has {told}: {kind} would draw by the rank's own generator ({draws})",
+        f"set model.arguments = {{{remedy}}}",
+    )
+
+
+_DRAWING = ("drop", "noise", "jitter")
+"""Parts of the names of settings that make a model draw."""

@@ -1,0 +1,135 @@
+"""Where published checkpoints keep the parameters of a transformers model, fused and split ones too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from wanma.models.layers.lora import is_adapter
+from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Shape, mixture, whole
+from wanma.models.structure.parallel_spec import Layout
+
+
+class HuggingFacePublished(nn.Module):
+    """What makes a transformers model a `Published` one; see there."""
+
+    layout: Layout
+    config: Any
+
+    @property
+    def published_ties(self) -> tuple[tuple[str, str], ...]:
+        return self.layout.tied
+
+    def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
+        if is_adapter(name):
+            return ()
+        names = next((pair for pair in self.layout.tied if name in pair), (name,))
+        found = tuple(way for other in names for way in _ways(other, shape, self.config.model_type))
+        # Some checkpoints are of the model without its head: names lack the first part.
+        prefix = f"{cast(PreTrainedModel, self).base_model_prefix}."
+        found += tuple(_without(prefix, way) for way in found)
+        return found + tuple(dict.fromkeys(self._renamed(way) for way in found if self._renamed(way) != way))
+
+    def _renamed(self, pieces: Alternative) -> Alternative:
+        """With the names that transformers renames when it reads published weights."""
+        names = {piece.tensor: piece.tensor for piece in pieces}
+        for renaming in reversed(_renamings(_class_name(self), self.config.model_type)):
+            names = {tensor: renaming.rename_source_key(name)[0] for tensor, name in names.items()}
+        return tuple(replace(piece, tensor=names[piece.tensor]) for piece in pieces)
+
+    def published_ignores(self, tensor: str) -> bool:
+        patterns = [*(cast(PreTrainedModel, self)._keys_to_ignore_on_load_unexpected or ())]
+        if self.config.model_type == "gpt2":
+            patterns.append(r"\.attn\.(masked_)?bias$")
+        tied = [other for _, other in self.layout.tied]
+        return (
+            tensor in tied
+            or tensor.endswith("rotary_emb.inv_freq")  # stored by old versions
+            or any(re.search(pattern, tensor) for pattern in patterns)
+        )
+
+    def published_differences(self, config: Mapping[str, Any]) -> list[str]:
+        here, theirs = _written_out(self.config), dict(config)
+        if theirs.get("model_type") == here["model_type"]:
+            # What a config leaves out is its family's default.
+            theirs = _written_out(type(self.config).from_dict(theirs))
+        return [
+            f"{key}: {here.get(key)} here, {theirs[key]} in its config.json"
+            for key in (*_ARITHMETIC, *sorted(key for key in theirs if _SCALES.search(key)))
+            if theirs.get(key) is not None and here.get(key) != theirs[key]
+        ]
+
+    def published_config(self, sequence_length: int) -> dict[str, Any]:  # noqa: ARG002  # its config says
+        values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
+        return {**values, "architectures": [type(self).__name__]}
+
+
+_ARITHMETIC = (
+    "model_type",
+    "hidden_act",
+    "activation_function",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "n_head",
+    "tie_word_embeddings",
+)
+"""What changes the arithmetic and not a shape."""
+_SCALES = re.compile("multiplier|(?<!rope_)scal|softcap|soft_cap")
+"""In names of settings that do so too, whatever the family."""
+
+
+@cache
+def _renamings(class_name: str, family: str) -> tuple[Any, ...]:
+    """Transformers' renamings of whole tensors, turned round: from its own names to published ones."""
+    found = get_checkpoint_conversion_mapping(class_name) or get_checkpoint_conversion_mapping(family) or ()
+    return tuple(one.reverse_transform() for one in found if type(one) is WeightRenaming)
+
+
+def _class_name(model: nn.Module) -> str:
+    """Name of transformers' class among the bases, where it comes after ours and FSDP2's."""
+    return next(kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+
+
+def _written_out(config: Any) -> dict[str, Any]:
+    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return written
+
+
+def _ways(name: str, shape: Shape, family: str) -> list[Alternative]:
+    if family == "gpt2":
+        return [_gpt2(name, shape)]
+    found = re.fullmatch(r"(.+)\.mlp\.(router\.weight|experts\.(gate|up|down))", name)
+    if found is not None:
+        return mixture(found[1], found[3], shape, family)
+    return [(whole(name, shape),)]
+
+
+def _gpt2(name: str, shape: Shape) -> Alternative:
+    """Linears are published as `Conv1D`, (inputs, outputs); query, key and value as one."""
+    fused = re.fullmatch(r"(.+\.c_attn)\.(query|key|value)\.(weight|bias)", name)
+    if fused is not None:
+        path, part, kind = fused.groups()
+        start = ("query", "key", "value").index(part) * shape[0]
+        offset = (0, start) if kind == "weight" else (start,)
+        return (Piece(f"{path}.{kind}", 0, shape, offset, transposed=kind == "weight"),)
+    is_linear = re.search(r"\.(c_fc|c_proj)\.weight$", name) is not None
+    return (whole(name, shape, transposed=is_linear),)
+
+
+def _without(prefix: str, pieces: Alternative) -> Alternative:
+    return tuple(replace(piece, tensor=piece.tensor.removeprefix(prefix)) for piece in pieces)

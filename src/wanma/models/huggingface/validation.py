@@ -1,0 +1,152 @@
+"""Settings and families of transformers that wanma would compute otherwise: refused, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from wanma.job.errors import JobError
+from wanma.models.huggingface.derived_parallel_spec import blocks_of
+from wanma.models.huggingface.module_replacement import attentions
+
+TESTED = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Families that are trained in wanma's own tests."""
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of attention whose reach a probe sees."""
+
+
+def refuse_config(config: PreTrainedConfig, vocabulary: int | None, sequence_length: int | None) -> None:
+    """Refuse what the config asks for and training would not do.
+
+    Args:
+        vocabulary: tokens that the tokenizer knows.
+        sequence_length: of the data.
+
+    Raises:
+        JobError: names the config's key, and what to write into model.arguments.
+    """
+    needed = ("vocab_size", "num_attention_heads", "num_hidden_layers", "hidden_size")
+    for key in (*needed, "num_key_value_heads"):
+        _refuse_differing(config, key)
+    if lacks := [key for key in needed if not isinstance(getattr(config, key, None), int)]:
+        raise JobError(
+            f"model.huggingface: a config of {config.model_type} has no {lacks[0]}",
+            "name the config of a causal language model alone, without an encoder or images",
+        )
+    settings = config.to_dict()
+    if settings.get("is_encoder_decoder"):
+        raise JobError(
+            f"model.huggingface: {config.model_type} is an encoder with a decoder (is_encoder_decoder), "
+            "and no causal language model alone",
+            "name the config of a causal language model",
+        )
+    if settings.get("router_jitter_noise"):
+        _refuse(
+            "router_jitter_noise",
+            settings["router_jitter_noise"],
+            "it draws by rank",
+            "router_jitter_noise = 0.0",
+        )
+    if settings.get("output_router_logits"):
+        _refuse(
+            "output_router_logits",
+            True,
+            "the balancing loss that it stands for couples the samples of a micro-batch, and is not computed",
+            "output_router_logits = false",
+        )
+    for key in ("add_cross_attention", "reorder_and_upcast_attn"):
+        if settings.get(key):
+            _refuse(key, True, "wanma trains decoders with its own attention", f"{key} = false")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
+    if kinds:
+        raise JobError(
+            f"model.huggingface: its config has layers of {', '.join(sorted(kinds))} (layer_types), but "
+            "wanma's attention sees the whole sequence",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
+    _refuse_positions(config, sequence_length)
+    if vocabulary is not None and config.vocab_size < vocabulary:
+        raise JobError(
+            f"model.huggingface: its vocabulary of {config.vocab_size} is smaller than the tokenizer's "
+            f"{vocabulary}",
+            "use the model's own tokenizer, or set model.arguments = {vocab_size = ...}",
+        )
+
+
+def longest_positions(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest sequence that the config speaks of; None where it speaks of none."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Refuse a family that is not built as wanma needs it.
+
+    Raises:
+        JobError: says what is missing.
+    """
+    kind = type(model).__name__
+    lacks = None
+    if not model._supports_attention_backend:
+        lacks = "its attention cannot be replaced (transformers' attention interface)"
+    elif blocks_of(model) is None:
+        lacks = "it has no list of equal blocks"
+    elif model.get_input_embeddings() is None or model.get_output_embeddings() is None:
+        lacks = "its embedding or its head is not known"
+    elif not any(True for _ in attentions(model)):
+        lacks = "its attention is not found"
+    elif any(_is_mixture(module) for module in model.modules()) and not (
+        model.config.model_type in TESTED and model.config.hidden_act == "silu"
+    ):
+        lacks = "its routed experts are not those of Mixtral or Qwen3-MoE"
+    if lacks:
+        raise JobError(
+            f"model.huggingface: {kind} cannot be used: {lacks}",
+            "give the model as model.factory, which works with data-parallel axes",
+        )
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def _refuse_positions(config: PreTrainedConfig, sequence_length: int | None) -> None:
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        longest = longest_positions(config)
+        if longest is not None and sequence_length is not None and sequence_length > longest:
+            raise JobError(
+                f"data.sequence_length = {sequence_length}, but the model has learned {longest} positions",
+                f"use at most {longest}",
+            )
+        return
+    # One set of parameters, or one for each kind of layer.
+    for part in [rope] if "rope_type" in rope else rope.values():
+        kind = part.get("rope_type") if isinstance(part, dict) else None
+        if kind in ("dynamic", "longrope"):
+            _refuse(
+                "rope_parameters",
+                kind,
+                "its angles follow the longest position of a batch, which differs between ranks",
+                'rope_parameters = {rope_type = "linear", ...}, or another fixed kind',
+            )
+
+
+def _refuse_differing(config: PreTrainedConfig, key: str) -> None:
+    """Refuse a config whose layers differ in `key`, which transformers then do not tell as one number."""
+    try:
+        getattr(config, key, None)
+    except RuntimeError as error:
+        raise JobError(
+            f"model.huggingface: layers of {config.model_type} differ in {key} (per_layer_config)",
+            "give the model as model.factory, which works with data-parallel axes",
+        ) from error
+
+
+def _refuse(key: str, value: Any, why: str, instead: str) -> None:
+    raise JobError(
+        f"model.huggingface: its config has {key} = {value!r}: {why}", f"set model.arguments = {{{instead}}}"
+    )

@@ -1,0 +1,260 @@
+"""Dropout whose mask is a pure function of (seed, sample, layer, position).
+
+So the numbers do not depend on which rank or micro-batch holds a sample, nor on the device. The
+sample is its position in the run's sample order, which never comes twice: masks differ every step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from wanma.job.errors import WanmaError
+from wanma.models.keyed_random.call_counter import Calls
+from wanma.models.keyed_random.distributions import LANES, lanes, mix, mix_scalar
+from wanma.models.keyed_random.sample_context import SampleAware
+from wanma.models.structure.parameter_initialization import stable_hash
+
+
+class KeyedDropout(SampleAware):
+    """Zero elements with probability `p` while training and scale the rest, so that the mean stays.
+
+    Draws are keyed by (seed, sample, layer, index in dim 1, index in the rest); a module that is called
+    several times in one forward draws anew each time. It must see whole samples, but for dim 1, of
+    which it may see a part when `keyed_samples` says which. Under tensor parallel it therefore belongs
+    on activations that are whole in the hidden dim, as the residual branches are.
+
+    Args:
+        p: probability of zero, rounded to 1/65536; the scale follows the rounding.
+        name: of this module in the whole model; its hash is the layer key.
+        channels: drop whole channels (dim 1), as `nn.Dropout2d` does.
+    """
+
+    p: float
+    inplace: bool
+    kind: ClassVar[type[nn.Module] | None] = None
+    """Class that a module had before it became a keyed one."""
+
+    def __init__(self, p: float, name: str, channels: bool = False) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability {p} is not between 0 and 1")
+        self.p = p
+        self.inplace = False
+        self._begin(name, channels)
+
+    def _begin(self, name: str, channels: bool) -> None:
+        """Set what a dropout of torch's own lacks."""
+        self.layer_name = name
+        self.channels = channels
+        self.row_keys: Tensor | None = None
+        self.positions: Tensor | None = None
+        self.calls = 0
+        self.repeated: Calls | None = None
+        """Calls of the forward, for parts that backward runs again without announcing their samples."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.kind is None:
+            return super().__reduce_ex__(protocol)
+        return _new_keyed, (self.kind,), self.__dict__
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape; dim 0 is the rows whose samples `keyed_samples` announced.
+
+        Raises:
+            WanmaError: training without announced samples, or with another number of rows.
+        """
+        if not self.training or self.p == 0:
+            return x
+        if self.row_keys is None:
+            raise WanmaError(
+                f"dropout '{self.layer_name}' does not know its samples",
+                "run the forward inside keyed_samples(model, seed, samples); where backward runs it again, "
+                "give torch.utils.checkpoint the context_fn of recompute_context(model)",
+            )
+        if self.row_keys.shape[0] != x.shape[0]:
+            raise WanmaError(
+                f"dropout '{self.layer_name}' sees {x.shape[0]} rows of {self.row_keys.shape[0]} samples",
+                "keep dim 0 of every activation the batch",
+            )
+        drop = round(self.p * LANES)
+        if drop == LANES:
+            return x.zero_() if self.inplace else torch.zeros_like(x)
+        if not torch.compiler.is_compiling() and self.repeated is not None and not self.repeated.is_over:
+            self.calls = self.repeated.number(self.layer_name)
+        row_keys = self.row_keys if self.calls == 0 else mix(self.row_keys + self.calls)
+        self.calls += 1
+        shape = x.shape[:2] + (1,) * (x.ndim - 2) if self.channels else x.shape
+        keep = lanes(row_keys, self.positions, shape) >= drop - LANES // 2
+        if self.inplace:
+            return x.mul_(torch.where(keep, LANES / (LANES - drop), 0.0).to(x.dtype))
+        return torch.where(keep, x * (LANES / (LANES - drop)), 0.0)
+
+    def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Any:
+        """Row keys, positions, and no call yet."""
+        # Keys are made here and not in forward: a layer's own number there would make torch.compile
+        # compile every block anew.
+        return mix(samples ^ mix_scalar(seed ^ stable_hash(self.layer_name))), positions, 0
+
+    @property
+    def announced(self) -> Any:
+        return self.row_keys, self.positions, self.calls
+
+    @announced.setter
+    def announced(self, state: Any) -> None:
+        self.row_keys, self.positions, self.calls = state
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, name={self.layer_name!r}" + (", channels=True" if self.channels else "")
+
+
+@contextmanager
+def keyed_samples(
+    model: nn.Module,
+    seed: int,
+    samples: Tensor,
+    positions: Tensor | None = None,
+    repeated: Calls | None = None,
+) -> Iterator[None]:
+    """Tell a model's dropout, and what else is `SampleAware`, which samples the forward inside computes.
+
+    Args:
+        seed: the job's.
+        samples: (rows,) int64, each row's position in the run's sample order, on the activations' device.
+        positions: (columns,) int64, where this rank holds only a part of dim 1: which part.
+        repeated: calls of this forward, where a backward inside may run parts of it again.
+    """
+    told = {module: module.announcement(seed, samples, positions) for module in _aware_modules(model)}
+    with _announced(told, repeated):
+        yield
+
+
+def recompute_context(
+    model: nn.Module,
+) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+    """The `context_fn` for `torch.utils.checkpoint` around `model`, or around any of its parts.
+
+    Backward runs the forward again after `keyed_samples` has ended, and in a pipeline after other
+    micro-batches have begun: the samples of the first run are kept and announced again.
+    """
+    modules = _aware_modules(model)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _announced({module: module.announced for module in modules})
+
+    return contexts
+
+
+def replace_dropout(model: nn.Module) -> int:
+    """Make a model's `nn.Dropout`, `Dropout1d`, `Dropout2d` and `Dropout3d` keyed ones, in place.
+
+    The modules stay the same objects, with their hooks and attributes, and only change their class. A
+    subclass keeps its own forward, whose `super().forward` is the keyed one. Those with p = 0 are left alone.
+
+    Returns:
+        how many were changed.
+    """
+    made: set[nn.Module] = set()
+    places = [
+        (parent, name, f"{path}.{name}" if path else name)
+        for path, parent in model.named_modules()
+        # Not named_children(), which leaves out the second name of a module that has two.
+        for name in parent._modules
+    ]
+    for parent, name, path in places:
+        child = parent._modules[name]
+        if not isinstance(child, _REPLACED) or child.p == 0:
+            continue
+        if child in made:
+            # Each place draws masks of its own, whichever pipeline stage has it.
+            child = copy.copy(child)
+            setattr(parent, name, child)
+        elif isinstance(child, KeyedDropout):
+            continue
+        _make_keyed(child, path)
+        made.add(child)
+    if isinstance(model, _REPLACED) and model.p != 0 and not isinstance(model, KeyedDropout):
+        _make_keyed(model, type(model).__name__)
+        made.add(model)
+    return len(made)
+
+
+def _make_keyed(module: nn.Module, path: str) -> None:
+    if not isinstance(module, KeyedDropout):
+        module.__class__ = _keyed_class(type(module))  # type: ignore[arg-type]  # a class is hashable
+    assert isinstance(module, KeyedDropout)
+    module._begin(path, channels=not isinstance(module, nn.Dropout))
+
+
+@cache
+def _keyed_class(kind: type[nn.Module]) -> type[KeyedDropout]:
+    """A subclass of `kind` whose dropout is the keyed one."""
+    (base,) = (torchs for torchs in _REPLACED if issubclass(kind, torchs))
+    bases = (KeyedDropout, kind) if kind is base else (kind, _keyed_class(base))
+    return type(f"Keyed{kind.__name__}", bases, {"__module__": kind.__module__, "kind": kind})
+
+
+def _new_keyed(kind: type[nn.Module]) -> KeyedDropout:
+    """One without content, to be filled by `copy` and `pickle`."""
+    keyed = _keyed_class(kind)  # type: ignore[arg-type]  # a class is hashable
+    return keyed.__new__(keyed)
+
+
+def unkeyed_randomness(model: nn.Module) -> list[str]:
+    """Names of modules that draw from torch's generator while training, which no layout can repeat.
+
+    Found are torch's own modules and transformers' attention; other calls of `F.dropout` inside a user's
+    forward cannot be seen from outside.
+    """
+    found = []
+    for name, module in model.named_modules():
+        probability = 0.0
+        if isinstance(module, KeyedDropout):
+            continue
+        if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout, *_REPLACED)):
+            probability = module.p
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            probability = module.dropout
+        elif isinstance(module, nn.RReLU):
+            probability = 1.0
+        elif type(module).__module__.startswith("transformers."):
+            probability = _of_transformers_attention(module)
+        if probability > 0:
+            found.append(name or type(module).__name__)
+    return found
+
+
+def _of_transformers_attention(module: nn.Module) -> float:
+    """It draws by itself, with the probability of an attribute or of a module that it never calls."""
+    given = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout"))
+    return max(float(getattr(value, "p", value) or 0.0) for value in given)
+
+
+_REPLACED = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def _aware_modules(model: nn.Module) -> list[SampleAware]:
+    return [module for module in model.modules() if isinstance(module, SampleAware)]
+
+
+@contextmanager
+def _announced(told: Mapping[SampleAware, Any], repeated: Calls | None = None) -> Iterator[None]:
+    before = {module: module.announced for module in told}
+    dropouts = {module: module.repeated for module in told if isinstance(module, KeyedDropout)}
+    for module, announced in told.items():
+        module.announced = announced
+    for module in dropouts:
+        module.repeated = repeated
+    try:
+        yield
+    finally:
+        for module, announced in before.items():
+            module.announced = announced
+        for module, earlier in dropouts.items():
+            module.repeated = earlier

@@ -1,0 +1,1 @@
+"""Layers that architectures share: attention, normalization, feed-forward, routed experts, LoRA."""

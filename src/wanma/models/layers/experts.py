@@ -1,0 +1,249 @@
+"""Mixture-of-experts feed-forward: each token passes a few of many SwiGLU networks.
+
+The numbers of a token do not depend on which others share its micro-batch: its experts' results are
+added up in the order of its choices, wherever and beside whatever they were computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.layers.feed_forward import FeedForward
+from wanma.models.layers.router import Router, Routing
+
+
+class MixtureOfExperts(nn.Module):
+    """Routed experts, chosen per token, and shared ones, which every token passes."""
+
+    def __init__(self, dimensions: DecoderDimensions) -> None:
+        super().__init__()
+        hidden, width = dimensions.hidden, dimensions.expert_width
+        self.router = Router(hidden, dimensions.experts)
+        self.routing = Routing(dimensions)
+        self.experts = Experts(dimensions.experts, hidden, width, drops=dimensions.capacity > 0)
+        self.shared = (
+            FeedForward(hidden, dimensions.shared_experts * width) if dimensions.shared_experts else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, sequence, hidden) to the same."""
+        weights, chosen = self.routing(self.router(x))
+        result: Tensor = self.experts(x, weights, chosen)
+        return result if self.shared is None else result + self.shared(x)
+
+
+class Experts(nn.Module):
+    """SwiGLU networks in stacked matrices, the expert as dim 0.
+
+    Args:
+        drops: tokens may have fewer experts than choices.
+    """
+
+    def __init__(self, experts: int, hidden: int, width: int, *, drops: bool = False) -> None:
+        super().__init__()
+        self.experts = experts
+        self.drops = drops
+        self.gate = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+        self.core: nn.Module = GroupedFeedForward()
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Sum over a token's experts of weight · expert(token).
+
+        Args:
+            x: (rows, sequence, hidden).
+            weights: (rows, sequence, choices), in at least fp32.
+            chosen: likewise, numbers of experts; `experts` for none.
+
+        Returns:
+            (rows, sequence, hidden).
+        """
+        flat = chosen.flatten()
+        counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
+        counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
+        order = flat.argsort(stable=True)
+        if self.drops:
+            order = order[: int(counts.sum())]
+        places = positions_in(order, flat.numel()).view_as(chosen)
+        rows = spread(x, order, places)
+        row_weights = spread(weights.unsqueeze(-1), order, places.unsqueeze(-1))
+        results: Tensor = self.core(rows, row_weights, counts, self.gate, self.up, self.down)
+        return collect(results, order, places)
+
+
+class GroupedFeedForward(nn.Module):
+    """Rows, sorted by expert, through their experts.
+
+    Without parameters; expert parallelism (`parallel/expert/expert_parallel.py`) puts another in its place.
+    """
+
+    def forward(
+        self, rows: Tensor, weights: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor
+    ) -> Tensor:
+        """Weight · expert(row).
+
+        Args:
+            rows: (n, hidden): the first expert's, then the second's, ...
+            weights: (n, 1).
+            counts: (experts,) int64, rows of each; they add up to n.
+            gate, up: (experts, width, hidden), and
+            down: (experts, hidden, width).
+
+        Returns:
+            (n, hidden).
+        """
+        if _can_be_grouped(rows, gate):
+            ends = counts.cumsum(0, dtype=torch.int32)
+            inner = weighted_swiglu(
+                torch._grouped_mm(rows, gate.transpose(1, 2), offs=ends),
+                torch._grouped_mm(rows, up.transpose(1, 2), offs=ends),
+                weights,
+            )
+            return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
+        sizes = on_host(counts, len(rows))
+        # All experts, also those without rows: every parameter then has a gradient on every rank, which
+        # the reduction between them counts on.
+        parts = zip(
+            *(rows.split(sizes), weights.split(sizes), gate.unbind(), up.unbind(), down.unbind()), strict=True
+        )
+        results = [
+            F.linear(weighted_swiglu(F.linear(mine, g), F.linear(mine, u), weight), d)
+            for mine, weight, g, u, d in parts
+        ]
+        return torch.cat(results)
+
+
+def on_host(counts: Tensor, total: int) -> list[Any]:
+    """`counts` as numbers; those of a dry run, whose tensors hold nothing, are even shares of `total`.
+
+    Args:
+        counts: (n,) or (m, n) int64.
+        total: of each row of `counts`.
+    """
+    if not isinstance(counts, FakeTensor):
+        return counts.tolist()
+    parts = counts.shape[-1]
+    even = [total // parts + (part < total % parts) for part in range(parts)]
+    return even if counts.ndim == 1 else [even] * counts.shape[0]
+
+
+def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    """weights · SiLU(gate) · up; weighting here, where rows are narrow, keeps less for backward than at
+    the experts' output, and gives the same sum.
+
+    Args:
+        gate, up: (n, width).
+        weights: (n, 1).
+    """
+    result: Tensor = _WeightedSwiGLU.apply(gate, up, weights)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+def positions_in(order: Tensor, size: int) -> Tensor:
+    """Where in `order` each number in [0, size) stands; `len(order)` where it does not."""
+    places = torch.full((size,), len(order), dtype=order.dtype, device=order.device)
+    return places.scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Copy vectors to rows: row i is vector order[i] // choices. Backward is `collect`.
+
+    Args:
+        x: (..., width).
+        order: (rows,), each number in [0, vectors · choices) at most once.
+        places: (..., choices), of `positions_in`.
+
+    Returns:
+        (rows, width).
+    """
+    rows: Tensor = _Spread.apply(x, order, places)  # type: ignore[no-untyped-call]  # torch's
+    return rows
+
+
+def collect(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Add up, for each vector and in the order of its choices, the rows that it was copied to. Backward is
+    `spread`; arguments are as there.
+
+    Returns:
+        (..., width).
+    """
+    result: Tensor = _Collect.apply(rows, order, places)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+def _can_be_grouped(rows: Tensor, gate: Tensor) -> bool:
+    """Torch's grouped product: bf16 on GPUs, sizes in steps of 16 bytes."""
+    return (
+        rows.is_cuda
+        and rows.dtype == gate.dtype == torch.bfloat16
+        and rows.shape[0] > 0
+        and all(size % 8 == 0 for size in gate.shape[1:])
+        and hasattr(torch, "_grouped_mm")
+    )
+
+
+def _spread(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    choices = places.shape[-1]
+    return x.flatten(0, -2)[order if choices == 1 else order // choices]
+
+
+def _collect(rows: Tensor, places: Tensor) -> Tensor:
+    if len(rows) < places.numel():  # some have been dropped
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return rows[places.squeeze(-1)] if places.shape[-1] == 1 else rows[places].sum(-2)
+
+
+class _Spread(torch.autograd.Function):
+    """Autograd's own backward of an index adds rows up in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return _spread(x, order, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _collect(gradient, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(order, places)
+        return _collect(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        order, places = ctx.saved_tensors
+        return _spread(gradient, order, places), None, None
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """Keeps its inputs alone, and computes in the weights' precision."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weights)
+        return F.silu(gate.to(weights.dtype)).mul_(up).mul_(weights).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, weights = ctx.saved_tensors
+        precise = weights.dtype
+        gradient, wide = gradient.to(precise), gate.to(precise)
+        sigmoid = torch.sigmoid(wide)
+        silu = wide * sigmoid
+        to_weights = (gradient * silu * up).sum(-1, keepdim=True)
+        weighted = gradient * weights
+        to_up = weighted * silu
+        # d SiLU(x) / dx = σ(x) · (1 + x · (1 − σ(x)))
+        to_gate = weighted.mul_(up).mul_(sigmoid + silu * (1 - sigmoid))
+        return to_gate.to(gate.dtype), to_up.to(up.dtype), to_weights

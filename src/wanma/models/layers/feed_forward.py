@@ -1,0 +1,43 @@
+"""The feed-forward network of a decoder's block."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wanma.models.config.dimensions import DecoderDimensions
+
+
+def feed_forward_network(dimensions: DecoderDimensions) -> nn.Module:
+    """Network of width `dimensions.feed_forward`, which every token passes."""
+    kind = FeedForward if dimensions.activation_function == "swiglu" else PlainFeedForward
+    return kind(dimensions.hidden, dimensions.feed_forward)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) to the same."""
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class PlainFeedForward(nn.Module):
+    """Two matrices with GELU between them, approximated by tanh as in GPT-2's code (Radford et al. 2019)."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) to the same."""
+        result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return result

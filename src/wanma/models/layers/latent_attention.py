@@ -1,0 +1,60 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.layers.attention import DotProductAttention
+from wanma.models.layers.rms_norm import RMSNorm
+from wanma.models.layers.rotary_embedding import Rotary, rotate
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose queries, and whose keys and values, are made from a narrow vector each.
+
+    Of a head's query and key the last `rotary_width` elements know their position; of the key all
+    heads share them, and they are made from the hidden state directly. This is the form for training,
+    with keys and values spelled out; published weights have the same matrices.
+    """
+
+    def __init__(self, dimensions: DecoderDimensions) -> None:
+        super().__init__()
+        hidden, epsilon, heads = dimensions.hidden, dimensions.norm_epsilon, dimensions.heads
+        query_latent, self.latent_width = dimensions.query_rank, dimensions.key_value_rank
+        self.head_width, self.rotary_width = dimensions.head_width, dimensions.rotary_width
+        self.value_width = dimensions.value_width
+        self.query_latent = nn.Linear(hidden, query_latent, bias=False)
+        self.query_latent_norm = RMSNorm(query_latent, eps=epsilon)
+        self.query = nn.Linear(query_latent, heads * (self.head_width + self.rotary_width), bias=False)
+        self.key_value_latent = nn.Linear(hidden, self.latent_width + self.rotary_width, bias=False)
+        self.key_value_latent_norm = RMSNorm(self.latent_width, eps=epsilon)
+        self.key_value = nn.Linear(
+            self.latent_width, heads * (self.head_width + self.value_width), bias=False
+        )
+        self.output = nn.Linear(heads * self.value_width, hidden, bias=False)
+        self.core = DotProductAttention()
+
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None) -> Tensor:
+        """(rows, sequence, hidden) to the same.
+
+        Args:
+            rotary: of `rotary_factors` for `rotary_width`.
+            mask: of the model's `AttentionMask`.
+        """
+        # The number of heads is read off the projections: under tensor parallel a rank has its share.
+        query = self.query(self.query_latent_norm(self.query_latent(x)))
+        query = query.unflatten(-1, (-1, self.head_width + self.rotary_width))
+        plain_query, turned_query = query.split((self.head_width, self.rotary_width), dim=-1)
+        query = torch.cat((plain_query, rotate(turned_query, rotary)), dim=-1)
+
+        latent, shared_key = self.key_value_latent(x).split((self.latent_width, self.rotary_width), dim=-1)
+        turned_key = rotate(shared_key.unsqueeze(-2), rotary)  # (rows, sequence, 1, rotary_width)
+        key_value = self.key_value(self.key_value_latent_norm(latent))
+        key_value = key_value.unflatten(-1, (-1, self.head_width + self.value_width))
+        plain_key, value = key_value.split((self.head_width, self.value_width), dim=-1)
+        key = torch.cat((plain_key, turned_key.expand(*plain_key.shape[:-1], -1)), dim=-1)
+
+        joined: Tensor = self.output(self.core(query, key, value, mask).flatten(2))
+        return joined

@@ -1,0 +1,178 @@
+"""Low-rank adapters (Hu et al. 2021): a linear layer's weight W stays, and W + scale · B A is computed.
+
+    lora_a  (rank, inputs)    begins uniform within ± 1 / sqrt(inputs), as in the authors' own code
+    lora_b  (outputs, rank)   begins at zero, so that training begins at the model as it was
+
+A layer keeps its name, its place and its own parameters' names; only its class and the two parameters
+are new. Everything that is no adapter is frozen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from wanma.job.errors import JobError, WanmaError, did_you_mean
+from wanma.job.sections.job import ModelSection
+
+if TYPE_CHECKING:
+    from wanma.models.model_spec import ModelSpec
+
+_A, _B = "lora_a", "lora_b"
+
+
+class Adapted(nn.Module):
+    """Beside `nn.Linear` or a class of its kind: adds what the adapter computes."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the linear layer's own."""
+        added = F.linear(F.linear(x, self.lora_a), self.lora_b)
+        result: Tensor = super().forward(x) + added * self.lora_scale
+        return result
+
+
+def with_adapters(spec: ModelSpec, section: ModelSection) -> ModelSpec:
+    """`spec` of a model with the adapters that `section` asks for, if any."""
+    if section.lora_rank == 0:
+        return spec
+    return replace(
+        spec, make=lambda: add_adapters(spec.make(), section), frozen=lambda name: not is_adapter(name)
+    )
+
+
+def add_adapters(model: nn.Module, section: ModelSection) -> nn.Module:
+    """Give `model` adapters (`lora_rank`, `lora_alpha`, `lora_targets`) and freeze the rest, in place.
+
+    Raises:
+        JobError: a target matches no linear layer, or the rank is not below a layer's dims.
+    """
+    if any(isinstance(module, Adapted) for module in model.modules()):
+        return model
+    layers = {
+        path: module
+        for path, module in model.named_modules()
+        # Attention of torch's own takes this layer's weight and does not call it.
+        if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
+    }
+    chosen = [path for path in layers if any(fnmatchcase(path, target) for target in section.lora_targets)]
+    _check_targets(section, list(layers), chosen)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for path in chosen:
+        _adapt(path, layers[path], section)
+    if hasattr(model, "initialize_parameter"):
+        inputs = {path: layers[path].in_features for path in chosen}
+        own: Any = model.initialize_parameter
+        setattr(model, "initialize_parameter", _Initialization(own, inputs))  # noqa: B010  # no parameter
+    return model
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is part of an adapter."""
+    return name.rpartition(".")[2] in (_A, _B)
+
+
+def merge(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """A model's tensors with their adapters added to the weights that they adapt: W + alpha / rank · B A.
+
+    Args:
+        tensors: whole ones, by name.
+        alpha: `model.lora_alpha`.
+
+    Returns:
+        the same without adapters; what has none is not copied. The sum is computed in at least fp32. It has
+        the wider dtype of weight and adapter, for frozen weights may be kept in fewer bits.
+
+    Raises:
+        WanmaError: an adapter without its other half or its weight.
+    """
+    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    for name in tensors:
+        layer = name.rpartition(".")[0]
+        if not is_adapter(name):
+            continue
+        needed = [f"{layer}.{part}" if layer else part for part in ("weight", _A, _B)]
+        if missing := [part for part in needed if part not in tensors]:
+            raise WanmaError(f"the adapter of '{layer}' cannot be merged: {missing[0]} is missing")
+        if name.endswith(_B):
+            continue
+        weight, a, b = (tensors[part] for part in needed)
+        wider = torch.promote_types(weight.dtype, a.dtype)
+        precise = torch.promote_types(wider, torch.float32)
+        change = b.to(precise) @ a.to(precise) * (alpha / a.shape[0])
+        merged[needed[0]] = (weight.to(precise) + change).to(wider)
+    return merged
+
+
+def _adapt(path: str, layer: nn.Linear, section: ModelSection) -> None:
+    rank, smallest = section.lora_rank, min(layer.in_features, layer.out_features)
+    if rank >= smallest:
+        raise JobError(
+            f"model.lora_rank = {rank} is not below the dims of {path}, "
+            f"{layer.in_features} × {layer.out_features}: the adapter would be no smaller than the layer",
+            f"use a rank below {smallest}, or other model.lora_targets",
+        )
+    kind = type(layer)
+    layer.__class__ = type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+    new: Any = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+    adapted: Any = layer
+    adapted.lora_scale = section.lora_alpha / rank
+    adapted.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **new))
+    adapted.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, **new))
+    _draw_a(adapted.lora_a, layer.in_features, None)
+
+
+def _draw_a(tensor: Tensor, inputs: int, generator: torch.Generator | None) -> None:
+    bound = 1 / math.sqrt(inputs)
+    with torch.no_grad():
+        tensor.uniform_(-bound, bound, generator=generator)
+
+
+class _Initialization:
+    """How the parameters of a model with adapters begin: the model's own ones as it says."""
+
+    def __init__(self, own: Any, inputs: dict[str, int]) -> None:
+        self._own, self._inputs = own, inputs
+
+    def __call__(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        layer, _, part = name.rpartition(".")
+        if layer in self._inputs and part == _A:
+            _draw_a(tensor, self._inputs[layer], generator)
+        elif layer in self._inputs and part == _B:
+            tensor.zero_()
+        else:
+            self._own(name, tensor, generator)
+
+
+def _check_targets(section: ModelSection, layers: list[str], chosen: list[str]) -> None:
+    """Each target of one's own must match; of the default ones, which are for several models, one."""
+    default = ModelSection.model_fields["lora_targets"].get_default(call_default_factory=True)
+    targets = section.lora_targets if section.lora_targets != default else []
+    useless = [t for t in targets if not any(fnmatchcase(path, t) for path in layers)]
+    if not useless and chosen:
+        return
+    told = (
+        f"model.lora_targets = '{useless[0]}'" if useless else f"model.lora_targets = {default} (the default)"
+    )
+    raise JobError(
+        f"{told} matches no linear layer.{did_you_mean(useless[0], layers) if useless else ''}",
+        f"linear layers are named like {', '.join(_examples(layers))}" if layers else "this model has none",
+    )
+
+
+def _examples(paths: list[str]) -> list[str]:
+    """One path of each kind: those that differ in numbers only count as one."""
+    kinds = {tuple(part for part in path.split(".") if not part.isdigit()): path for path in reversed(paths)}
+    return [f"'{path}'" for path in list(kinds.values())[::-1][:8]]

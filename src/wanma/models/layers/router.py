@@ -1,0 +1,295 @@
+"""Which experts each token goes to, how much each of them counts, and what keeps their use even.
+
+Nothing here depends on which samples share a micro-batch: what couples tokens (a balancing loss,
+capacity) does so within groups of samples that the job fixes, and what follows the load of a whole
+step (the bias) is moved once per step, by counts added up over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wanma.job.errors import WanmaError
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.keyed_random.sample_context import SampleAware
+
+
+class Router(nn.Module):
+    """One logit per token and expert, in at least fp32: a rounded score sends tokens elsewhere."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) to (..., experts)."""
+        logits: Tensor = _PreciseLinear.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's
+        return logits
+
+
+class Routing(SampleAware):
+    """From a router's logits to each token's experts and their weights.
+
+    Scores are the logits' softmax (Mixtral, Jiang et al. 2024, section 2.1) or sigmoid (DeepSeek-V3,
+    DeepSeek-AI 2024, eq. 12 to 16); the experts with the highest are chosen, and their scores,
+    normalised to a sum of one and scaled, are the weights. Where experts are in groups, they are chosen
+    from the groups whose best two scores add up to the most (DeepSeek-V3, section 2.1.2).
+
+    Their use is kept even by one of
+
+    bias    added to the scores for the choice alone; after each step it moves by `balance_rate` towards
+            the experts that had less than their share of the step's tokens (Wang et al. 2024)
+    loss    per group of `balance_group` samples, experts · Σ over experts of (share of the group's choices
+            · mean probability), times `balance_rate` (Fedus et al. 2021, eq. 4; DeepSeek-V3, eq. 17 to 20).
+            The job's objective is (Σ of losses + Σ over groups of tokens · balancing loss) / targets
+
+    and capacity, which may join either, drops what an expert gets of a group beyond `capacity` times an
+    even share, in order of position; evaluation drops nothing.
+
+    Attributes:
+        bias: (experts,), a buffer that checkpoints keep; only with balance = "bias".
+        factor: of the losses before backward; the balancing loss takes the same.
+        parts: asks other ranks where samples are spread over several.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, dimensions: DecoderDimensions) -> None:
+        super().__init__()
+        self.dimensions = dimensions
+        bias = torch.zeros(dimensions.experts) if dimensions.balance == "bias" else None
+        self.register_buffer("bias", bias)
+        self.parts = WholeSamples()
+        self.factor = 1.0
+        self._real: Tensor | None = None
+        self._load: Tensor | None = None
+        self._balance: Tensor | None = None
+
+    def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose.
+
+        Args:
+            logits: (rows, sequence, experts).
+
+        Returns:
+            weights (rows, sequence, experts_per_token), and the experts' numbers, likewise; `experts` is
+            the number of none, where capacity is exceeded.
+
+        Raises:
+            WanmaError: training with rows that are no whole number of balancing groups.
+        """
+        shape = self.dimensions
+        scores = logits.softmax(-1) if shape.router == "softmax" else logits.sigmoid()
+        chosen = self._choose(scores.detach())
+        weights = scores.gather(-1, chosen)
+        if shape.normalize_weights:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * shape.weight_scale
+        if self.training and torch.is_grad_enabled():
+            weights = self._note(weights, scores, chosen)
+        if self.training and shape.capacity > 0:
+            chosen = self._within_capacity(chosen)
+        return weights, chosen
+
+    # ---------------------------------------------------------------- what a step's end asks
+
+    @property
+    def statistics_elements(self) -> int:
+        """Numbers in what `take` returns."""
+        return self.dimensions.experts + 1
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """What backward has noted since the last call; begins again from zero.
+
+        Returns:
+            tokens of each expert (experts,), and the sum over groups of tokens · balancing loss (). Sums
+            over the ranks that hold different tokens.
+        """
+        load, balance = self._load, self._balance
+        self._load, self._balance = None, None
+        device = self.bias.device if self.bias is not None else None
+        if load is None:
+            load = torch.zeros(self.dimensions.experts, dtype=torch.int64, device=device)
+        if balance is None:
+            balance = torch.zeros((), dtype=torch.float64, device=load.device)
+        return load, balance
+
+    @torch.no_grad()
+    def commit(self, load: Tensor, balance: Tensor) -> None:  # noqa: ARG002  # one protocol for all that note
+        """Move the bias by a step's counts.
+
+        Args:
+            load: of `take`, added up over all ranks; likewise
+            balance, which moves nothing.
+        """
+        if self.bias is not None:
+            # Without a division, so that counts that are even give exactly zero.
+            direction = torch.sign(load.sum() - len(load) * load)
+            self.bias += self.dimensions.balance_rate * direction.to(self.bias)
+
+    def reset_buffers(self) -> None:
+        """Give the bias its first value, after it was allocated without any."""
+        if self.bias is not None:
+            self.bias.zero_()
+
+    # ---------------------------------------------------------------- which samples
+
+    def announcement(self, seed: int, samples: Tensor, positions: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Which rows are real: padding rows have no sample."""
+        return samples >= 0
+
+    @property
+    def announced(self) -> Tensor | None:
+        return self._real
+
+    @announced.setter
+    def announced(self, real: Tensor | None) -> None:
+        self._real = real
+
+    # ---------------------------------------------------------------- inside
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        shape = self.dimensions
+        if self.bias is not None:
+            scores = scores + self.bias
+        if shape.expert_groups > 1:
+            grouped = scores.unflatten(-1, (shape.expert_groups, -1))
+            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+            groups = best.topk(shape.groups_per_token, dim=-1).indices
+            closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, groups, False)
+            scores = grouped.masked_fill(closed.unsqueeze(-1), -math.inf).flatten(-2)
+        return scores.topk(shape.experts_per_token, dim=-1).indices
+
+    def _note(self, weights: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Let backward count the load, and hang the balancing loss on the weights."""
+        counts = self._counts(chosen)
+        loss = None
+        if self.dimensions.balance == "loss":
+            loss = self._balancing_loss(scores, counts)
+        noted: Tensor = _Noted.apply(weights, loss, counts.sum(0), self, self.factor)  # type: ignore[no-untyped-call]
+        return noted
+
+    def _counts(self, chosen: Tensor) -> Tensor:
+        """How often each row of this rank chose each expert, (rows, experts); padding rows never did."""
+        rows = chosen.shape[0]
+        flat = chosen.reshape(rows, -1)
+        counts = torch.zeros(rows, self.dimensions.experts, dtype=torch.int64, device=chosen.device)
+        counts.scatter_add_(1, flat, torch.ones_like(flat))
+        if self._real is None:  # outside `keyed_samples`, where nobody pads
+            return counts
+        if self._real.shape[0] != rows:
+            raise WanmaError(
+                f"a router sees {rows} rows of {self._real.shape[0]} samples",
+                "keep dim 0 of every activation the batch",
+            )
+        return counts * self._real.unsqueeze(1)
+
+    def _balancing_loss(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """Sum over groups of tokens · loss: this rank's summands, as probabilities add up over tokens.
+
+        Args:
+            scores: (rows, sequence, experts).
+            counts: (rows, experts), of this rank's tokens.
+        """
+        shape = self.dimensions
+        probabilities = scores / scores.sum(-1, keepdim=True) if shape.router == "sigmoid" else scores
+        sums = self._by_group(probabilities.sum(1)).sum(1)  # (groups, experts)
+        chosen = self.parts.total(self._by_group(counts).sum(1))  # likewise, of all tokens
+        choices = chosen.sum(-1).clamp(min=1)  # tokens · experts_per_token
+        losses = shape.experts * (chosen.to(sums.dtype) * sums).sum(-1) / choices
+        return shape.balance_rate * losses.sum()
+
+    def _by_group(self, rows: Tensor) -> Tensor:
+        """(rows, ...) to (groups, samples of each, ...)."""
+        group = self.dimensions.balance_group
+        if rows.shape[0] % group:
+            raise WanmaError(
+                f"experts that are balanced over groups of {group} samples cannot take {rows.shape[0]} rows",
+                "make every rank's micro-batch a multiple of model.balance_group "
+                "(parallel.micro_batch, train.global_batch), or change model.balance_group",
+            )
+        grouped: Tensor = rows.unflatten(0, (-1, group))
+        return grouped
+
+    def _within_capacity(self, chosen: Tensor) -> Tensor:
+        """The choices with those beyond an expert's capacity replaced by none."""
+        shape = self.dimensions
+        whole = self.parts.whole(chosen)  # (rows, whole sequence, experts_per_token), by position
+        groups = self._by_group(whole).flatten(1, 2)  # (groups, tokens, experts_per_token)
+        tokens = groups.shape[1]
+        room = math.ceil(shape.capacity * tokens * shape.experts_per_token / shape.experts)
+        picked = torch.zeros(len(groups), tokens, shape.experts, dtype=torch.int32, device=chosen.device)
+        picked.scatter_(-1, groups, 1)
+        place = picked.cumsum(1, dtype=torch.int32).gather(-1, groups)
+        kept = (place <= room).view_as(whole)
+        return chosen.masked_fill(~self.parts.own(kept), shape.experts)
+
+
+class WholeSamples(nn.Module):
+    """What a router must know of the parts of its samples that other ranks hold; here there are none.
+
+    Without parameters; expert parallelism (`parallel/expert/expert_parallel.py`) puts another in its place.
+    """
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Sum over the ranks that hold parts of the same samples."""
+        return counts
+
+    def whole(self, x: Tensor) -> Tensor:
+        """(rows, part of the sequence, ...) to (rows, sequence, ...), by position."""
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of what `whole` gave."""
+        return x
+
+
+def set_loss_factor(modules: Iterable[nn.Module], factor: float) -> None:
+    """Tell a step's routers what its losses are multiplied with before backward."""
+    for module in modules:
+        if isinstance(module, Routing):
+            module.factor = factor
+
+
+class _Noted(torch.autograd.Function):
+    """The weights as they are; backward, which runs once per micro-batch even where forward is run
+    again, notes the load and starts the balancing loss's own backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, loss: Tensor | None, load: Tensor, routing: Routing, factor: float
+    ) -> Tensor:
+        ctx.routing, ctx.factor, ctx.load = routing, factor, load
+        ctx.loss = None if loss is None else loss.detach()
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        routing, loss = ctx.routing, ctx.loss
+        noted = torch.zeros((), dtype=torch.float64, device=gradient.device) if loss is None else loss
+        routing._load = ctx.load if routing._load is None else routing._load + ctx.load
+        routing._balance = noted.double() if routing._balance is None else routing._balance + noted
+        return gradient, None if loss is None else torch.full_like(loss, ctx.factor), None, None, None
+
+
+class _PreciseLinear(torch.autograd.Function):
+    """A linear in at least fp32 that keeps its input as it came: in bf16 half of what autograd would keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        precise = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(precise), weight.to(precise))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        to_x = gradient @ weight.to(gradient.dtype)
+        to_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2).to(gradient.dtype)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype)

@@ -1,0 +1,271 @@
+"""From a `[model]` section to something that makes the module."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.import_path import import_object
+from wanma.job.sections.job import ModelSection, ParameterGroupSection
+from wanma.job.user_frames import users_line
+from wanma.models.architectures.decoder import Decoder, decoder_layout
+from wanma.models.architectures.image_classifiers import VISION_LAYOUT, build_vision
+from wanma.models.config.huggingface_config import read_config
+from wanma.models.config.resolution import (
+    decoder_dimensions,
+    model_kind,
+    reject_dimension_keys,
+    vision_dimensions,
+)
+from wanma.models.layers.batch_norm import convert_batch_norm
+from wanma.models.layers.lora import with_adapters
+from wanma.models.structure.parallel_spec import Layout, tie_parameters
+from wanma.models.structure.parameter_initialization import initial_value
+from wanma.models.structure.parameter_roles import is_frozen
+from wanma.models.user_modules.validation import check_ready
+
+Kind = Literal["tokens", "images", "custom"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How a model is made and what may be split of it."""
+
+    name: str
+    kind: Kind
+    make: Callable[[], nn.Module]
+    """Ours also work inside `torch.device("meta")`, and then need `initial_value` for each parameter."""
+    layout: Layout | None
+    """None for users' modules, which declare nothing."""
+    own_initialization: bool
+    """The constructor gives the weights their values: users' modules, built on CPU under the job's seed."""
+    frozen: Callable[[str], bool] = lambda _: False
+    """Tells of a parameter's name whether the job freezes it for good, whatever the model says."""
+
+    def require_layout(self, key: str) -> Layout:
+        """The layout, for what job key `key` asks.
+
+        Raises:
+            JobError: the model declares none.
+        """
+        if self.layout is None:
+            raise JobError(
+                f"{key}: {self.name} does not declare what may be split of it",
+                f"set {key} = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+            )
+        return self.layout
+
+
+def model_spec(
+    section: ModelSection,
+    *,
+    vocabulary: int | None,
+    sequence_length: int | None,
+    image_shape: tuple[int, int, int] | None,
+    classes: int | None,
+) -> ModelSpec:
+    """What a `[model]` section describes, with the data's sizes where the section is silent.
+
+    Args:
+        vocabulary: tokens that the tokenizer knows; None without one.
+        sequence_length: of the data; only some Hugging Face models have a longest one.
+        image_shape: (channels, height, width); None without images.
+        classes: of labelled data; None without labels.
+
+    Raises:
+        JobError: keys that are unknown, missing, or contradict each other or the data; a factory that
+            cannot be imported.
+    """
+    if section.lora_rank > 0:
+        plain = section.model_copy(update={"lora_rank": 0})
+        spec = model_spec(
+            plain,
+            vocabulary=vocabulary,
+            sequence_length=sequence_length,
+            image_shape=image_shape,
+            classes=classes,
+        )
+        return with_adapters(spec, section)
+    kind = model_kind(section)
+    name = section.preset or section.family or section.factory or section.huggingface or ""
+    if kind == "custom":
+        return ModelSpec(name, kind, _factory(section), None, True)
+    if kind == "tokens" and image_shape is not None:
+        raise JobError(f"model '{name}' reads tokens, but the data are images", "name a vision preset")
+    if section.huggingface is not None:
+        return _huggingface(section, vocabulary, sequence_length)
+    if section.arguments:
+        raise JobError(
+            "model.arguments are for model.factory and model.huggingface only", "remove model.arguments"
+        )
+    if kind == "tokens":
+        decoder = decoder_dimensions(section, vocabulary)
+        return ModelSpec(name, kind, lambda: Decoder(decoder), decoder_layout(decoder), False)
+    if image_shape is None and vocabulary is not None:
+        raise JobError(f"model '{name}' reads images, but the data are tokens", "name a decoder preset")
+    vision = vision_dimensions(section, image_shape, classes)
+    return ModelSpec(name, kind, lambda: build_vision(vision), VISION_LAYOUT, False)
+
+
+def with_frozen(spec: ModelSpec, groups: Sequence[ParameterGroupSection]) -> ModelSpec:
+    """`spec` of a model with the parameters frozen that `train.parameter_groups` freezes."""
+    return replace(spec, frozen=lambda name: spec.frozen(name) or is_frozen(name, groups))
+
+
+def custom_spec(model: nn.Module, statistics_group: int | None = None) -> ModelSpec:
+    """For a module that the user built; `make` returns that very module.
+
+    Args:
+        statistics_group: converts its batch normalisation to groups of so many samples, in place.
+            Without it, `couples_samples` names what a plan of more than one micro-batch must refuse.
+
+    Raises:
+        JobError: as of `check_ready`.
+    """
+    check_ready(model)
+    if statistics_group is not None:
+        model = convert_batch_norm(model, statistics_group)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        # Of transformers: a cache of keys and values grows again where backward runs a block again.
+        config.use_cache = False
+    return ModelSpec(type(model).__name__, "custom", lambda: model, None, True)
+
+
+def build_model(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The whole model on CPU with its initial values: what every layout of a job starts from.
+
+    Raises:
+        JobError: the user's factory failed, or returned no module.
+    """
+    if spec.own_initialization:
+        with seeded_generators(seed), torch.device("cpu"):
+            return spec.make().to(dtype)
+    model = empty_model(spec, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(model, name, parameter.shape, parameter.dtype, seed))
+    return model
+
+
+def build_plain(section: ModelSection, seed: int) -> nn.Module:
+    """Model that `model.factory` makes, as it makes it, on CPU.
+
+    Raises:
+        JobError: it cannot be imported, failed, or returned no module.
+    """
+    with seeded_generators(seed), torch.device("cpu"):
+        return _factory(section).make_plain()
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python for constructors on the CPU, and put them back."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
+
+
+def empty_model(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A whole model of ours on CPU, whose parameters hold nothing yet: what a checkpoint is loaded into."""
+    with torch.device("meta"):
+        model = spec.make().to(dtype)
+    model.to_empty(device="cpu")
+    if spec.layout is not None:
+        tie_parameters(model, spec.layout.tied)
+    for module in model.modules():
+        reset = getattr(module, "reset_buffers", None)
+        if callable(reset):
+            reset()
+    return model
+
+
+def _huggingface(section: ModelSection, vocabulary: int | None, sequence_length: int | None) -> ModelSpec:
+    given = read_config(section)  # also says whether transformers is here
+    from wanma.models.huggingface.causal_model import build_huggingface, huggingface_config
+    from wanma.models.huggingface.validation import longest_positions
+
+    config = huggingface_config(given, vocabulary, sequence_length)
+    length = sequence_length or longest_positions(config) or 2048
+    with torch.device("meta"):
+        model = build_huggingface(config, length)
+    make = partial(build_huggingface, config, length, model.findings)
+    return ModelSpec(type(model).__name__, "tokens", make, model.layout, False)
+
+
+def _factory(section: ModelSection) -> _Factory:
+    assert section.factory is not None
+    reject_dimension_keys(section)
+    function = import_object(section.factory, "model.factory")
+    if not callable(function):
+        raise JobError(
+            f"model.factory = '{section.factory}' is a {type(function).__name__}, which cannot be called",
+            "name a function or class that returns an nn.Module",
+        )
+    try:
+        inspect.signature(function).bind(**section.arguments)
+    except TypeError as error:
+        raise JobError(
+            f"model.factory = '{section.factory}' does not take what model.arguments gives: {error}",
+            f"its signature is {inspect.signature(function)}",
+        ) from error
+    return _Factory(section.factory, function, section.arguments, section.statistics_group)
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """Makes the user's module, with its batch normalisation converted: torch's would follow the layout."""
+
+    path: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    statistics_group: int
+
+    def __call__(self) -> nn.Module:
+        return convert_batch_norm(self.make_plain(), self.statistics_group)
+
+    def make_plain(self) -> nn.Module:
+        """The module as the user's function returns it."""
+        try:
+            made = self.function(**self.arguments)
+        except WanmaError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            told = f"model.factory = '{self.path}' failed: {type(error).__name__}: {error}"
+            line = users_line(error)
+            raise JobError(
+                f"{told}\n    {line}" if line else told,
+                f"mend it there, or give it other model.arguments; see it whole with: {self._command()}",
+            ) from error
+        if not isinstance(made, nn.Module):
+            raise JobError(
+                f"model.factory = '{self.path}' returned {type(made).__name__}, not an nn.Module",
+                "return the module itself",
+            )
+        check_ready(made)
+        return made
+
+    def _command(self) -> str:
+        """The same call, for a shell."""
+        module, _, name = self.path.partition(":")
+        given = f"**{self.arguments!r}" if self.arguments else ""
+        code = f"import {module}; {module}.{name}({given})"
+        return f"python -c {shlex.quote(code)}"

@@ -1,0 +1,175 @@
+"""Our decoder under the names of the published families that have its architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from wanma.job.errors import WanmaError
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.huggingface_config import decoder_of
+from wanma.models.layers.lora import is_adapter
+from wanma.models.state_dict.tensor_mapping import Alternative, Shape, mixture, whole
+
+
+class PublishedDecoder:
+    """What makes `Decoder` a `Published` model; see there."""
+
+    dimensions: DecoderDimensions
+
+    @property
+    def published_ties(self) -> tuple[tuple[str, str], ...]:
+        return (("model.embed_tokens.weight", "lm_head.weight"),) if self.dimensions.tie_embeddings else ()
+
+    def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
+        if is_adapter(name):
+            return ()
+        family = _family(self.dimensions)
+        block, ours = _block_and_rest(name)
+        if block is None:
+            tied = self.dimensions.tie_embeddings and ours in ("embedding.weight", "head.weight")
+            names = self.published_ties[0] if tied else (_ENDS[ours],)
+            return tuple((whole(tensor, shape),) for tensor in names)
+        routed = re.fullmatch(r"feed_forward\.(router\.weight|experts\.(gate|up|down))", ours)
+        if routed is not None:
+            return tuple(mixture(f"model.layers.{block}", routed[2], shape, family))
+        module, _, kind = ours.rpartition(".")
+        turned = self.dimensions.head_width if module in _ROTARY else None
+        return ((whole(f"model.layers.{block}.{_BLOCK[module]}.{kind}", shape, head_width=turned),),)
+
+    def published_ignores(self, tensor: str) -> bool:
+        tied = {other for _, other in self.published_ties}
+        return tensor in tied or tensor.endswith("rotary_emb.inv_freq")  # stored by old versions
+
+    def published_differences(self, config: Mapping[str, Any]) -> list[str]:
+        theirs = decoder_of(config)
+        if theirs is None:
+            kind = config["model_type"]
+            return [f"its config.json (model_type {kind!r}) computes otherwise than a decoder of ours"]
+        ours, published = _comparable(self.dimensions), _comparable(theirs)
+        differences = [
+            f"{key}: {ours[key]} here, {published[key]} in its config.json"
+            for key in published
+            if ours[key] != published[key]
+        ]
+        if config.get("sliding_window") and config.get(
+            "use_sliding_window", "qwen" not in config["model_type"]
+        ):
+            differences.append("attention sees the whole sequence here, a sliding_window in its config.json")
+        return differences
+
+    def published_config(self, sequence_length: int) -> dict[str, Any]:
+        dimensions, family = self.dimensions, _family(self.dimensions)
+        values: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[family]],
+            "model_type": family,
+            "hidden_act": "silu" if dimensions.activation_function == "swiglu" else "gelu_pytorch_tanh",
+            "vocab_size": dimensions.vocabulary,
+            "hidden_size": dimensions.hidden,
+            "intermediate_size": dimensions.feed_forward,
+            "num_hidden_layers": dimensions.layers,
+            "num_attention_heads": dimensions.heads,
+            "num_key_value_heads": dimensions.kv_heads,
+            "max_position_embeddings": sequence_length,
+            "head_dim": dimensions.head_width,
+            "rms_norm_eps": dimensions.norm_epsilon,
+            "rope_theta": dimensions.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": dimensions.rope_theta},
+            "tie_word_embeddings": dimensions.tie_embeddings,
+        }
+        if family == "mixtral":
+            values |= {
+                "sliding_window": None,
+                "num_local_experts": dimensions.experts,
+                "intermediate_size": dimensions.expert_width,
+            }
+        if family == "qwen3_moe":
+            values |= {
+                "num_experts": dimensions.experts,
+                "moe_intermediate_size": dimensions.expert_width,
+                "norm_topk_prob": dimensions.normalize_weights,
+                "mlp_only_layers": list(range(dimensions.dense_layers)),
+            }
+        if dimensions.experts:
+            values["num_experts_per_tok"] = dimensions.experts_per_token
+        return values
+
+
+def _family(dimensions: DecoderDimensions) -> str:
+    """The published family with this architecture.
+
+    Raises:
+        WanmaError: there is none.
+    """
+    is_plain = (
+        not (dimensions.is_latent or dimensions.shared_experts)
+        and dimensions.balance != "bias"
+        and (dimensions.router, dimensions.weight_scale, dimensions.expert_groups) == ("softmax", 1, 1)
+    )
+    is_mixtral = dimensions.normalize_weights and dimensions.dense_layers == 0
+    gated: dict[tuple[bool, bool, bool], str | None] = {
+        (False, False, False): "llama",
+        (True, False, False): "qwen2",
+        (False, True, False): "qwen3",
+        (False, True, True): "qwen3_moe",
+        (False, False, True): "mixtral" if is_mixtral else None,
+    }
+    # Arcee's network has two matrices, and a function between them that its config names.
+    kinds = gated if dimensions.activation_function == "swiglu" else {(False, False, False): "arcee"}
+    found = kinds.get((dimensions.attention_bias, dimensions.head_norm, dimensions.experts > 0))
+    if not is_plain or found is None:
+        raise WanmaError(
+            "no published family that wanma knows has this decoder's architecture "
+            f"(known: {', '.join(_ARCHITECTURES)})",
+            "its weights are in wanma's own checkpoints",
+        )
+    return found
+
+
+def _block_and_rest(name: str) -> tuple[str | None, str]:
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return (found[1], found[2]) if found is not None else (None, name)
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "arcee": "ArceeForCausalLM",
+}
+_ENDS = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+_ROTARY = ("attention.query", "attention.key", "attention.query_norm", "attention.key_norm")
+"""Whose rows are elements of heads that rotary positions turn."""
+
+
+def _comparable(dimensions: DecoderDimensions) -> dict[str, Any]:
+    """What a config fixes too: no matter of training, and widths whether they are given or follow."""
+    widths = {"head_width": dimensions.head_width, "expert_width": dimensions.expert_width}
+    values = {**asdict(dimensions), **widths}
+    left_out = ("head_size", "expert_feed_forward", "dropout", "balance_rate", "balance_group", "capacity")
+    if dimensions.balance == "loss":
+        values["balance"] = "none"
+    if dimensions.experts and not dimensions.dense_layers:
+        values["feed_forward"] = None  # of no block
+    return {key: value for key, value in values.items() if key not in left_out}

@@ -1,0 +1,52 @@
+"""A module of one's own as a published checkpoint: its state dict, under its own names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from wanma.models.layers.lora import is_adapter
+from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Published, Shape
+
+
+class OwnNames:
+    """`Published` of a module that says nothing itself.
+
+    Args:
+        model: the whole module, or what a rank holds of it.
+    """
+
+    published_ties: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._first = {name for name, _ in model.named_parameters()}
+        # Files hold a shared parameter under one of its names, or under several.
+        self._others: dict[int, list[str]] = {}
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in by_name.items():
+            self._others.setdefault(id(parameter), []).append(name)
+        self._names = {name: self._others[id(parameter)] for name, parameter in by_name.items()}
+        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+
+    def published(self, name: str, shape: Shape) -> tuple[Alternative, ...]:
+        """Under any of its own names."""
+        if is_adapter(name):
+            return ()
+        start = (0,) * len(shape)
+        return tuple((Piece(other, 0, shape, start),) for other in self._names.get(name, [name]))
+
+    def published_ignores(self, tensor: str) -> bool:
+        """Further names of a shared parameter, and buffers, which are filled by name."""
+        return tensor in self._names or tensor in self._buffers
+
+    def published_differences(self, config: dict[str, Any]) -> list[str]:  # noqa: ARG002  # of no known model
+        """A module of one's own has no settings to compare."""
+        return []
+
+
+def published_of(model: nn.Module) -> Published:
+    """Places of a model's parameters in published checkpoints: its own statement, else its own names."""
+    if hasattr(model, "published"):
+        return model  # type: ignore[return-value]  # looked for
+    return OwnNames(model)  # type: ignore[return-value]  # writes no config

@@ -1,0 +1,1 @@
+"""Structure of a model: parallel spec, repeated blocks, roles and initial values of its parameters."""

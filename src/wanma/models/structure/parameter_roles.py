@@ -1,0 +1,161 @@
+"""Roles of a model's parameters, by which optimizers treat them differently.
+
+They are read once off the whole model, before a plan splits it: a stage or a shard no longer shows which
+linear layer is the last one, and every layout must decide alike. Evidence is the kind of the module that owns
+a parameter, never a parameter's path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from wanma.job.sections.job import ParameterGroupSection
+from wanma.models.structure.repeated_blocks import repeated_blocks
+
+
+@dataclass(frozen=True)
+class Role:
+    """The part that one parameter plays."""
+
+    decays: bool
+    """Takes `train.weight_decay`: it belongs to no norm and is no bias."""
+    is_hidden_matrix: bool | None
+    """A matrix of a hidden layer, which Muon orthogonalises; None: its module does not tell."""
+    is_matrix: bool
+    """Has two dimensions."""
+
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_PRODUCTS = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
+# Classes of one's own are recognised by the name that their kind usually ends in. transformers' Conv1D is a
+# linear layer with its weight transposed.
+_NAMED_NORM = re.compile(r"Norm(\d*[dD])?$")
+_NAMED_TABLE = re.compile(r"Embeddings?$")
+_NAMED_PRODUCT = re.compile(r"(Linear|Router|Conv1D)$")
+_BIAS = re.compile(r"(^|_)bias(_|$)")
+
+
+def parameter_roles(model: nn.Module) -> dict[str, Role]:
+    """Role of each parameter of a whole model, by name.
+
+    Weight decay leaves out norms (whatever their weights' shape), biases, and other parameters of one
+    dimension that is not 1, such as a class token of (1, 1, hidden). Hidden matrices are the two-dimensional
+    weights of linear, recurrent and attention layers, but for the output layer: that of
+    `get_output_embeddings`, the last linear layer of a module without it, and what is tied to either.
+    """
+    outputs = {id(parameter) for layer in output_layers(model) for parameter in layer.parameters()}
+    owners: dict[int, list[Role]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            role = _role(module, name, parameter)
+            if id(parameter) in outputs:
+                role = replace(role, is_hidden_matrix=False)
+            owners.setdefault(id(parameter), []).append(role)
+    return {name: _together(owners[id(parameter)]) for name, parameter in model.named_parameters()}
+
+
+def group_of(name: str, groups: Iterable[ParameterGroupSection]) -> ParameterGroupSection | None:
+    """The group of `train.parameter_groups` that parameter `name` belongs to: the first that matches."""
+    return next((group for group in groups if fnmatchcase(name, group.match)), None)
+
+
+def is_frozen(name: str, groups: Iterable[ParameterGroupSection]) -> bool:
+    """Return whether `train.parameter_groups` freezes parameter `name`."""
+    group = group_of(name, groups)
+    return group is not None and group.frozen
+
+
+def output_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that make a model's output, several where it has heads for several tasks."""
+    own = _declared(model)
+    if own is not None:
+        return [own]
+    inside = (_declared(module) for module in model.modules())
+    return [*_last_linear_layers(model), *(layer for layer in inside if layer is not None)]
+
+
+def _declared(module: nn.Module) -> nn.Module | None:
+    """As models of transformers say it."""
+    told: Any = getattr(module, "get_output_embeddings", None)
+    found = told() if callable(told) else None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _role(module: nn.Module, name: str, parameter: nn.Parameter) -> Role:
+    """Role of a parameter as one of its modules owns it."""
+    is_matrix = parameter.ndim == 2
+    if parameter.ndim < 2 or _BIAS.search(name) or _is(module, _NORMS, _NAMED_NORM):
+        return Role(False, False, is_matrix)
+    if _is(module, _TABLES, _NAMED_TABLE):
+        return Role(True, False, is_matrix)
+    if _is(module, _PRODUCTS, _NAMED_PRODUCT):
+        return Role(True, is_matrix, is_matrix)
+    if sum(size > 1 for size in parameter.shape) < 2:
+        return Role(False, False, is_matrix)
+    return Role(True, None if is_matrix else False, is_matrix)
+
+
+def _together(roles: list[Role]) -> Role:
+    """Role of a parameter that several modules own: tied to a table it is no hidden matrix."""
+    hidden = {role.is_hidden_matrix for role in roles}
+    known = False if False in hidden else (None if None in hidden else True)
+    return Role(all(role.decays for role in roles), known, roles[0].is_matrix)
+
+
+def _is(module: nn.Module, kinds: tuple[type[nn.Module], ...], named: re.Pattern[str]) -> bool:
+    if isinstance(module, kinds):
+        return True
+    return any(named.search(kind.__name__) for kind in type(module).__mro__ if kind is not nn.Module)
+
+
+def _last_linear_layers(model: nn.Module) -> list[nn.Module]:
+    """The linear layer that a model registers last, with others beside it that are heads like it."""
+    inside = {id(m) for block in repeated_blocks(model) for m in block.modules() if m is not block}
+    layers = list(_products(model))
+    if not layers or not isinstance(layers[-1][1], nn.Linear) or id(layers[-1][1]) in inside:
+        return []
+    parent, last = layers[-1]
+    heads: list[nn.Module] = [last]
+    if parent is not model and not isinstance(parent, (nn.ModuleList, nn.ModuleDict)):
+        return heads
+    for other, layer in reversed(layers[:-1]):
+        # A layer whose outputs the next one cannot read, and that reads the same, is a head of its own.
+        is_head = (
+            other is parent
+            and isinstance(layer, nn.Linear)
+            and layer.in_features == last.in_features
+            and (isinstance(parent, nn.ModuleDict) or layer.out_features != last.in_features)
+        )
+        if not is_head:
+            break
+        heads.append(layer)
+    return heads
+
+
+def _products(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(parent, layer) of every layer that multiplies, in the order in which they are registered."""
+    if isinstance(module, _PRODUCTS):
+        yield module, module
+    for child in module.children():
+        if isinstance(child, NonDynamicallyQuantizableLinear):
+            continue  # of torch's attention, which counts as one layer
+        if isinstance(child, _PRODUCTS):
+            yield module, child
+        else:
+            yield from _products(child)

@@ -1,0 +1,122 @@
+"""One clear error for an exception in a user's own model or loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wanma.job.errors import WanmaError
+from wanma.job.user_frames import users_line
+
+_NOT_THE_MODELS = (Path(__file__).parents[2], Path(torch.distributed.__file__).parent)
+"""Code whose exceptions say nothing about the model: wanma's, and what ranks exchange."""
+_SHOWN = 8
+_LONGEST = 300
+
+
+class ForwardError(WanmaError):
+    """A user's model has raised an exception in its forward, or a user's loss."""
+
+
+def forward_error(
+    error: Exception,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any],
+    samples: Sequence[int],
+) -> ForwardError | None:
+    """Error that names the samples, the module that failed, and what the model was given.
+
+    Args:
+        samples: numbers of the samples in the training data.
+
+    Returns:
+        None for an exception that is not the model's own: of wanma, of the network, or lack of memory.
+    """
+    if type(model).__module__.startswith("wanma.") or not is_users(error):
+        return None
+    first = ", ".join(map(str, samples[:_SHOWN]))
+    numbers = f"{first}, ..." if len(samples) > _SHOWN else first
+    lines = [f"the model failed on samples {numbers}: {type(error).__name__}: {_cut(str(error))}"]
+    if (inner := _innermost(error.__traceback__, model)) is not None:
+        lines.append(f"    in {inner}")
+    if line := users_line(error, or_library=False):
+        lines.append(f"    at {line}")
+    given = [described(value) for value in inputs]
+    given += [f"{name}={described(value)}" for name, value in keywords.items()]
+    return ForwardError(
+        "\n".join(lines),
+        f"{type(model).__name__} was called with {', '.join(given) or 'nothing'}; mend the model or the "
+        "samples. The rank's log has the whole traceback",
+    )
+
+
+def is_users(error: BaseException) -> bool:
+    """Return whether an exception came from a user's model or loss: not from wanma, from what ranks exchange,
+    or for lack of memory."""
+    if isinstance(error, ForwardError):
+        return True
+    if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
+        return False
+    return not _raised_in(error.__traceback__, _NOT_THE_MODELS)
+
+
+def loss_error(error: Exception, loss: object, output: Any, targets: Any) -> ForwardError | None:
+    """Error of a loss that raised `error`: its line, and what it was given; None as of `forward_error`."""
+    if isinstance(error, WanmaError | torch.OutOfMemoryError | MemoryError):
+        return None
+    if _raised_in(error.__traceback__, _NOT_THE_MODELS[1:]):
+        return None
+    name = getattr(loss, "__name__", type(loss).__name__)
+    lines = [f"the loss {name} failed: {type(error).__name__}: {_cut(str(error))}"]
+    if line := users_line(error, or_library=False):
+        lines.append(f"    at {line}")
+    return ForwardError(
+        "\n".join(lines),
+        f"it was called with (output, targets): {described(output)}, {described(targets)}",
+    )
+
+
+def described(value: Any) -> str:
+    """Type and shape of one argument: 'float32 [4, 5]'."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
+
+
+def _innermost(traceback: TracebackType | None, model: nn.Module) -> str | None:
+    """Name and description of the module whose forward was on top when the exception came."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = None
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(id(module)):
+            found = f"{names[id(module)]}: {_short(module)}"
+        traceback = traceback.tb_next
+    return found
+
+
+def _short(module: nn.Module) -> str:
+    """'Linear(in_features=4, out_features=3, bias=True)', or the class of a module with parts."""
+    if next(module.children(), None) is not None:
+        return type(module).__name__
+    return f"{type(module).__name__}({module.extra_repr()})"
+
+
+def _raised_in(traceback: TracebackType | None, folders: Sequence[Path]) -> bool:
+    """Return whether the innermost frame is code of one of `folders`."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return False
+    file = Path(traceback.tb_frame.f_code.co_filename)
+    return any(file.is_relative_to(folder) for folder in folders)

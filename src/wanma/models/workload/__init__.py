@@ -1,0 +1,1 @@
+"""Workload of a model: parameters, FLOPs, saved activations and operators per layer, by formula or trace."""

@@ -1,0 +1,101 @@
+"""A decoder of which a part is frozen, by adapters or by `train.parameter_groups`, as the planner sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.forecast.operators import Operator, Product
+
+_A, _B = ".lora_a", ".lora_b"  # as in `lora`, which needs torch
+
+
+def with_frozen_parts(
+    plain: Workload, sizes: Mapping[str, tuple[int, ...]], path: str, frozen: Callable[[str], bool]
+) -> Workload:
+    """`plain` with what of it is trained, and with what its adapters hold and compute.
+
+    Args:
+        plain: of the decoder without adapters.
+        sizes: of all its parameters with those of adapters, by name, in their order.
+        path: of the module that holds its blocks.
+        frozen: whether the parameter of a name is not trained.
+    """
+    first = next((number for number, layer in enumerate(plain.layers) if layer.is_block), len(plain.layers))
+    owners = [number for number, layer in enumerate(plain.layers) for _ in range(layer.count)]
+    """Of the embedding, each block and the head, the number of its layer in the workload."""
+    held: list[dict[str, tuple[int, ...]]] = [{} for _ in owners]
+    has_seen_blocks = False
+    for name, size in sizes.items():
+        index = name.removeprefix(f"{path}.").partition(".")[0] if name.startswith(f"{path}.") else ""
+        has_seen_blocks |= index.isdecimal()
+        place = first + int(index) if index.isdecimal() else (-1 if has_seen_blocks else 0)
+        held[place][name] = size
+    trained = [sum(_elements(size) for name, size in one.items() if not frozen(name)) for one in held]
+    reached = next((number for number, elements in enumerate(trained) if elements), len(trained))
+    tokens = plain.tokens_per_sample
+    layers = []
+    for number, layer in enumerate(plain.layers):
+        places = [place for place, owner in enumerate(owners) if owner == number]
+        adapters = {name: size for name, size in held[places[0]].items() if name.endswith((_A, _B))}
+        layers.append(_with_part(layer, [trained[place] for place in places], adapters, tokens))
+        layers[-1] = replace(layers[-1], unreached=sum(place < reached for place in places))
+    return replace(plain, layers=tuple(layers))
+
+
+def _with_part(
+    layer: Layer, trained: list[int], adapters: Mapping[str, tuple[int, ...]], tokens: int
+) -> Layer:
+    parameters = layer.parameters + sum(map(_elements, adapters.values()))
+    mean = sum(trained) / layer.count
+    is_whole = all(elements == parameters for elements in trained)
+    pairs = [(adapters[name], adapters[name.replace(_A, _B)]) for name in adapters if name.endswith(_A)]
+    return replace(
+        layer,
+        parameters=parameters,
+        trained_parameters=None if is_whole else int(mean) if mean == int(mean) else mean,
+        operators=tuple(one for a, b in pairs for one in _adapter(a[1], a[0], b[0], tokens)),
+    )
+
+
+def _elements(size: tuple[int, ...]) -> int:
+    found = 1
+    for extent in size:
+        found *= extent
+    return found
+
+
+def _adapter(inputs: int, rank: int, outputs: int, tokens: int) -> list[Operator]:
+    """What an adapter runs beside its layer (`lora.Adapted.forward`), forward and backward."""
+
+    def product(phase: str, m: int, n: int, k: int, grows: str) -> Operator:
+        whole = {"m": m * n + m * k, "k": m * k + k * n}[grows]
+        fixed = {"m": n * k, "k": m * n}[grows]
+        sized = Product(m, n, k, grows=grows)  # type: ignore[arg-type]  # "m" or "k"
+        return Operator("product", phase, 1, float(whole), float(fixed), sized)  # type: ignore[arg-type]
+
+    def stream(phase: str, elements: int, kernels: int, when: str) -> Operator:
+        return Operator(
+            "elementwise",
+            phase,  # type: ignore[arg-type]  # "forward" or "inputs"
+            kernels,
+            float(tokens * elements),
+            when=when,  # type: ignore[arg-type]  # "eager" or "compiled"
+        )
+
+    return [
+        product("forward", tokens, rank, inputs, "m"),
+        product("forward", tokens, outputs, rank, "m"),
+        # Scaled, and added to the layer's output.
+        stream("forward", 5 * outputs, 2, "eager"),
+        stream("forward", 3 * outputs, 1, "compiled"),
+        stream("inputs", 2 * outputs, 1, "eager"),
+        product("inputs", tokens, rank, outputs, "m"),
+        product("weights", outputs, rank, tokens, "k"),
+        product("inputs", tokens, inputs, rank, "m"),
+        product("weights", rank, inputs, tokens, "k"),
+        # The gradient of the input, which two products took.
+        stream("inputs", 3 * inputs, 1, "eager"),
+        stream("inputs", 3 * inputs, 1, "compiled"),
+    ]

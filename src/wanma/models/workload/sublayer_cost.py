@@ -1,0 +1,126 @@
+"""What the two halves of a decoder's block hold, compute and keep, counted for one token by formula.
+
+Kept is what autograd keeps for backward, in elements of the hidden states' type, after Korthikanti et al.
+2022 (section 4.1) for these architectures; the attention scores are never kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wanma.models.config.dimensions import DecoderDimensions
+
+
+@dataclass(frozen=True)
+class Half:
+    """Attention or feed-forward, with the normalisation before it."""
+
+    parameters: int
+    products: tuple[int, ...]
+    """Widths of the outputs of its matrix products, in their order."""
+    multiply_adds: int
+    """Of those products."""
+    kept: int
+    experts: int = 0
+    """Of the parameters, those of routed experts."""
+    idle: int = 0
+    """Of them, those of experts that a token is not sent to."""
+    score_width: int = 0
+    """Multiply-adds per pair of tokens that see each other."""
+    always: int = 0
+    """Of what is kept, what selective recompute keeps beside every second product."""
+
+
+def attention_half(dimensions: DecoderDimensions) -> Half:
+    """Of plain attention, with q = heads · head width and k likewise of the key/value heads, it keeps
+
+        2 hidden            the normalisation's input and output
+        2 q + 2 k + heads   query, key, value, attention's output and its log-sum-exp
+        1                   the normalisation's scale
+
+    and of normalised heads also q + k + heads + key/value heads. See `_latent_half` for the other kind.
+    """
+    if dimensions.is_latent:
+        return _latent_half(dimensions)
+    hidden, heads, kv_heads = dimensions.hidden, dimensions.heads, dimensions.kv_heads
+    query, key = heads * dimensions.head_width, kv_heads * dimensions.head_width
+    matrices = hidden * (2 * query + 2 * key)
+    parameters = matrices + hidden
+    kept = 2 * hidden + 2 * query + 2 * key + heads + 1
+    if dimensions.attention_bias:
+        parameters += query + 2 * key
+    if dimensions.head_norm:
+        parameters += 2 * dimensions.head_width
+        kept += query + key + heads + kv_heads
+    return Half(
+        parameters,
+        (query, key, key, hidden),
+        matrices,
+        kept,
+        score_width=2 * query,
+        always=query + heads,
+    )
+
+
+def feed_forward_half(dimensions: DecoderDimensions, *, experts: bool) -> Half:
+    """With one network of `feed_forward` it keeps
+
+        2 hidden         the normalisation's input and output
+        4 feed_forward   gate, SiLU of gate, up, and their product
+        1                the normalisation's scale
+
+    of which GELU's keeps 2 feed_forward instead of 4, its input and its output; and with experts, for each of
+    which a token's vector is copied to where the others of that expert are,
+
+        2 hidden + 1                       as above
+        choices · (hidden + 3 width + 1)   the copies; gate, up and their weighted product; the weights
+        2 experts                          the router's scores, before and after the sigmoid or softmax
+        4 · shared width                   as above, of the shared experts
+    """
+    hidden = dimensions.hidden
+    if not experts:
+        wide = dimensions.feed_forward
+        into = dimensions.network_matrices - 1
+        matrices = (into + 1) * hidden * wide
+        return Half(matrices + hidden, (*[wide] * into, hidden), matrices, 2 * hidden + 2 * into * wide + 1)
+    count, choices, width = dimensions.experts, dimensions.experts_per_token, dimensions.expert_width
+    shared = dimensions.shared_experts * width
+    one = 3 * hidden * width
+    always_used = hidden * count + 3 * hidden * shared
+    products = (count, choices * width, choices * width, choices * hidden)
+    return Half(
+        hidden + always_used + count * one,
+        (*products, shared, shared, hidden) if shared else products,
+        always_used + choices * one,
+        2 * hidden + 1 + choices * (hidden + 3 * width + 1) + 2 * count + 4 * shared,
+        experts=count * one,
+        idle=(count - choices) * one,
+    )
+
+
+def _latent_half(dimensions: DecoderDimensions) -> Half:
+    """Multi-head latent attention keeps
+
+    2 hidden + 1                          the normalisation's input, output and scale
+    2 query rank + 1                      the same of the queries' narrow vector
+    2 key/value rank + rotary width + 1   the same of the other, with the shared part of the keys
+    heads · (head + rotary width)         query; and as much of the key
+    heads · (head + value width)          the plain part of the key and the value, which are one tensor
+    heads · (value width + 1)             attention's output and its log-sum-exp
+    """
+    hidden, heads = dimensions.hidden, dimensions.heads
+    query_rank, rank = dimensions.query_rank, dimensions.key_value_rank
+    plain, turned, value = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+    products = (query_rank, heads * (plain + turned), rank + turned, heads * (plain + value), hidden)
+    inputs = (hidden, query_rank, hidden, rank, heads * value)
+    matrices = sum(into * out for into, out in zip(inputs, products, strict=True))
+    kept = 2 * hidden + 2 * query_rank + 2 * rank + turned + 3
+    kept += 2 * heads * (plain + turned) + heads * (plain + value) + heads * (value + 1)
+    return Half(
+        matrices + hidden + query_rank + rank,
+        products,
+        matrices,
+        kept,
+        score_width=heads * (plain + turned + value),
+        always=heads * (value + 1),
+    )

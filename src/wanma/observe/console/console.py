@@ -1,0 +1,156 @@
+"""What the user sees while a run goes on: a live display on a terminal, plain lines elsewhere.
+
+Lives in the supervisor's process and is fed by its workers' events. rich is imported only for the
+live display, when it opens.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self, TextIO
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+from wanma.job.sections.observe import ObserveSection
+from wanma.observe.console.fault_tolerant_stream import LastingStream
+from wanma.observe.console.progress import (
+    Progress,
+    checkpoint_text,
+    finish_text,
+    growth_text,
+    recovery_text,
+    validation_text,
+)
+from wanma.observe.units import duration_text
+
+LEVELS = {"info": "", "warning": "warning: ", "error": "error: "}
+
+
+def open_console(
+    run: RunDirectory, observe: ObserveSection, steps: int, stream: TextIO | None = None
+) -> Console:
+    """The console that `observe.console` asks for; use it in a `with`, so that the terminal is restored.
+
+        with open_console(run, job.observe, job.train.steps) as console:
+            console.write(event)
+
+    Args:
+        steps: last step of the run.
+        stream: where to print; default: standard output.
+    """
+    stream = stream or sys.stdout
+    mode = observe.console
+    if mode == "auto":
+        mode = "live" if stream.isatty() else "plain"
+    if mode == "live":
+        from wanma.observe.console.live import LiveConsole
+
+        return LiveConsole(run, steps, stream)
+    if mode == "quiet":
+        return Console(run, steps, stream)
+    return PlainConsole(run, steps, stream, observe.log_every_steps)
+
+
+class Console:
+    """The quiet console, and what all have in common: warnings and errors are always shown."""
+
+    def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
+        self.run = run
+        self.stream = LastingStream(stream)
+        self.progress = Progress(steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self.stream.let_go()
+
+    def write(self, event: Event) -> None:
+        """Take one event of the stream."""
+        self.progress.see(event)
+        if event["kind"] == "message" and event.get("level") in ("warning", "error"):
+            self.show(event)
+        elif event["kind"] in ("recovery", "growth"):
+            self.show(recovery_message(event))
+
+    def show(self, event: Event) -> None:
+        """Print a message."""
+        self.line(LEVELS.get(event.get("level", "info"), "") + str(event["text"]))
+
+    def line(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        """Finish the display."""
+
+
+class PlainConsole(Console):
+    """Lines that read well in a file: one every `log_every_steps`, and one for each thing that happened."""
+
+    def __init__(self, run: RunDirectory, steps: int, stream: TextIO, log_every_steps: int) -> None:
+        super().__init__(run, steps, stream)
+        self._every = log_every_steps
+
+    def __enter__(self) -> Self:
+        self.line(f"run directory: {self.run.path}")
+        return self
+
+    def write(self, event: Event) -> None:
+        self.progress.see(event)
+        kind = event["kind"]
+        if kind == "step":
+            if self._due(event["step"]):
+                self.line(self._step_line())
+        elif kind == "start":
+            if not event.get("again"):  # the recovery tells it, when it is done
+                self.line(start_text(self.progress))
+        elif kind in ("recovery", "growth"):
+            self.show(recovery_message(event))
+        elif kind in ("message", "joined", "shares"):
+            self.show(event)
+        elif kind == "validation":
+            self.line(validation_text(event))
+        elif kind == "checkpoint":
+            self.line(checkpoint_text(event))
+        elif kind == "finish":
+            self.line(finish_text(event))
+
+    def close(self) -> None:
+        if self.run.report.exists():
+            self.line(f"report: {self.run.report}")
+
+    def _due(self, step: int) -> bool:
+        return step % self._every == 0 or step in (self.progress.first_step, self.progress.steps)
+
+    def _step_line(self) -> str:
+        progress = self.progress
+        width = len(str(progress.steps))
+        parts = [f"step {progress.step:>{width}}/{progress.steps}", *progress.numbers()]
+        if progress.step < progress.steps:
+            parts.append(f"ETA {duration_text(progress.remaining_seconds())}")
+        return "  ".join(parts)
+
+
+def recovery_message(event: Event) -> Event:
+    """A recovery, or that the run has grown, as a message: every console shows it."""
+    if event["kind"] == "growth":
+        return {"kind": "message", "level": "info", "text": growth_text(event)}
+    return {"kind": "message", "level": "warning", "text": recovery_text(event)}
+
+
+def start_text(progress: Progress) -> str:
+    """'training 300 steps'; after a resume, 'carrying on from step 200 of 300 (step-00000200)'."""
+    if progress.first_step > progress.steps:
+        return (
+            f"nothing is left to do: the run is at step {progress.first_step - 1:,} of {progress.steps:,}; "
+            "raise train.steps to go on"
+        )
+    if progress.first_step > 1:
+        source = f" ({progress.source})" if progress.source else ""
+        return f"carrying on from step {progress.first_step - 1:,} of {progress.steps:,}{source}"
+    return f"training {progress.steps:,} steps"

@@ -1,0 +1,118 @@
+"""The live display: a progress bar and the run's numbers, redrawn in place; messages scroll above it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Self, TextIO, cast
+
+from rich.console import Console as Terminal
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+from wanma.observe.console.console import LEVELS, Console, recovery_message
+from wanma.observe.console.progress import checkpoint_text, finish_text, sparkline, validation_text
+from wanma.observe.units import duration_text
+
+STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+SPARKLINE_WIDTH = 28
+REFRESHES_PER_SECOND = 4
+
+
+class LiveConsole(Console):
+    """Draws until it is closed; closing restores the terminal and leaves the last picture standing."""
+
+    def __init__(self, run: RunDirectory, steps: int, stream: TextIO) -> None:
+        super().__init__(run, steps, stream)
+        self._opened = time.monotonic()
+        self._lock = threading.Lock()  # events arrive in one thread and are drawn in another
+        self._terminal = Terminal(file=cast(TextIO, self.stream), highlight=False)
+        self._live = Live(
+            console=self._terminal, get_renderable=self._draw, refresh_per_second=REFRESHES_PER_SECOND
+        )
+
+    def __enter__(self) -> Self:
+        self._dim(f"run directory: {self.run.path}")
+        self._live.start()
+        return self
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            self.progress.see(event)
+        if event["kind"] in ("message", "joined", "shares"):
+            self.show(event)
+        elif event["kind"] in ("recovery", "growth"):
+            self.show(recovery_message(event))
+
+    def show(self, event: Event) -> None:
+        level = event.get("level", "info")
+        self._terminal.print(Text(LEVELS.get(level, "") + str(event["text"]), STYLES.get(level, "")))
+
+    def line(self, text: str) -> None:
+        self._terminal.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        if self.run.report.exists():
+            self._dim(f"report: {self.run.report}")
+
+    def _dim(self, line: str) -> None:
+        self._terminal.print(Text(line, "dim"), soft_wrap=True)
+
+    def _draw(self) -> RenderableType:
+        with self._lock:
+            if self.progress.elsewhere:
+                return Text("the node with rank 0 shows the steps", "dim")
+            return Group(self._bar(), self._numbers(), self._milestones())
+
+    def _bar(self) -> Table:
+        progress = self.progress
+        table = Table.grid(padding=(0, 1), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(no_wrap=True)
+        table.add_row(
+            Text(self.run.name, "bold"),
+            ProgressBar(
+                total=progress.steps,
+                completed=progress.step,
+                complete_style="cyan",
+                finished_style="green",
+            ),
+            Text(f"step {progress.step:,}/{progress.steps:,}  {self._time()}"),
+        )
+        return table
+
+    def _time(self) -> str:
+        progress = self.progress
+        if progress.finish is not None:
+            return finish_text(progress.finish)
+        if progress.last is None:
+            return f"starting, {duration_text(time.monotonic() - self._opened)}"
+        if progress.step >= progress.steps:
+            return "finishing"
+        return f"ETA {duration_text(progress.remaining_seconds())}"
+
+    def _numbers(self) -> Text:
+        words = self.progress.numbers()
+        if not words:
+            return Text("waiting for the first step", "dim")
+        curve = sparkline(self.progress.losses.points, SPARKLINE_WIDTH)
+        text = Text(no_wrap=True, overflow="ellipsis")
+        text.append(f"{words[0]} ", "bold")
+        text.append(f"{curve}   ", "cyan")
+        text.append("   ".join(words[1:]))
+        return text
+
+    def _milestones(self) -> Text:
+        parts = []
+        if self.progress.validation is not None:
+            parts.append(validation_text(self.progress.validation))
+        if self.progress.checkpoint is not None:
+            parts.append(checkpoint_text(self.progress.checkpoint))
+        return Text("   ".join(parts), "dim", no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,203 @@
+"""What a console shows, folded from the stream of events; knows nothing of terminals."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from wanma.job.run.worker import Event
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+
+WINDOW_STEPS = 50
+"""Steps over which speed is averaged: long enough to be calm, short enough to follow a change."""
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_POINTS = 64
+
+
+class Curve:
+    """A whole run's values in at most `CURVE_POINTS` points: neighbours are averaged as it grows."""
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+        self._stride = 1
+        self._pending: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) < self._stride:
+            return
+        self.points.append(sum(self._pending) / len(self._pending))
+        self._pending = []
+        if len(self.points) >= CURVE_POINTS:
+            self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self._stride *= 2
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The values as block characters, at most `width` of them; lowest to highest fills the height."""
+    if not values or width < 1:
+        return ""
+    buckets = min(width, len(values))
+    edges = [index * len(values) // buckets for index in range(buckets + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+
+
+@dataclass
+class Progress:
+    """Where a run stands. `steps` is where it ends."""
+
+    steps: int
+    first_step: int = 1
+    source: str = ""
+    """Name of the checkpoint or copy that the run carries on from."""
+    elsewhere: bool = False
+    """Another node has rank 0, and shows the steps."""
+    rate_unit: str = "tokens/s"
+    """Unit of the steps' `tokens_per_second`, which counts targets: "samples/s" where a sample has one."""
+    last: Event | None = None
+    """The newest step record."""
+    validation: Event | None = None
+    checkpoint: Event | None = None
+    finish: Event | None = None
+    losses: Curve = field(default_factory=Curve)
+    _window: deque[Event] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+
+    def see(self, event: Event) -> None:
+        """Take one event of the stream; kinds without a bearing on progress are ignored."""
+        kind = event["kind"]
+        if kind == "step":
+            self.last = event
+            self._window.append(event)
+            loss = event.get("loss")
+            if loss is not None and math.isfinite(loss):
+                self.losses.add(loss)
+        elif kind == "start":
+            self.first_step = event.get("step", 0) + 1
+            self.source = event.get("source", "")
+            self.steps = event.get("steps", self.steps)
+            self.rate_unit = event.get("rate_unit", self.rate_unit)
+            self._window.clear()  # a run that starts again begins a new measurement
+        elif kind == "validation":
+            self.validation = event
+        elif kind == "checkpoint":
+            self.checkpoint = event
+        elif kind == "finish":
+            self.finish = event
+        elif kind == "joined":
+            self.elsewhere = not event["shows_the_run"]
+
+    @property
+    def step(self) -> int:
+        """The newest finished step."""
+        return int(self.last["step"]) if self.last else self.first_step - 1
+
+    def tokens_per_second(self) -> float | None:
+        """Mean over the last steps, weighted by their time."""
+        pairs = [
+            (e["tokens_per_second"], e["step_seconds"]) for e in self._window if e.get("tokens_per_second")
+        ]
+        seconds = sum(pair[1] for pair in pairs)
+        return sum(rate * time for rate, time in pairs) / seconds if seconds else None
+
+    def remaining_seconds(self) -> float | None:
+        """Time to the last step at the recent pace, validations and checkpoints included."""
+        if self.last is None:
+            return None
+        first = self._window[0]
+        passed = self.last["step"] - first["step"]
+        pace = (self.last["time"] - first["time"]) / passed if passed > 0 else self.last["step_seconds"]
+        return max(self.steps - self.step, 0) * float(pace)
+
+    def waiting_share(self) -> float | None:
+        """Of the last steps' time, what rank 0 waited for communication."""
+        known = [event for event in self._window if event.get("waited")]
+        seconds = sum(event["step_seconds"] for event in known)
+        return sum(sum(event["waited"].values()) for event in known) / seconds if seconds else None
+
+    def numbers(self) -> list[str]:
+        """Loss, speed, MFU, what is waited for communication, memory as words, those that are known."""
+        last = self.last
+        if last is None:
+            return []
+        loss = math.nan if last["loss"] is None else last["loss"]
+        words = [f"loss {number_text(loss) if math.isfinite(loss) else loss}"]
+        if (rate := self.tokens_per_second()) is not None:
+            words.append(f"{number_text(rate)} {self.rate_unit}")
+        if last.get("mfu") is not None:
+            words.append(f"MFU {share_text(last['mfu'])}")
+        if (waiting := self.waiting_share()) is not None:
+            words.append(f"waiting {share_text(waiting)}")
+        if last.get("memory_bytes"):
+            words.append(f"memory {bytes_text(last['memory_bytes'])}")
+        return words
+
+
+def validation_text(event: Event) -> str:
+    """'validation loss 3.214, perplexity 24.87 (step 100)'."""
+    named = [
+        f"{key} {number_text(event[key])}" for key in ("loss", "perplexity") if event.get(key) is not None
+    ]
+    if event.get("accuracy") is not None:
+        named.append(f"accuracy {share_text(event['accuracy'])}")
+    named += [f"{name} {number_text(value)}" for name, value in event.get("metrics", {}).items()]
+    return f"validation {', '.join(named)} (step {event['step']:,})"
+
+
+SOURCES = {
+    "memory": "the copy in memory",
+    "partner": "the copy in memory, a lost node's from its partner,",
+    "checkpoint": "the checkpoint",
+}
+
+
+def recovery_text(event: Event) -> str:
+    """'recovered from: rank 1 failed: ...'; below: from what, the steps it cost, the time."""
+    repeated = int(event["repeated_steps"])
+    cost = "no step is repeated" if not repeated else f"{count_text(repeated, 'step')} repeated"
+    source = SOURCES.get(event["source"])
+    where = f"with {source} of step {event['step']:,}" if source is not None else "from the beginning"
+    text = f"recovered from: {event['failure']}\n  carried on {where}, {cost}"
+    text += f"; {event['seconds']:.2f} s from the failure to the next finished step"
+    if event["attempt"] > 1:
+        text += f" (attempt {event['attempt']})"
+    return f"{text}\n  {change_text(event['change'])}" if event.get("change") else text
+
+
+def growth_text(event: Event) -> str:
+    """'the run goes on with 4 of at most 8 machines: ...', and what that took."""
+    took = f"{event['seconds']:.2f} s from the last step before to the first after it"
+    what = change_text(event["change"]) if event.get("change") else "the run goes on as it was"
+    return f"{what}\n  carried on after step {event['step']:,}; {took}"
+
+
+def change_text(change: dict[str, Any]) -> str:
+    """'the run goes on with 3 of at most 4 machines (4 before): PLAN -> PLAN'; below: why."""
+    machines, before, most = (change[key] for key in ("machines", "machines_before", "most_machines"))
+    text = f"the run goes on with {machines} of at most {most} machines ({before} before)"
+    if change["plan"] != change["plan_before"]:
+        text += f": {change['plan_before']} -> {change['plan']}"
+    return f"{text}\n  {change['reason']}"
+
+
+def checkpoint_text(event: Event) -> str:
+    """'checkpoint of step 100, 120 MiB in 0.42 s'."""
+    text = f"checkpoint of step {event['step']:,}"
+    if event.get("bytes") is not None:
+        text += f", {bytes_text(event['bytes'])}"
+    if event.get("write_seconds") is not None:
+        text += f" in {duration_text(event['write_seconds'])}"
+    return text
+
+
+def finish_text(event: Event) -> str:
+    """'finished at step 300', 'failed: rank 1 ...'."""
+    text = str(event["outcome"])
+    if event.get("step") is not None:
+        text += f" at step {event['step']:,}"
+    return f"{text}: {event['text']}" if event.get("text") else text

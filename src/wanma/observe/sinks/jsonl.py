@@ -1,0 +1,211 @@
+"""The sink that keeps the record: metrics.jsonl (one line per step) and events.jsonl (all else).
+
+A run that carries on first drops torn lines. The steps that it repeats are dropped when the first of them
+is made again, so that metrics.jsonl has every step once, and a start that comes to no step loses none.
+Dropped ones wait beside it until they have been made again (`restore_steps`). events.jsonl is history and
+keeps everything, the lost steps' validations included (readers see the `start` that overruled them).
+
+JSON knows no NaN or infinity: such a number is written as null, and its name and value go into
+`non_finite`, e.g. {"loss": null, "non_finite": {"loss": "nan"}}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import WanmaError
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+from wanma.observe.sinks.append_file import AppendFile
+
+BLOCK_BYTES = 1 << 16
+START_FAILED = "start_failed"
+"""Kind of the event that a start leaves which failed before it began: all else stays as it was."""
+
+
+class JsonLinesSink:
+    """Step records to `run.metrics`, without their kind; everything else to `run.events`."""
+
+    name = "metrics.jsonl and events.jsonl"
+
+    def __init__(self) -> None:
+        self._files: dict[Path, AppendFile] = {}
+
+    def open(self, run: RunDirectory, first_step: int) -> None:
+        self._run, self._metrics, self._events = run, run.metrics, run.events
+        self._first_step: int | None = first_step
+        try:
+            trim_lines(run.metrics, lambda _: True)
+            trim_lines(run.events, lambda _: True)
+            self._files = {path: AppendFile(path) for path in (run.metrics, run.events)}
+        except OSError as error:
+            raise WanmaError(
+                f"cannot write {error.filename or run.path}: {error.strerror or error}",
+                "choose another run directory with --run-dir DIR, or free the place",
+            ) from error
+
+    def write(self, event: Event) -> None:
+        if event["kind"] == "step":
+            record = {key: value for key, value in event.items() if key != "kind"}
+            if self._first_step is not None:
+                drop_steps(self._run, self._first_step)
+                self._first_step = None
+            self._files[self._metrics].write(to_line(record))
+        else:
+            self._files[self._events].write(to_line(event))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def append_event(run: RunDirectory, kind: str, **fields: Any) -> None:
+    """Add one event to a run that has no recorder any more: how it ended, as its supervisor saw it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    trim_lines(run.events, lambda _: True)
+    add_event(run, kind, **fields)
+
+
+def add_event(run: RunDirectory, kind: str, **fields: Any) -> None:
+    """Add one event beside those that a recorder in another process adds meanwhile.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    file = AppendFile(run.events)
+    try:
+        file.write(to_line({"kind": kind, "time": time.time(), **fields}))
+    finally:
+        file.close()
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """`record` as one line of strict JSON; what is not finite becomes null, named in `non_finite`."""
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        named: dict[str, str] = {}
+        text = json.dumps({**_finite(record, "", named), "non_finite": named}, ensure_ascii=False)
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any, name: str, named: dict[str, str]) -> Any:
+    """`value` with null for what is not finite; `named` gets its dotted name and 'nan', 'inf' or '-inf'."""
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{name}.{key}" if name else key, named) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item, f"{name}.{index}", named) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        named[name] = str(value)
+        return None
+    return value
+
+
+def drop_steps(run: RunDirectory, first: int) -> None:
+    """Move the records of steps from `first` on out of the metrics, beside them."""
+    metrics = run.metrics
+    if not metrics.exists():
+        return
+    size = metrics.stat().st_size
+    with metrics.open("rb") as file:
+        end = next((end for record, end in _backwards(file) if record.get("step", 0) < first), 0)
+        if end == size:
+            return
+        file.seek(end)
+        dropped = file.read()
+    with contextlib.suppress(OSError):  # no room for what is repeated anyhow
+        _dropped(run).write_bytes(dropped)
+    os.truncate(metrics, end)
+
+
+def restore_steps(run: RunDirectory, last: int) -> None:
+    """Put dropped records back that were not made again, up to step `last`: a copy of that step was saved.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    dropped = _dropped(run)
+    if not dropped.exists():
+        return
+    newest = last_record(run.metrics)
+    known = newest["step"] if newest is not None else 0
+    lines = [line for line in dropped.read_bytes().splitlines() if isinstance(_parsed(line), dict)]
+    file = AppendFile(run.metrics)
+    try:
+        for line in lines:
+            if known < _parsed(line)["step"] <= last:
+                file.write(line + b"\n")
+    finally:
+        file.close()
+    dropped.unlink()
+
+
+def _dropped(run: RunDirectory) -> Path:
+    return run.path / ".metrics-dropped.jsonl"
+
+
+def trim_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut the file after its last whole line that parses and that `keep` accepts.
+
+    Reads backwards, so the cost is that of what is dropped; one `truncate` makes the cut, so a kill
+    leaves the file either as it was or as it should be.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = next((end for record, end in _backwards(file) if keep(record)), 0)
+        if end < size:
+            file.truncate(end)
+
+
+def last_record(path: Path) -> dict[str, Any] | None:
+    """Of the last whole line that parses; None where there is none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return next((record for record, _ in _backwards(file)), None)
+
+
+def _backwards(file: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, offset of its line's end) of all whole lines that parse, the last one first."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = _line_start(file, end)
+        file.seek(start)
+        line = file.read(end - start)
+        record = _parsed(line) if line.endswith(b"\n") else None
+        if isinstance(record, dict):
+            yield record, end
+        end = start
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _line_start(file: Any, end: int) -> int:
+    """Offset of the line that ends at `end` (its newline, if any, included)."""
+    stop = end - 1  # the line's own newline does not count
+    while stop > 0:
+        start = max(0, stop - BLOCK_BYTES)
+        file.seek(start)
+        found = file.read(stop - start).rfind(b"\n")
+        if found >= 0:
+            return int(start + found + 1)
+        stop = start
+    return 0

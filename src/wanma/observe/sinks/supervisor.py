@@ -1,0 +1,24 @@
+"""The sink that passes events on to the supervisor, whose console shows them."""
+
+from __future__ import annotations
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Control, Event
+
+
+class ForwardSink:
+    """Events go to `control.event`."""
+
+    name = "the console"
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def open(self, run: RunDirectory, first_step: int) -> None:
+        """Nothing to get ready: the supervisor was there first."""
+
+    def write(self, event: Event) -> None:
+        self._control.event(event)
+
+    def close(self) -> None:
+        """The supervisor closes its console when the last rank is gone."""

@@ -1,0 +1,100 @@
+"""The sink for TensorBoard, through TensorBoard's own record writer: no torch, no thread.
+
+On resume a new file begins with a session start at the first step, which makes TensorBoard discard
+what earlier files hold from that step on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+from wanma.job.errors import WanmaError, missing_extra
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+from wanma.observe.sinks.append_file import AppendFile
+
+STEP_TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "samples": "train/samples",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "mfu": "speed/mfu",
+    "memory_bytes": "memory/bytes",
+}
+"""Key of a step record → tag."""
+
+
+class TensorBoardSink:
+    """Scalars of steps and validations into `run.tensorboard`.
+
+    Raises:
+        WanmaError: the package `tensorboard` is not installed.
+    """
+
+    name = "the TensorBoard file"
+
+    def __init__(self) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer import record_writer
+        except ImportError as error:
+            raise missing_extra("tensorboard", "tensorboard", "observe.tensorboard = true") from error
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._records: Any = record_writer
+        self._writer: Any = None
+
+    def open(self, run: RunDirectory, first_step: int) -> None:
+        now = time.time()
+        path = run.tensorboard / f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            run.tensorboard.mkdir(parents=True, exist_ok=True)
+            self._writer = self._records.RecordWriter(AppendFile(path))
+            self._put(self._events.Event(wall_time=now, file_version="brain.Event:2"))
+            if first_step > 1:
+                started = self._events.SessionLog(status=self._events.SessionLog.START)
+                self._put(self._events.Event(wall_time=now, step=first_step, session_log=started))
+        except OSError as error:
+            raise WanmaError(
+                f"cannot write {path}: {error.strerror or error}",
+                "free the place, or switch observe.tensorboard off",
+            ) from error
+
+    def write(self, event: Event) -> None:
+        scalars = to_scalars(event)
+        if scalars:
+            values = [
+                self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
+            ]
+            summary = self._summaries.Summary(value=values)
+            self._put(self._events.Event(wall_time=event["time"], step=event["step"], summary=summary))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _put(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+
+def to_scalars(event: Event) -> dict[str, float]:
+    """Tag → value of what TensorBoard can draw of an event; empty for most kinds."""
+    if event["kind"] == "step":
+        named = {tag: event.get(key) for key, tag in STEP_TAGS.items()}
+        for group in ("phases", "waited", "under_way", "layer_grad_norms"):
+            named |= {f"{group}/{name}": seconds for name, seconds in event.get(group, {}).items()}
+    elif event["kind"] == "validation":
+        named = {
+            f"validation/{key}": value
+            for key, value in event.items()
+            if key not in ("step", "time") and isinstance(value, int | float)
+        }
+        named |= {f"validation/{name}": value for name, value in event.get("metrics", {}).items()}
+    else:
+        return {}
+    return {tag: float(value) for tag, value in named.items() if value is not None}

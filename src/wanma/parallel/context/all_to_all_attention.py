@@ -1,0 +1,112 @@
+"""All-to-all attention (Jacobs et al. 2023, "DeepSpeed Ulysses"): a rank gives away heads for the sequence.
+
+Between two exchanges each rank holds whole sequences for its share of the heads, and any attention
+will do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+
+from wanma.collectives.timing.communication_timer import waiting
+from wanma.job.errors import JobError
+
+
+def all_to_all_attention(
+    core: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """`core` over sequences that the ranks of `group` share; all of them call it.
+
+    Args:
+        core: attention of whole sequences, called as (query, key, value, mask, scale).
+        query: (rows, local sequence, heads, head_width); heads that the ranks divide.
+        key: (rows, local sequence, key/value heads, head_width), and so is value, perhaps of another width.
+            Heads that the ranks do not divide are repeated.
+        mask: what `core` takes for whole sequences.
+
+    Returns:
+        (rows, local sequence, heads, value's width).
+
+    Raises:
+        JobError: the ranks do not divide the heads.
+    """
+    ranks, heads = group.size(), key.shape[2]
+    if query.shape[2] % ranks:
+        raise JobError(
+            f"parallel.context = 'all_to_all': {ranks} context ranks cannot share {query.shape[2]} heads",
+            "set parallel.context = 'ring', or use a cp × tp that divides the heads",
+        )
+    repeats = ranks // math.gcd(heads, ranks)
+    key, value = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (key, value))
+    query, key, value = _gather_sequence([query, key, value], group)
+    attended = core(query, key, value, mask, scale)
+    return _scatter_sequence(attended, group)
+
+
+def _gather_sequence(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """(rows, local sequence, heads, width) each to (rows, sequence, heads / ranks, width) at once."""
+    ranks = group.size()
+    widths = [x.shape[-1] for x in tensors]
+    for_each = [
+        # (rows, local sequence, ranks, features) -> (ranks, rows, local sequence, features)
+        x.unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0)
+        for x in tensors
+    ]
+    features = [x.shape[-1] for x in for_each]
+    from_each = _exchange(torch.cat(for_each, dim=-1), group)
+    whole = from_each.movedim(0, 1).flatten(1, 2)  # (rows, sequence, features)
+    parts = whole.split(features, dim=-1)
+    return [part.unflatten(-1, (-1, width)) for part, width in zip(parts, widths, strict=True)]
+
+
+def _scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(rows, sequence, heads / ranks, width) to (rows, local sequence, heads, width)."""
+    ranks = group.size()
+    for_each = x.unflatten(1, (ranks, -1)).movedim(
+        1, 0
+    )  # (ranks, rows, local sequence, heads / ranks, width)
+    return _exchange(for_each, group).movedim(0, 2).flatten(2, 3)
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Slice r along dim 0 to rank r, and theirs from all."""
+    result: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]  # torch's own
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """Its own transpose: what came from a rank has its gradient sent back there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _swap(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _swap(gradient, ctx.group), None
+
+
+def _swap(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _sent(x, group)
+    with waiting("context"):
+        return _sent(x, group)
+
+
+def _sent(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # The functional form is one that torch.compile can trace, and whose result selective recompute keeps.
+    received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
+    return received

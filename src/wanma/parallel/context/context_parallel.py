@@ -1,0 +1,120 @@
+"""Context parallel: each rank of `cp` holds a part of every sequence; attention alone sees all of it.
+
+Which part that is says `sequence_shards.py`. A ring of ranks passes keys and values around
+(`ring_attention.py`); or each rank gathers whole sequences for some of the heads (`all_to_all_attention.py`).
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wanma.job.errors import JobError
+from wanma.models.layers.attention import DotProductAttention
+from wanma.models.structure.parallel_spec import Layout
+from wanma.parallel.context.all_to_all_attention import all_to_all_attention
+from wanma.parallel.context.ring_attention import ring_attention
+from wanma.parallel.mesh.parallel_mesh import Grid
+
+
+def split_context(model: nn.Module, layout: Layout, grid: Grid) -> None:
+    """Put attention cores and a mask that span the ranks of `cp` in the place of `model`'s.
+
+    Raises:
+        JobError: the model declares no attention, or one that a ring cannot compute.
+    """
+    plan, group = grid.plan, grid.axis("cp").get_group()
+    pattern = layout.attention
+    cores = [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
+    # A pipeline's first and last stages may have no blocks.
+    if pattern is None or (not cores and plan.pp == 1):
+        raise JobError(
+            f"parallel.cp = {plan.cp}: {type(model).__name__} does not declare its attention, "
+            "which must see what other ranks hold of a sequence",
+            "set parallel.cp = 1 and use the ranks as dp_replicate or dp_shard",
+        )
+    for name in cores:
+        core = model.get_submodule(name)
+        if plan.context == "all_to_all":
+            model.set_submodule(name, AllToAllAttention(core, group))
+        elif type(core) is DotProductAttention:
+            model.set_submodule(name, RingAttention(group))
+        else:
+            raise JobError(
+                f"parallel.context = 'ring': {name} is a {type(core).__name__}, and a ring computes plain "
+                "dot-product attention only",
+                "set parallel.context = 'all_to_all'",
+            )
+    if layout.mask is not None:
+        mask = model.get_submodule(layout.mask)
+        whole = mask if plan.context == "all_to_all" else None
+        model.set_submodule(layout.mask, GatheredDocuments(group, whole))
+
+
+class GatheredDocuments(nn.Module):
+    """In the place of an `AttentionMask`: documents of all ranks, brought together once per forward.
+
+    Args:
+        mask: what makes a mask of whole sequences of them; None: give the documents themselves.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, mask: nn.Module | None) -> None:
+        super().__init__()
+        self._group = group
+        self.mask = mask
+
+    def forward(self, documents: Tensor | None) -> Tensor | None:
+        """From this rank's part (rows, local sequence) to what the attention beside it takes."""
+        gathered = None
+        if documents is not None:
+            parts = [torch.empty_like(documents) for _ in range(self._group.size())]
+            dist.all_gather(parts, documents.contiguous(), group=self._group)
+            gathered = torch.cat(parts, dim=1)
+        if self.mask is None:
+            return gathered
+        mask: Tensor | None = self.mask(gathered)
+        return mask
+
+
+class RingAttention(nn.Module):
+    """`DotProductAttention` of a sequence that the ranks share as a ring."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None = None
+    ) -> Tensor:
+        """As `DotProductAttention`, of the local part.
+
+        Args:
+            documents: of `GatheredDocuments`.
+        """
+        return ring_attention(query, key, value, documents, scale, self._group)
+
+
+class AllToAllAttention(nn.Module):
+    """Attention of whole sequences for a share of the heads.
+
+    Args:
+        core: the model's own.
+    """
+
+    def __init__(self, core: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.core = core
+        self._group = group
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+    ) -> Tensor:
+        """As `DotProductAttention`, of the local part.
+
+        Args:
+            mask: of `GatheredDocuments`.
+        """
+        return all_to_all_attention(self.core, query, key, value, mask, scale, self._group)

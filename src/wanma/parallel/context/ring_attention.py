@@ -1,0 +1,308 @@
+"""Ring attention (Liu et al. 2023): keys and values travel from rank to rank, queries stay.
+
+Every rank holds a piece from the front of each sequence and its mirror from the back, in that order
+(`sequence.context_positions`). Then what a rank can see of another's keys under a causal mask is always half
+a block: all its queries see the front piece of an earlier rank, and its back piece sees all of a later one's.
+All ranks have the same work in every round, and none of it is masked away.
+
+To torch the whole ring is one operator: selective recompute can keep its result, torch.compile leaves it as
+it is, and a dry run passes over it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from wanma.collectives.timing.communication_timer import Flight
+from wanma.parallel.context.block_attention import Sight, attend, attend_backward
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    scale: float | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Causal attention over sequences that the ranks of `group` share; all of them call it.
+
+    Args:
+        query: (rows, local sequence, heads, head_width), of an even length, the same on all ranks.
+        key: (rows, local sequence, key/value heads, head_width), and so is value, perhaps of another width.
+        documents: (rows, ranks × local sequence), all ranks' in the order of ranks; tokens see their own
+            document only. None: all earlier tokens.
+        scale: of the scores; None: 1 / sqrt(head_width).
+
+    Returns:
+        (rows, local sequence, heads, value's width).
+    """
+    attended: Tensor = _ring_attention(query.contiguous(), key, value, documents, scale, group.group_name)[0]
+    return attended
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, scale: float | None, group: str
+) -> tuple[Tensor, Tensor]:
+    """Output, and the log-sum-exp of all scores (rows, heads, local sequence)."""
+    ring = _Ring(group)
+    queries = query.transpose(1, 2)  # (rows, heads, local sequence, head_width)
+    precise = torch.promote_types(query.dtype, torch.float32)
+    output = log_sum = queries.new_empty(0)
+    travelling = _Pair.of(key, value)
+    for step in range(ring.size):
+        arriving = ring.pass_on(travelling.data, _FORWARD) if step < ring.size - 1 else None
+        block = _block(ring, step, query.shape[1], documents)
+        block_output, block_log_sum = attend(
+            queries[:, :, block.queries],
+            travelling.key[:, :, block.keys],
+            travelling.value[:, :, block.keys],
+            block.sight,
+            scale,
+        )
+        if step == 0:
+            output, log_sum = block_output.to(precise), block_log_sum.contiguous()
+        else:
+            _merge(output[:, :, block.queries], log_sum[:, :, block.queries], block_output, block_log_sum)
+        if arriving is not None:
+            travelling = travelling.like(arriving.wait())
+    return output.transpose(1, 2).to(query.dtype).contiguous(), log_sum
+
+
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    log_sum: Tensor,
+    documents: Tensor | None,
+    scale: float | None,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from that of the output."""
+    ring = _Ring(group)
+    precise = torch.promote_types(query.dtype, torch.float32)
+    queries, outputs = query.transpose(1, 2), attended.transpose(1, 2)
+    gradients = gradient.contiguous().transpose(1, 2)
+    of_query = torch.zeros_like(queries, dtype=precise)
+    travelling = _Pair.of(key, value)
+    # Gradients of a rank's keys and values travel one round behind them: each rank adds its share, and the
+    # last one hands them to the rank that they belong to.
+    sums = _Pair.of(torch.zeros_like(key, dtype=precise), torch.zeros_like(value, dtype=precise))
+    returning: _Arrival | None = None
+    for step in range(ring.size):
+        arriving = ring.pass_on(travelling.data, _FORWARD) if step < ring.size - 1 else None
+        block = _block(ring, step, query.shape[1], documents)
+        of_queries, of_keys, of_values = attend_backward(
+            gradients[:, :, block.queries],
+            queries[:, :, block.queries],
+            travelling.key[:, :, block.keys],
+            travelling.value[:, :, block.keys],
+            outputs[:, :, block.queries],
+            log_sum[:, :, block.queries],
+            block.sight,
+            scale,
+        )
+        of_query[:, :, block.queries] += of_queries
+        if returning is not None:
+            sums = sums.like(returning.wait())
+        sums.key[:, :, block.keys] += of_keys
+        sums.value[:, :, block.keys] += of_values
+        returning = ring.pass_on(sums.data, _BACKWARD)
+        if arriving is not None:
+            travelling = travelling.like(arriving.wait())
+    assert returning is not None
+    sums = sums.like(returning.wait())
+    # Copies: an operator's results may not share memory.
+    of_key, of_value = (part.transpose(1, 2).to(query.dtype, copy=True) for part in (sums.key, sums.value))
+    return of_query.transpose(1, 2).to(query.dtype).contiguous(), of_key, of_value
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What a rank computes in one round."""
+
+    queries: slice
+    keys: slice
+    sight: Sight
+
+
+def _block(ring: _Ring, step: int, length: int, documents: Tensor | None) -> _Block:
+    """Of this rank's queries and the keys that have come `step` ranks far: those that see each other."""
+    source = (ring.rank - step) % ring.size
+    whole, front, back = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    queries = back if source > ring.rank else whole
+    keys = front if source < ring.rank else whole
+    pair = None
+    if documents is not None:
+        by_rank = documents.unflatten(1, (ring.size, length))
+        pair = by_rank[:, ring.rank, queries], by_rank[:, source, keys]
+    return _Block(queries, keys, Sight(causal=step == 0, documents=pair))
+
+
+def _merge(output: Tensor, log_sum: Tensor, block_output: Tensor, block_log_sum: Tensor) -> None:
+    """Add a block to what others gave, in place.
+
+    Each output is an average over its keys; the weight of the new one is its share of both sums, which is a
+    logistic function of the logarithms and cannot overflow.
+    """
+    share = torch.sigmoid(block_log_sum - log_sum).unsqueeze(-1)
+    output.lerp_(block_output.to(output.dtype), share.to(output.dtype))
+    log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Keys and values, or their gradients, in one piece of memory: one message."""
+
+    data: Tensor
+    key: Tensor
+    """(rows, heads, local sequence, width), a view of `data`."""
+    value: Tensor
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> _Pair:
+        """From (rows, local sequence, heads, width) each."""
+        return cls._view(torch.cat([key.flatten(), value.flatten()]), key.shape, value.shape)
+
+    def like(self, data: Tensor) -> _Pair:
+        """Other data of the same shapes."""
+        return self._view(data, self.key.transpose(1, 2).shape, self.value.transpose(1, 2).shape)
+
+    @classmethod
+    def _view(cls, data: Tensor, key: torch.Size, value: torch.Size) -> _Pair:
+        of_key, of_value = data.split([key.numel(), value.numel()])
+        return cls(data, of_key.view(key).transpose(1, 2), of_value.view(value).transpose(1, 2))
+
+
+_FORWARD, _BACKWARD = 0, 1
+"""Tags: keys with values, and their gradients, may be under way at once."""
+
+
+class _Ring:
+    """This rank between its neighbours."""
+
+    def __init__(self, group: str) -> None:
+        self._group = _by_name(group)
+        self.rank, self.size = self._group.rank(), self._group.size()
+
+    def pass_on(self, tensor: Tensor, tag: int) -> _Arrival:
+        """Begin to send `tensor` to the next rank and to receive as much from the one before.
+
+        Point to point under Gloo as under NCCL: both go on while the blocks are computed.
+        """
+        received, flight = torch.empty_like(tensor), Flight("context")
+        following, preceding = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=self._group, tag=tag, group_peer=following),
+                dist.P2POp(dist.irecv, received, group=self._group, tag=tag, group_peer=preceding),
+            ]
+        )
+        return _Arrival(tensor, received, works, flight)
+
+
+_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+"""An operator takes no group, only its name; torch has no public way back."""
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A tensor on its way to this rank, and one on its way from it, which must stay as it is until then."""
+
+    sent: Tensor
+    received: Tensor
+    works: list[dist.Work]
+    flight: Flight
+
+    def wait(self) -> Tensor:
+        self.flight.wait(self._wait)
+        return self.received
+
+    def _wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+# ---------------------------------------------------------------- as operators of torch
+
+_ring_attention = torch.library.custom_op(
+    "wanma::ring_attention",
+    _forward,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? documents, float? scale, str group) "
+    "-> (Tensor, Tensor)",
+)
+_ring_attention_backward = torch.library.custom_op(
+    "wanma::ring_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor attended, Tensor log_sum, "
+    "Tensor? documents, float? scale, str group) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_ring_attention.register_fake
+def _shapes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    rows, length, heads, _width = query.shape
+    precise = torch.promote_types(query.dtype, torch.float32)
+    attended = query.new_empty(rows, length, heads, value.shape[-1])
+    return attended, query.new_empty(rows, heads, length, dtype=precise)
+
+
+@_ring_attention_backward.register_fake
+def _backward_shapes(
+    gradient: Tensor,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+OPERATOR: Any = torch.ops.wanma.ring_attention.default
+"""The forward pass, as torch's dispatch modes see it."""
+
+
+def messages(operator: Any, arguments: tuple[Any, ...]) -> tuple[str, list[int]]:
+    """What one call of `operator` sends to the next rank, and receives alike from the one before.
+
+    Args:
+        operator: as a dispatch mode sees it.
+
+    Returns:
+        the name of the group, and the bytes of each message; none for what is no operator of this file.
+    """
+    if operator is OPERATOR:
+        _, key, value, _, _, group = arguments
+        returning = 0
+    elif operator is torch.ops.wanma.ring_attention_backward.default:
+        _, _, key, value, *_, group = arguments
+        returning = (key.numel() + value.numel()) * max(key.element_size(), 4)
+    else:
+        return "", []
+    ranks = _by_name(group).size()
+    travelling = (key.numel() + value.numel()) * key.element_size()
+    return group, [travelling] * (ranks - 1) + ([returning] * ranks if returning else [])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, documents, scale, group = inputs
+    ctx.save_for_backward(query, key, value, *output, documents)
+    ctx.scale, ctx.group = scale, group
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _of_log_sum: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _ring_attention_backward(gradient, *ctx.saved_tensors, ctx.scale, ctx.group)
+    return *gradients, None, None, None
+
+
+_ring_attention.register_autograd(_differentiate, setup_context=_keep)

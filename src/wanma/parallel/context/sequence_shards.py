@@ -1,0 +1,107 @@
+"""Which part of every sequence a rank holds, under context parallelism and under sequence parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from wanma.data.batch import Batch
+from wanma.job.errors import WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import ContextKind
+from wanma.parallel.mesh.parallel_mesh import Grid
+
+
+def context_positions(length: int, kind: ContextKind, ranks: int, rank: int) -> Tensor:
+    """Positions of a sequence that one context rank holds, in the order in which it holds them.
+
+    A ring cuts the sequence into twice as many pieces as ranks and gives each rank one from the front and
+    its mirror from the back: under a causal mask all then have the same work (Brandon et al. 2023, "Striped
+    Attention", and Llama 3, section 3.3.2). All-to-all cuts evenly, for it computes whole sequences.
+
+    Returns:
+        (length / ranks,) int64 on CPU.
+    """
+    positions = torch.arange(length)
+    if kind == "all_to_all":
+        return positions.chunk(ranks)[rank]
+    pieces = positions.chunk(2 * ranks)
+    return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
+
+
+def residual_positions(batch: Batch, plan: Plan, rank: int) -> Tensor | None:
+    """Positions that `rank` holds between the split matrices, where the residual stream and dropout are.
+
+    Returns:
+        int64 on CPU; None for the whole sequence.
+
+    Raises:
+        WanmaError: as `split_sequence`.
+    """
+    if plan.cp == 1 and not plan.sequence:
+        return None
+    at = plan.coordinates(rank)
+    positions = context_positions(_length(batch, plan), plan.context, plan.cp, at["cp"])
+    return positions.chunk(plan.tp)[at["tp"]] if plan.sequence else positions
+
+
+def split_sequence(batch: Batch, grid: Grid) -> Batch:
+    """The part of a batch of sequences that this rank's model is given.
+
+    Under sequence parallelism that is all of it, for the embedding cuts it; but the model is told the
+    positions, which stages that are handed a part of the hidden states could not know.
+
+    Raises:
+        WanmaError: the batch has no sequence, or one that the plan cannot cut.
+    """
+    plan = grid.plan
+    if plan.cp == 1 and not plan.sequence:
+        return batch
+    length = _length(batch, plan)
+    mine = context_positions(length, plan.context, plan.cp, grid.at("cp")).to(batch.samples.device)
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[:, mine] if plan.cp > 1 and _is_sequence(tensor, length) else tensor
+
+    keywords = {name: part(tensor) for name, tensor in batch.keywords.items()}
+    keywords.setdefault("positions", mine.expand(batch.rows, -1))
+    return replace(
+        batch,
+        inputs=tuple(part(tensor) for tensor in batch.inputs),
+        targets=part(batch.targets),
+        keywords=keywords,
+    )
+
+
+def _length(batch: Batch, plan: Plan) -> int:
+    """Of a batch's sequences, having looked whether the plan can cut them."""
+    key = f"parallel.cp = {plan.cp}" if plan.cp > 1 else "parallel.sequence = true"
+    data = batch.inputs[0] if batch.inputs else batch.targets  # a dataset may give all inputs by name
+    if data.ndim < 2 or (plan.cp > 1 and not _is_sequence(batch.targets, data.shape[1])):
+        raise WanmaError(
+            f"{key} cuts sequences, but a sample has inputs of shape {tuple(data.shape[1:])} and targets of "
+            f"shape {tuple(batch.targets.shape[1:])}",
+            "give inputs and targets whose first dim is the sequence, or use the ranks as dp_replicate or "
+            "dp_shard",
+        )
+    length, unit = data.shape[1], plan.sequence_unit
+    if length % unit:
+        raise WanmaError(
+            f"{key}: samples of {length} positions cannot be cut evenly",
+            f"use sequences whose length is a multiple of {unit}, or fewer ranks",
+        )
+    given = {**{f"input {n}": tensor for n, tensor in enumerate(batch.inputs)}, **batch.keywords}
+    for name, tensor in given.items():
+        if plan.cp > 1 and length in tensor.shape[2:]:
+            raise WanmaError(
+                f"{key}: {name} has the shape {tuple(tensor.shape[1:])} per sample, and seems to set each of "
+                f"{length} positions against all others, which no context rank holds",
+                "leave masks to documents (rows, sequence), or set parallel.cp = 1",
+            )
+    return length
+
+
+def _is_sequence(tensor: Tensor, length: int) -> bool:
+    return tensor.ndim > 1 and tensor.shape[1] == length

@@ -1,0 +1,40 @@
+"""Clear errors for messages of torch that mean: the model does not go together with FSDP2's units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+
+
+def explained(error: Exception, plan: Plan) -> JobError | None:
+    """The error for users; None: it is another one."""
+    text = str(error)
+    if "mixed torch.Tensor and DTensor" in text and plan.reshards:
+        return JobError(
+            f"parallel.shard = '{plan.shard}': the model or the loss reads parameters of a block that does "
+            "not compute at the time, and has parts of them only",
+            "read them in the block's own forward, or set parallel.shard = 'gradients' and leave "
+            "parallel.offload_parameters out",
+        )
+    if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
+        out = "optimizer" if plan.device == "cpu" else "nothing"
+        return JobError(
+            f"parallel.shard = '{plan.shard}': a block changes its input in place, which is a view where "
+            "blocks are sharded one by one",
+            f"let its first operation make a new tensor (inplace=False), or set parallel.shard = '{out}'",
+        )
+    return None
+
+
+@contextmanager
+def explaining(plan: Plan) -> Iterator[None]:
+    """Raises `explained` errors in place of torch's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (reason := explained(error, plan)) is None:
+            raise
+        raise reason from error

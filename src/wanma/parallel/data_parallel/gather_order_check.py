@@ -1,0 +1,206 @@
+"""Ranks that gather a unit's parameters from each other have to come to it together.
+
+FSDP2 gathers a unit when the model first uses it. Of ranks that use different units at one time, or a
+different number of them, one would compute with parameters of another unit, or wait forever. So each rank
+tells the others what it is about to gather or to reduce, and all refuse to go on where that differs. On GPUs,
+where the host does not wait for messages, it does so in the first steps. Later the ranks compare the order of
+their gathers at the end of a step, before its gradients are applied.
+
+Where parameters stay whole once they are gathered, nothing need be refused: all are gathered, in one order,
+before the model computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from wanma.collectives.fsdp.point_to_point_collectives import GlooAllGather
+from wanma.job.errors import AgreedError
+from wanma.job.plan.plan import Plan
+from wanma.parallel.data_parallel.shared_memory_weights import communicates
+from wanma.parallel.parameters.fsdp_units import group_of, units
+
+_TAG = 2
+"""Tag of the messages that announce a gather: not one of `collectives.gloo`."""
+_WATCHED_STEPS = 3
+_HASHES = 1 << 16
+"""Few enough that sums of squares over the ranks are exact in fp64."""
+
+
+def watch_gathers(model: nn.Module, plan: Plan, *, stays_whole: bool) -> GatherWatch | None:
+    """Watch over the units of `model`, after `share_weights`.
+
+    Args:
+        stays_whole: whether parameters do, from their first use in a step to its last.
+
+    Returns:
+        None where nothing but the model as one unit is gathered from other ranks, or all of it in one order.
+    """
+    if plan.device == "cpu" and stays_whole:
+        model.register_forward_pre_hook(_GatherAll([unit for unit in units(model) if group_of(unit)]))
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    gathered = [unit for unit in units(model) if group_of(unit) is not None and communicates(group_of(unit))]
+    if {id(unit) for unit in gathered} <= {id(model)}:
+        return None
+    watch = GatherWatch(plan, [names[id(unit)] or "the rest of the model" for unit in gathered])
+    for number, unit in enumerate(gathered):
+        unit.set_custom_all_gather(_Watched(watch, number, group_of(unit)._all_gather_comm))
+    return watch
+
+
+class GatherWatch:
+    """Comparison of this rank's gathers and reductions with those of the others.
+
+    Args:
+        names: of the units.
+    """
+
+    def __init__(self, plan: Plan, names: Sequence[str]) -> None:
+        self._plan, self._names = plan, names
+        self.steps = 0
+        """Steps that have ended."""
+        self.hash = 0
+        """Hash of the order of gathers since the last step ended."""
+
+    def gathers(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
+        """Tell the ranks of `group` of the gather of unit `number`.
+
+        Returns:
+            What is to be called before one waits for it. It raises an `AgreedError` where ranks are about to
+            do something else.
+        """
+        self.hash = (self.hash * 31 + number + 1) % _HASHES
+        return self._compare(number, group)
+
+    def meets(self, group: dist.ProcessGroup) -> None:
+        """Before the ranks of `group` communicate in another way, such as to reduce gradients.
+
+        Raises:
+            AgreedError: as above.
+        """
+        self._compare(len(self._names), group)()
+
+    def end_step(self, differs: bool) -> None:
+        """After the ranks' hashes have been compared.
+
+        Raises:
+            AgreedError: their gathers came in different orders.
+        """
+        self.steps += 1
+        self.hash = 0
+        if differs:
+            raise self._refusal("ranks gathered parts of the model in different orders")
+
+    def _compare(self, number: int, group: dist.ProcessGroup) -> Callable[[], None]:
+        if self._plan.device != "cpu" and (self.steps >= _WATCHED_STEPS or not _has_cpu(group)):
+            return _nothing
+        mine, me = torch.tensor([number]), group.rank()
+        found = [mine if rank == me else torch.empty_like(mine) for rank in range(group.size())]
+        others = [rank for rank in range(group.size()) if rank != me]
+        works = [group.recv([found[rank]], rank, _TAG) for rank in others]
+        works += [group.send([mine], rank, _TAG) for rank in others]
+
+        def check() -> None:
+            for work in works:
+                work.wait()
+            if is_fake(mine):  # in a dry run nobody answers
+                return
+            numbers = [int(one) for one in found]
+            other = next((rank for rank in others if numbers[rank] != number), None)
+            if other is None:
+                return
+            first, second = sorted((me, other))
+            ranks = dist.get_process_group_ranks(group)
+            raise self._refusal(
+                f"rank {ranks[first]} {self._doing(numbers[first])} while "
+                f"rank {ranks[second]} {self._doing(numbers[second])}"
+            )
+
+        return check
+
+    def _doing(self, number: int) -> str:
+        return (
+            f"gathers {self._names[number]}" if number < len(self._names) else "has gathered all that it uses"
+        )
+
+    def _refusal(self, what: str) -> AgreedError:
+        out = "gradients" if self._plan.device == "cpu" else "nothing"
+        return AgreedError(
+            f"parallel.shard = '{self._plan.shard}': {what}, and they can do so only together",
+            f"the model uses other parts of itself for other samples: set parallel.shard = '{out}', or use "
+            "the same parts in the same order for every batch",
+        )
+
+
+class _Watched(AllGather):
+    """The gather of one unit, of which `watch` hears."""
+
+    def __init__(self, watch: GatherWatch, number: int, inner: AllGather) -> None:
+        self._watch, self._number, self._inner = watch, number, inner
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        check = self._watch.gathers(self._number, group)
+        # Before the first step a refusal may be caught: nothing may be left under way by then.
+        if not isinstance(self._inner, GlooAllGather) or not self._inner.ahead or self._watch.steps == 0:
+            check()
+            return self._inner(output_tensor, input_tensor, group, async_op)
+        work = self._inner(output_tensor, input_tensor, group, async_op)
+        assert work is not None
+        return _Checked(check, work)
+
+
+class _Checked(dist.Work):
+    """A gather under way, of which each rank has told the others."""
+
+    def __init__(self, check: Callable[[], None], work: dist.Work) -> None:
+        super().__init__()
+        self._check, self._work = check, work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        check, self._check = self._check, _nothing
+        check()
+        return self._work.wait(timeout) if timeout is not None else self._work.wait()
+
+
+def _has_cpu(group: dist.ProcessGroup) -> bool:
+    """Return whether messages from the host's memory can be sent in a group of GPUs."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _nothing() -> None:
+    """There is nothing to be checked."""
+
+
+class _GatherAll:
+    """A forward hook that makes all units whole; they stay so."""
+
+    def __init__(self, gathered: Sequence[FSDPModule]) -> None:
+        self._gathered = gathered
+
+    def __call__(self, *_: Any) -> None:
+        for unit in self._gathered:
+            if group_of(unit).is_sharded:
+                unit.unshard()

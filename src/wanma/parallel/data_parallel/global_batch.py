@@ -1,0 +1,298 @@
+"""The rows of a whole global batch on every data rank, with gradients, for losses that couple samples.
+
+`global_batch` and `global_rows` are called by a user's loss or forward; which rows there are, a run announces
+around each step by `GlobalBatch.announced`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.collectives.compression.bucket_tensors import all_gather, reduce_scatter
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.parallel.mesh.parallel_mesh import Grid
+
+_SUMMED_AS = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""Gradients of low precision are summed over ranks in one that does not round each summand away."""
+
+
+def global_batch(x: Tensor) -> Tensor:
+    """Gather the rows that all data ranks hold of `x` into those of the whole global batch.
+
+    For losses that compare samples with each other, and for statistics over a batch. Gradients flow back to
+    the rows of every rank: the sum of all ranks' losses has the gradient that it has in a plain loop over the
+    global batch. Every rank must call it, equally often. Outside of a run it returns `x`.
+
+    Args:
+        x: (rows, ...), one row for each sample of this rank's batch; any dtype.
+
+    Returns:
+        (global batch, ...) in the order of the samples, without padding rows.
+
+    Raises:
+        JobError: the layout does not have the global batch in memory at once, or not whole samples.
+        WanmaError: `x` has another number of rows than the batch, or the run is between two batches.
+    """
+    here = _process.rows
+    return x if here is None and _is_alone(x) else _rows().gather(x)
+
+
+def global_rows(x: Tensor) -> Tensor:
+    """Indices of this rank's own samples in the global batch: of the rows of `x` in `global_batch(x)`.
+
+    Args:
+        x: as of `global_batch`.
+
+    Returns:
+        (rows,) int64 on the device of `x`; 0 for padding rows, whose losses do not count.
+
+    Raises:
+        As `global_batch`.
+    """
+    here = _process.rows
+    return torch.arange(len(x), device=x.device) if here is None and _is_alone(x) else _rows().indices(x)
+
+
+class Rows(Protocol):
+    """The global batch of the step under way, as `global_batch` and `global_rows` see it."""
+
+    def gather(self, x: Tensor) -> Tensor: ...
+    def indices(self, x: Tensor) -> Tensor: ...
+
+
+@contextmanager
+def announce(rows: Rows) -> Iterator[None]:
+    """Let `global_batch` and `global_rows` answer by `rows` inside."""
+    before, _process.rows = _process.rows, rows
+    try:
+        yield
+    finally:
+        _process.rows = before
+
+
+class GlobalBatch:
+    """One rank's part in gathering global batches over a run.
+
+    Args:
+        most_samples: of a global batch.
+    """
+
+    def __init__(self, grid: Grid, most_samples: int) -> None:
+        self._grid = grid
+        self._most_samples = most_samples
+        self._group: dist.ProcessGroup | None = None
+        self.is_used = False
+        """True if a loss or a forward has gathered yet."""
+
+    def announced(self, plan: Plan, samples: int) -> AbstractContextManager[None]:
+        """Announce a batch of so many samples, around its forward and backward.
+
+        Args:
+            plan: of the step.
+        """
+        return announce(_SharedRows(self, plan, samples))
+
+    def refuse(self, plan: Plan, samples: int) -> None:
+        """Called for each gathering.
+
+        Raises:
+            JobError: under `plan` a batch of so many samples is not in memory at once, or not as whole
+                samples.
+        """
+        self.is_used = True
+        if refusal := _why_not(plan, max(samples, self._most_samples)):
+            reason, way_out = refusal
+            raise JobError(f"wanma.global_batch cannot gather the global batch: {reason}", way_out)
+
+    def over_ranks(self, own: Tensor, sizes: list[int]) -> Tensor:
+        """All data ranks' rows one after the other.
+
+        Args:
+            own: this rank's.
+            sizes: rows by data rank.
+        """
+        if len(sizes) == 1:
+            return own
+        if self._group is None:
+            self._group = _data_group(self._grid)
+        exchange = _Exchange(self._group, self._grid, sizes)
+        gathered: Tensor = _Gather.apply(own, exchange)  # type: ignore[no-untyped-call]  # torch's
+        return gathered
+
+    @property
+    def data_rank(self) -> int:
+        return self._grid.data_rank
+
+
+@dataclass(frozen=True)
+class _SharedRows:
+    """The rows of one batch that the data ranks share."""
+
+    run: GlobalBatch
+    plan: Plan
+    samples: int
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def gather(self, x: Tensor) -> Tensor:
+        sizes = self._sizes(x)
+        return self.run.over_ranks(x[: sizes[self.run.data_rank]], sizes)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def indices(self, x: Tensor) -> Tensor:
+        sizes, rank = self._sizes(x), self.run.data_rank
+        if sizes[rank] == 0:  # one padding row
+            return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        start = sum(sizes[:rank])
+        return torch.arange(start, start + sizes[rank], device=x.device)
+
+    def _sizes(self, x: Tensor) -> list[int]:
+        """Rows by data rank."""
+        self.run.refuse(self.plan, self.samples)
+        sizes = self.plan.sizes(self.samples)
+        rows = max(sizes[self.run.data_rank], 1)
+        if x.ndim == 0 or x.shape[0] != rows:
+            raise WanmaError(
+                f"wanma.global_batch was given a tensor of shape {tuple(x.shape)}, but this rank's batch has "
+                f"{rows} rows",
+                "dim 0 must be the samples of the batch: stack what belongs to one sample along another dim",
+            )
+        return sizes
+
+
+@dataclass
+class _Process:
+    """One rank. No context variable: backward runs a forward again in threads of its own."""
+
+    rows: Rows | None = None
+
+
+_process = _Process()
+
+
+def _rows() -> Rows:
+    if _process.rows is None:
+        raise WanmaError(
+            "wanma.global_batch was called between two batches, where there is no global batch",
+            "call it in the loss or the forward of a batch that session.batches gives, or in validate=",
+        )
+    return _process.rows
+
+
+def _is_alone(x: Tensor) -> bool:
+    """Return whether nothing is missing from `x`: no other ranks hold rows, or it is only looked at."""
+    return x.is_meta or not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _why_not(plan: Plan, samples: int) -> tuple[str, str] | None:
+    """Reason and way out."""
+    if plan.pp > 1:
+        return (
+            "a pipeline computes the micro-batches of a step one after the other",
+            "set parallel.pp = 1; data-parallel axes (dp_replicate, dp_shard) hold the global batch at once",
+        )
+    if plan.cp > 1:
+        return "ranks of parallel.cp hold parts of each sample", "set parallel.cp = 1"
+    if plan.sites > 1:
+        return (
+            f"{plan.sites} sites train on their own parts of it and do not agree at every step",
+            "train without parallel.synchronization",
+        )
+    count = plan.accumulation(samples)
+    if count > 1:
+        return (
+            f"a rank computes its part of {samples} samples in {count} micro-batches, one after the other",
+            f"set parallel.micro_batch = {plan.most_rows(samples)}, so that one holds them all; parallel."
+            "recompute = 'full' and more data ranks save memory",
+        )
+    return None
+
+
+def _data_group(grid: Grid) -> dist.ProcessGroup:
+    """The ranks that hold different rows and are otherwise alike; torch wants every rank to make every group.
+
+    A group of its own: gradients are summed over the others while backward goes on, in an order of their own.
+    """
+    plan = grid.plan
+    mine: dist.ProcessGroup | None = None
+    for first in range(plan.tp):
+        group = dist.new_group(list(range(first, plan.world_size, plan.tp)))
+        if grid.at("tp") == first:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Rows of uneven shares over a group, sent as equal ones that padding fills up."""
+
+    group: dist.ProcessGroup
+    grid: Grid
+    sizes: list[int]
+
+    def gather(self, own: Tensor) -> Tensor:
+        """(own rows, ...) to (all rows, ...)."""
+        ranks, most = len(self.sizes), max(self.sizes)
+        flat = own.detach().reshape(len(own), math.prod(own.shape[1:])).contiguous()
+        as_bytes = _padded(flat, most).view(torch.uint8)  # which every backend knows
+        parts = as_bytes.new_empty((ranks * most, as_bytes.shape[1]))
+        with self.grid.communication.waiting("data"):
+            all_gather(parts, as_bytes, group=self.group)
+        whole = parts.view(own.dtype)
+        if min(self.sizes) < most:
+            pieces = whole.split(most)
+            whole = torch.cat([piece[:size] for piece, size in zip(pieces, self.sizes, strict=True)])
+        return whole.view(sum(self.sizes), *own.shape[1:])
+
+    def sum_own(self, whole: Tensor) -> Tensor:
+        """(all rows, ...) to (own rows, ...), summed over the ranks: the transpose of `gather`."""
+        dtype = _SUMMED_AS.get(whole.dtype, whole.dtype)
+        pieces = whole.detach().reshape(len(whole), -1).to(dtype).split(self.sizes)
+        most, size = max(self.sizes), self.sizes[self.grid.data_rank]
+        parts = torch.cat([_padded(piece, most) for piece in pieces])
+        if dtype.is_complex:
+            parts = torch.view_as_real(parts).flatten(1)
+        own = parts.new_empty((most, parts.shape[1]))
+        with self.grid.communication.waiting("data"):
+            reduce_scatter(own, parts, group=self.group)
+        if dtype.is_complex:
+            own = torch.view_as_complex(own.unflatten(1, (-1, 2)))
+        return own[:size].to(whole.dtype).view(size, *whole.shape[1:])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.gather(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _SumOwn.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's
+
+
+class _SumOwn(torch.autograd.Function):
+    """Backward of `_Gather`; has a backward itself, for penalties on gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.sum_own(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's
+
+
+def _padded(rows: Tensor, most: int) -> Tensor:
+    missing = most - len(rows)
+    return rows if missing == 0 else torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])

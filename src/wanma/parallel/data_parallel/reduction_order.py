@@ -1,0 +1,311 @@
+"""Reductions of FSDP2's units in one order, the same on all ranks whatever parts of the model each has used.
+
+FSDP2 reduces a unit when backward has passed it, and of its parameters those that have a gradient. Where
+ranks use different parts, such as the heads of different tasks, they would add up gradients of different
+parameters, or wait for each other forever. Here a unit is reduced when its turn comes, with zeros for what
+has no gradient; one that is early waits, with whole gradients. At the end of a step ranks tell each other
+which parameters had a gradient at all. Those of the others stay None: optimizers leave such parameters
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+
+from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.parallel.data_parallel.gather_order_check import GatherWatch
+from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.parameters.forward_changes import GatheredCopies
+from wanma.parallel.parameters.fsdp_units import group_of, units
+
+
+class UnitOrder:
+    """The units of one model, or of one stage of it, and whose turn it is to be reduced.
+
+    The first step goes from the last unit to the first. Then the order is the one in which the first rank's
+    backward has passed them, so that usual models hold nothing back.
+
+    Args:
+        model: sharded by FSDP2.
+        grid: whose ranks sum gradients.
+        stopwatch: of the time spent on telling each other.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, stopwatch: Stopwatch) -> None:
+        self._stopwatch, self._device = stopwatch, grid.device
+        axes = [grid.state[name] for name in ("shard", "replicate")]
+        self._shards, self._replicas = [axis.get_group() if axis.size() > 1 else None for axis in axes]
+        self._leads = all(axis.get_local_rank() == 0 for axis in axes)
+        groups = [(unit, group_of(unit)) for unit in units(model)]
+        self._units = [_Unit(unit, group) for unit, group in groups if group is not None]
+        self._copies = {unit: GatheredCopies(model, unit.group) for unit in self._units}
+        for unit in self._units:
+            unit.group.pre_forward = partial(self._pre_forward, unit, unit.group.pre_forward)
+            unit.group.post_forward = partial(self._post_forward, unit, unit.group.post_forward)
+            unit.group.post_backward = partial(self._post_backward, unit)
+        self.watch: GatherWatch | None = None
+        """Over what ranks gather and reduce."""
+        self._order = self._units[::-1]
+        self._is_learned = False
+        self.reshards = grid.plan.reshards
+        """Parameters are gathered for each use. Others stay whole, also between two uses in a last backward:
+        ranks gather only together, and may have other uses."""
+        self._next = 0
+        """Place in the order of the unit whose turn it is."""
+        self._passed: list[_Unit] = []
+        """In the order in which backward has passed them for good, in the last micro-batch that reduces."""
+        self._is_open = False
+        """A micro-batch that reduces has begun, and its reductions have not all been made."""
+
+    def begin_micro_batch(self, reduces: bool) -> None:
+        """Before its forward: end the one before.
+
+        Args:
+            reduces: whether its backward reduces gradients, and not just adds them up.
+        """
+        self._end_micro_batch()
+        self._is_open = reduces
+
+    def end_backward(self) -> None:
+        """After the last backward of a step: reduce what is left, and take zeros away that nobody has had a
+        gradient for. All ranks call it.
+
+        Raises:
+            WanmaError: ranks have not gathered the same, or the model has changed a weight as it computed.
+        """
+        self._is_open = True  # torch's pipelines begin none
+        self._end_micro_batch()
+        told = self._tell()
+        late = [unit for unit, tells in zip(self._units, told, strict=True) if tells.waits]
+        for unit in late:
+            self._reduce(unit)
+        if not self._is_learned or not set(late).issubset(self._order):
+            self._learn(told)
+        for unit, tells in zip(self._units, told, strict=True):
+            unit.end_step(tells.had)
+            self._copies[unit].end_step()
+
+    def refuse_changes(self) -> None:
+        """
+        Raises:
+            JobError: a copy of a weight has been written to.
+        """
+        for copies in self._copies.values():
+            copies.end_step()
+
+    def meet(self) -> None:
+        """Before ranks communicate otherwise than by gathers: all that gather from each other call it.
+
+        Raises:
+            AgreedError: as of `GatherWatch`.
+        """
+        if self.watch is not None and self._shards is not None:
+            self.watch.meets(self._shards)
+
+    def _tell(self) -> list[_Tells]:
+        """Sums over the data ranks of what each knows of each unit; of the places the first rank's.
+
+        Raises:
+            AgreedError: as of `GatherWatch`.
+        """
+        self.meet()
+        place = {unit: at for at, unit in enumerate(self._passed, start=1)} if self._leads else {}
+        self._passed = []
+        mine = [
+            number
+            for unit in self._units
+            for number in (float(unit.has_gradient()), float(place.get(unit, 0)), *map(float, unit.has_had()))
+        ]
+        hashed = self.watch.hash if self.watch is not None else 0
+        numbers = torch.tensor([hashed, hashed**2, *mine], dtype=torch.float64, device=self._device)
+        if self._shards is not None:
+            with self._stopwatch.waiting("data"):
+                dist.all_reduce(numbers, group=self._shards)
+            # Shards of one replica gather from each other; this is 0 where they have done it alike.
+            numbers[0] = numbers[1] * self._shards.size() - numbers[0] ** 2
+        if self._replicas is not None:
+            with self._stopwatch.waiting("data"):
+                dist.all_reduce(numbers, group=self._replicas)
+        # In a dry run tensors have no values, and what one rank has all have.
+        differs, _, *told = [0, 0, *mine] if is_fake(numbers) or numbers.is_meta else numbers.tolist()
+        if self.watch is not None:
+            self.watch.end_step(differs > 0)
+        given = iter(told)
+        return [
+            _Tells(next(given) > 0, int(next(given)), [had > 0 for had in islice(given, len(unit.had))])
+            for unit in self._units
+        ]
+
+    def _learn(self, told: Sequence[_Tells]) -> None:
+        """Take over the first rank's order in the first step; then append what nobody has used before."""
+        place = {unit: tells.place for unit, tells in zip(self._units, told, strict=True)}
+        used = {unit for unit, tells in zip(self._units, told, strict=True) if tells.waits or any(tells.had)}
+        if not self._is_learned:
+            self._order.sort(key=lambda unit: place[unit] or len(place) + 1)
+            self._order = [unit for unit in self._order if unit in used]
+        self._order += [unit for unit in self._units if unit in used and unit not in self._order]
+        self._is_learned = True
+
+    def _pre_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
+        # Not what is recomputed: torch._C has the only way to ask, and FSDP2 asks so.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            unit.forwards += 1
+        found = forward(*arguments)
+        self._copies[unit].begin()
+        return found
+
+    def _post_forward(self, unit: _Unit, forward: Any, *arguments: Any) -> Any:
+        self._copies[unit].check_values()
+        output = forward(*arguments)
+        if not self.reshards or not torch.is_grad_enabled():
+            return output
+        # A change in place of a view would take FSDP2's hook away, which gathers the unit for its backward.
+        return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, output)
+
+    def _post_backward(self, unit: _Unit, *_: Any) -> None:
+        """Backward has passed a use of `unit`; FSDP2 calls it also at the end of all, for each unit."""
+        unit.backwards += 1
+        self._copies[unit].check_values()
+        # Without a gradient it is not its backward, but a `torch.autograd.grad` within a forward.
+        is_passed = (
+            unit.group.reduce_grads
+            and not unit.is_reduced
+            and unit.backwards >= unit.forwards
+            and unit.has_gradient()
+        )
+        if not is_passed:
+            unit.hold(reshard=self.reshards)
+            return
+        unit.is_passed = True
+        self._passed.append(unit)
+        if self._next == len(self._order) or self._order[self._next] is not unit:
+            unit.hold(reshard=self.reshards)
+        while self._next < len(self._order) and self._order[self._next].needs_no_waiting:
+            self._reduce_next()
+
+    def _end_micro_batch(self) -> None:
+        while self._is_open and self._next < len(self._order):
+            self._reduce_next()
+        self._next, self._is_open = 0, False
+        for unit in self._units:
+            unit.end_micro_batch()
+
+    def _reduce_next(self) -> None:
+        unit = self._order[self._next]
+        self._next += 1
+        self._reduce(unit)
+
+    def _reduce(self, unit: _Unit) -> None:
+        self.meet()
+        unit.reduce()
+
+
+@dataclass(frozen=True)
+class _Tells:
+    """All that ranks know together of a unit after a step."""
+
+    waits: bool
+    """Some rank has a gradient that has not been reduced."""
+    place: int
+    """Position in the order of rank 0's backward, counted from 1; 0: never passed."""
+    had: list[bool]
+    """Flag by parameter: some rank had a gradient."""
+
+
+class _Unit:
+    """One unit of FSDP2, and how far backward has come with it."""
+
+    def __init__(self, module: FSDPModule, group: Any) -> None:
+        self._module, self.group = module, group
+        self._idle, self._finish = group._training_state, group.post_backward
+        self.had = [False] * len(group.fsdp_params)
+        """Parameters that had a gradient in this step, on this rank."""
+        self.end_micro_batch()
+
+    @property
+    def needs_no_waiting(self) -> bool:
+        return self.is_passed or not any(self._trained())
+
+    def end_micro_batch(self) -> None:
+        self.forwards = self.backwards = 0
+        """Uses of the unit in this micro-batch, and how many of them backward has passed."""
+        self.is_passed = self.is_reduced = False
+
+    def has_gradient(self) -> bool:
+        """Return whether this rank has one that has not been reduced."""
+        return any(_gradient(shard) is not None for shard in self._trained())
+
+    def has_had(self) -> list[bool]:
+        """Flag by parameter: this rank has had a gradient in this step, reduced or not."""
+        shards = zip(self.had, self.group.fsdp_params, strict=True)
+        return [had or (_is_trained(shard) and _gradient(shard) is not None) for had, shard in shards]
+
+    def hold(self, *, reshard: bool) -> None:
+        """Add gradients up, whole."""
+        group = self.group
+        if not all(hasattr(shard, "_unsharded_param") for shard in group.fsdp_params):
+            return  # it has never been used
+        were = group.reduce_grads, group.reshard_after_backward
+        group.reduce_grads, group.reshard_after_backward = False, reshard and were[1]
+        self._finish()
+        group.reduce_grads, group.reshard_after_backward = were
+
+    def reduce(self) -> None:
+        """Sum the gradients of all trained parameters over the ranks; all ranks of the unit call it."""
+        self.is_reduced = True
+        if not (trained := list(self._trained())):
+            return
+        self.had = self.has_had()
+        missing = [shard for shard in trained if _gradient(shard) is None]
+        if any(not hasattr(shard, "_unsharded_param") for shard in missing):
+            self._module.unshard()
+        for shard in missing:
+            shard.unsharded_param.grad = torch.zeros_like(shard.unsharded_param)
+        if any(shard.unsharded_accumulated_grad is not None for shard in trained):
+            for shard in trained:  # FSDP2 reduces gradients of one precision
+                shard.accumulate_unsharded_grad_if_needed()
+                shard.to_accumulated_grad_if_needed()
+        reduces, self.group.reduce_grads = self.group.reduce_grads, True
+        self._finish()
+        self.group.reduce_grads = reduces
+
+    def end_step(self, had: Sequence[bool]) -> None:
+        """Take away the zeros of parameters of which nobody had a gradient.
+
+        Args:
+            had: as of `_Tells`.
+        """
+        if self.group.device.type != "cpu":
+            self.group.finalize_backward()  # waits for what was reduced after FSDP2 has
+        self.group._training_state = self._idle
+        if self.group.reshard_after_backward:
+            self.group.reshard()
+        for shard, is_real in zip(self.group.fsdp_params, had, strict=True):
+            if not is_real:
+                shard.sharded_param.grad = None
+        self.had = [False] * len(self.had)
+
+    def _trained(self) -> Iterator[Any]:
+        return (shard for shard in self.group.fsdp_params if _is_trained(shard))
+
+
+def _is_trained(shard: Any) -> bool:
+    return bool(shard.sharded_param.requires_grad)
+
+
+def _gradient(shard: Any) -> Tensor | None:
+    """The gradient of one of FSDP2's parameters that has not been reduced."""
+    if (accumulated := shard.unsharded_accumulated_grad) is not None:
+        return accumulated  # type: ignore[no-any-return]
+    return shard.unsharded_param.grad if hasattr(shard, "_unsharded_param") else None

@@ -1,0 +1,270 @@
+"""Data parallel where every rank holds everything in the precision that it computes in, without FSDP2.
+
+FSDP2 does it too, by copying all parameters into one buffer and out of another before every step, and all
+gradients into a third. Here what computes are plain tensors in the memory of the state itself, and
+gradients are summed where backward has put them, while it goes on. From outside the state looks the same:
+DTensors under the module's own names, over (replicate, shard). Parameters of no dims, which FSDP2 does not
+take, are held so beside it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.parallel.gradients.gradient_compression import GradientCompression, whole_slot
+from wanma.parallel.gradients.gradient_reducer import Bucket, GradientSums, Size, buckets
+from wanma.parallel.gradients.reduction_groups import data_sums
+from wanma.parallel.gradients.replicated_compression import sum_compressed
+from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.parameters.forward_changes import ForwardChanges
+from wanma.parallel.parameters.replicated_parameters import Held, hold, is_owed, joined
+from wanma.parallel.parameters.stale_parameters import Strays
+
+
+class Whole:
+    """The parameters of one module, or of one stage of it, whole on every data rank.
+
+    Args:
+        input_dtype: given to all floating-point tensors that come into the module; None leaves them.
+        divisor: of gradients, beside their sum.
+        only: parameters of `model`; the others are left alone. None: all.
+        compression: sums gradients over the replicas in fewer bytes, after backward; None: as they are.
+        fixed: names of parameters that are frozen for good.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        stopwatch: Stopwatch,
+        input_dtype: torch.dtype | None,
+        *,
+        divisor: int = 1,
+        only: Collection[nn.Parameter] | None = None,
+        compression: GradientCompression | None = None,
+        fixed: Collection[str] = (),
+    ) -> None:
+        self.divisor = divisor
+        self.communication = stopwatch
+        self._input_dtype = input_dtype
+        self._tensor_ranks = grid.axis("tp").get_group() if grid.plan.tp > 1 else None
+        self._bucket_bytes = grid.plan.bucket_bytes
+        # What a pipeline's schedule drives is complete only when its backwards are all done; single numbers
+        # beside FSDP2 are not worth it.
+        overlaps = grid.plan.overlap and grid.plan.pp == 1 and only is None
+        self._axes = data_sums(grid, beside_backward=overlaps)
+        self._overlaps = overlaps and len(self._axes) == 1
+        self._sums: GradientSums | None = None
+        """Of the step whose last micro-batch runs backward."""
+        self._is_last = False
+        self._strays = Strays(model)
+        self._held = hold(model, grid, only, fixed=fixed)
+        self._changes = ForwardChanges([held.full_name for held in self._held])
+        self._sizes = [_size(index, held) for index, held in enumerate(self._held)]
+        self._layout: tuple[list[Size], list[Bucket]] = [], []
+        self._compression = compression if grid.state["replicate"].size() > 1 else None
+        if self._compression is not None:
+            self._replicas = grid.state["replicate"].get_group()
+            for held, size in zip(self._held, self._sizes, strict=True):
+                slot = whole_slot(held.full_name, partial(getattr, held, "state"), tuple(size.shape))
+                self._compression.register(slot)
+        self._computes = self._has_changed = False
+        # Outside what is compiled, as FSDP2's are.
+        before = torch.compiler.disable(self._before_forward)
+        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Say whether the next backward is the step's last, in which gradients become complete."""
+        self._changes.begin_micro_batch()
+        self._sums, self._is_last = None, last
+
+    def refuse_changes(self) -> None:
+        """When a backward has failed.
+
+        Raises:
+            JobError: a forward pass of the step has changed a weight.
+        """
+        self._changes.end_backward()
+
+    def end_backward(self) -> None:
+        """Give the state its gradients, summed over the data ranks: once per step, after its last backward.
+
+        Raises:
+            WanmaError: as of `Strays` and `ForwardChanges`.
+        """
+        self._strays.refuse()
+        self._has_changed = self._changes.end_backward()
+        for held in self._held:
+            held.take_data()
+        gradients = self._over_data_ranks(self._over_tensor_ranks())
+        self.rest()
+        for index, gradient in gradients.items():
+            held = self._held[index]
+            if self.divisor != 1:
+                gradient.div_(self.divisor)
+            state: Any = held.state
+            state.grad = joined(gradient, state.device_mesh, state.placements, like=state)
+
+    def computing(self) -> Iterator[Tensor]:
+        """As of `Sharded`."""
+        yield from (held.computing for held in self._held if held.computing is not None)
+        yield from self._strays.given()
+
+    def meet(self) -> None:
+        """As of `Sharded`: here nothing is gathered."""
+
+    def settle(self) -> None:
+        """As of `Sharded`: here every rank has its own."""
+
+    def begin_steps(self) -> None:
+        """As of `Sharded`: steps are counted by their backwards here."""
+
+    def rest(self) -> None:
+        """Let the module's parameters be the state again."""
+        if self._computes:
+            self._computes = False
+            for held in self._held:
+                held.put(held.state)
+                held.take_flag()
+
+    def _before_forward(
+        self,
+        module: nn.Module,  # noqa: ARG002  # a hook's
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._computes:
+            self._computes = True
+            for index, held in enumerate(self._held):
+                held.put(held.alias(_hears(self, index)))
+            self._changes.begin([held.computing for held in self._held if held.computing is not None])
+        if self._input_dtype is None:
+            return arguments, keywords
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, cast, (arguments, keywords))  # type: ignore[no-any-return]
+
+    @property
+    def _compresses(self) -> bool:
+        return self._compression is not None and self._compression.is_on
+
+    def _sums_of(self, take: Callable[[int], Tensor | None], axis: int) -> GradientSums:
+        sizes = self._trained()
+        if sizes != self._layout[0]:  # parameters may be frozen and released as training goes on
+            self._layout = sizes, buckets(sizes, self._bucket_bytes)
+        first = sizes[0].parameter if sizes else 0
+        device = local_part(self._held[first].state).device if sizes else torch.device("cpu")
+        sums = self._axes[axis]
+        return GradientSums(self._layout[1], device, take, sums.begin, self.communication, sums.join)
+
+    def _trained(self) -> list[Size]:
+        return [size for size in self._sizes if self._held[size.parameter].is_trained]
+
+    def _on_gradient(self, index: int) -> None:
+        """Backward has made the gradient of a parameter."""
+        if self._sums is None and self._is_last and self._overlaps and not self._compresses:
+            # Not before: the forward may have frozen or released parameters.
+            self._sums = self._sums_of(self._take_complete, axis=0)
+        if self._sums is not None:
+            self._sums.arrived(index)
+
+    def _take_complete(self, index: int) -> Tensor | None:
+        """The gradient of a parameter of which tensor ranks have no parts."""
+        gradient = self._held[index].take_gradient()
+        return None if gradient is None else local_part(gradient).contiguous()
+
+    def _over_tensor_ranks(self) -> dict[int, Tensor]:
+        """What gradients are left, as plain tensors, with the sum of those of which each tensor rank has a
+        part."""
+        taken = {index: held.take_gradient() for index, held in enumerate(self._held)}
+        gradients = {index: gradient for index, gradient in taken.items() if gradient is not None}
+        plain = {index: local_part(gradient).contiguous() for index, gradient in gradients.items()}
+        owed = [index for index, gradient in gradients.items() if is_owed(gradient)]
+        for dtype in dict.fromkeys(plain[index].dtype for index in owed):
+            assert self._tensor_ranks is not None
+            members = [index for index in owed if plain[index].dtype == dtype]
+            flat = torch.cat([plain[index].view(-1) for index in members])
+            with self.communication.waiting("tensor"):
+                dist.all_reduce(flat, group=self._tensor_ranks)
+            parts = flat.split([plain[index].numel() for index in members])
+            for index, part in zip(members, parts, strict=True):
+                plain[index] = part.view_as(plain[index])
+        return plain
+
+    def _over_data_ranks(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Sums of the gradients; none where no rank has one.
+
+        Args:
+            gradients: those that are not under way already.
+        """
+        if self._compression is not None and self._compression.is_on:
+            names = {size.parameter: self._held[size.parameter].full_name for size in self._trained()}
+            return sum_compressed(
+                gradients,
+                buckets(self._trained(), self._bucket_bytes),
+                names,
+                self._compression,
+                self._replicas,
+                self.communication,
+            )
+        for axis in range(len(self._axes)):
+            left = gradients
+
+            def take(index: int, left: dict[int, Tensor] = left) -> Tensor | None:
+                return left.pop(index, None)
+
+            sums = self._sums if self._sums is not None else self._sums_of(take, axis)
+            self._sums, self._is_last = None, False
+            gradients = sums.finish(take, self._has_changed)
+            self._has_changed = sums.was_said
+            # From now on this model's are complete only at the end.
+            self._overlaps = self._overlaps and not sums.came_late
+        if self._has_changed:
+            self._changes.compare([sums.group for sums in self._axes])
+        return gradients
+
+
+def kept_whole(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that FSDP2 does not take: of no dims, without elements, or trained in another data type than
+    most of the trained ones."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            sizes[parameter.dtype] += parameter.numel()
+    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return {
+        parameter
+        for parameter in model.parameters()
+        if parameter.ndim == 0
+        or parameter.numel() == 0
+        or (parameter.requires_grad and parameter.dtype != usual)
+    }
+
+
+def _hears(whole: Whole, index: int) -> Callable[[Tensor], None]:
+    """What tells `whole` of a gradient; it does not keep it alive, as a parameter's hook otherwise would."""
+    listener = weakref.ref(whole)
+
+    def on_gradient(_parameter: Tensor) -> None:
+        if (found := listener()) is not None:
+            found._on_gradient(index)
+
+    return on_gradient
+
+
+def _size(index: int, held: Held) -> Size:
+    local = local_part(held.state)
+    return Size(index, local.shape, local.dtype, held.is_early)

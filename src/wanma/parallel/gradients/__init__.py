@@ -1,0 +1,1 @@
+"""Gradients of the data-parallel ranks: process groups, bucketed reduction, compression, norm and hooks."""

@@ -1,0 +1,139 @@
+"""Hooks of parameters, called as a plain loop over the global batch calls them.
+
+Such a loop has one backward per step, whose gradient is the mean loss's over all samples. Here that gradient
+is a sum over micro-batches and ranks, so the hooks are called once a step, when it is complete, with all of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.models.user_modules.parameter_hooks import Hook, ParameterHooks, has_hooks
+
+
+class GradientHooks:
+    """Gradient hooks of all parameters of a model.
+
+    Args:
+        model: as the user built it; its parameters are about to be replaced.
+
+    Raises:
+        JobError: there are some, and the plan splits tensors or has sites that agree on weights alone.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._plan = plan
+        self._hooks: dict[str, ParameterHooks] = {}
+        # By object: a hook is called once for a parameter that two modules name.
+        taken: dict[nn.Parameter, ParameterHooks] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter in taken:
+                self._hooks[name] = taken[parameter]
+            elif has_hooks(parameter):
+                self._take(name, parameter)
+                taken[parameter] = self._hooks[name]
+
+    def collect(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take over the hooks that have been registered on the state's parameters, since the last call.
+
+        Raises:
+            JobError: as above.
+        """
+        for name, parameter in parameters.items():
+            if has_hooks(parameter):
+                self._take(name, parameter)
+
+    def __bool__(self) -> bool:
+        return any(self._hooks.values())
+
+    @torch.no_grad()
+    def call(self, parameters: Mapping[str, nn.Parameter], correction: float, device: torch.device) -> None:
+        """Give each hook its gradient, and take over what it makes of it. All ranks of a stage call it.
+
+        Args:
+            correction: factor from the gradients as they stand to the mean loss's.
+
+        Raises:
+            WanmaError: a hook changes the parameter itself, or the shape of the gradient.
+        """
+        for name, parameter in reversed(list(parameters.items())):
+            hooks = self._hooks.get(name)
+            if not hooks or parameter.grad is None:
+                continue
+            gradient = _whole(parameter.grad, device) * correction
+            for hook in _all(hooks.on_gradient):
+                with torch.enable_grad():
+                    changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if any(hooks.after_gradient):
+                left = _after(name, _whole(parameter, device), gradient, hooks)
+                if left is None:
+                    parameter.grad = None
+                    continue
+                gradient = left
+            _put(name, gradient / correction, parameter.grad)
+
+    def _take(self, name: str, parameter: nn.Parameter) -> None:
+        plan = self._plan
+        if max(plan.tp, plan.ep) > 1 or plan.synchronization is not None:
+            raise JobError(
+                f"{name} has a hook on its gradient, which no rank has as a whole before the update",
+                "leave the hook out, or set parallel.tp = 1 and parallel.ep = 1 and leave "
+                "parallel.synchronization out",
+            )
+        self._hooks.setdefault(name, ParameterHooks()).take(parameter)
+
+
+def _all(kinds: Iterable[Mapping[int, Hook]]) -> list[Hook]:
+    return [hook for kind in kinds for hook in kind.values()]
+
+
+def _after(name: str, value: Tensor, gradient: Tensor, hooks: ParameterHooks) -> Tensor | None:
+    """The gradient that hooks on a parameter leave it with."""
+    shown = nn.Parameter(value.clone())
+    shown.grad = gradient
+    for hook in _all(hooks.after_gradient):
+        hook(shown)
+    if not torch.equal(shown, value):
+        raise WanmaError(
+            f"a hook on {name} changes the parameter itself, which its state is not shown to",
+            "let it change the gradient alone; train.optimizer updates the weights",
+        )
+    return shown.grad
+
+
+def _whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """All of a tensor of which this rank has a part, on `device`: offloaded ones are elsewhere."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(device)
+    local = tensor.to_local().to(device)
+    placed = DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return placed.full_tensor()
+
+
+def _put(name: str, whole: Tensor, gradient: Tensor) -> None:
+    if whole.shape != gradient.shape:
+        raise WanmaError(
+            f"a hook on {name} has made a gradient of shape {tuple(whole.shape)} of {tuple(gradient.shape)}",
+            "return one of the parameter's shape",
+        )
+    if isinstance(gradient, DTensor):
+        whole = local_part(
+            distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None)
+        )
+    local_part(gradient).copy_(whole)

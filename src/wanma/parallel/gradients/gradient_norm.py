@@ -1,0 +1,37 @@
+"""This rank's contribution to the global gradient norm, right under every sharding."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from wanma.job.plan.plan import Plan
+
+
+def squared_norm_share(gradients: Iterable[Tensor], plan: Plan) -> Tensor:
+    """Sum of squares such that adding it up over all ranks of a site counts each element once.
+
+    A gradient that several ranks hold alike counts on each of them with weight one over their number.
+
+    Returns:
+        float64 scalar on the gradients' device.
+    """
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        shards = 1
+        if isinstance(gradient, DTensor):
+            for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+                if not placement.is_replicate():
+                    shards *= size
+            gradient = gradient.to_local()
+        copies = plan.stage_ranks // shards
+        by_copies[copies].append(gradient)
+    total = torch.zeros((), dtype=torch.float64)
+    for copies, tensors in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(tensors)).double()
+        total = total.to(norms.device) + norms.square().sum() / copies
+    return total

@@ -1,0 +1,56 @@
+"""Compressed sums of the gradients that `whole` holds: bucket by bucket, after the last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.parallel.gradients.gradient_compression import GradientCompression
+from wanma.parallel.gradients.gradient_reducer import Bucket
+
+
+def sum_compressed(
+    gradients: Mapping[int, Tensor],
+    layout: Sequence[Bucket],
+    names: Mapping[int, str],
+    compression: GradientCompression,
+    group: dist.ProcessGroup,
+    stopwatch: Stopwatch,
+) -> dict[int, Tensor]:
+    """Sums over `group`, in the memory of the gradients; every rank calls it.
+
+    Which parameters have a gradient may differ between ranks: who has none where another has one gives zeros.
+    Where nobody has one there is no sum, and what was left out of earlier gradients stays.
+
+    Args:
+        gradients: by number of the parameter, plain and contiguous.
+        layout: of all parameters that are trained, the same on all ranks.
+        names: of these.
+    """
+    sizes = [size for bucket in layout for size in bucket.sizes]
+    if not sizes:
+        return {}
+    device = next((one.device for one in gradients.values()), torch.device("cpu"))
+    with stopwatch.waiting("data"):
+        has = torch.tensor([float(size.parameter in gradients) for size in sizes], device=device)
+        dist.all_reduce(has, group=group)
+        # In a dry run tensors have no values, and what one rank has all have.
+        ranks = [1.0] * len(sizes) if is_fake(has) else has.tolist()
+        sums: dict[int, Tensor] = {}
+        for size, number in zip(sizes, ranks, strict=True):
+            if number:
+                own = gradients.get(size.parameter)
+                if own is None:
+                    own = torch.zeros(size.shape, dtype=size.dtype, device=device)
+                sums[size.parameter] = own
+        together = ([size.parameter for size in bucket.sizes if size.parameter in sums] for bucket in layout)
+        buckets = (
+            [(names[one], sums[one].view(1, -1), None) for one in found] for found in together if found
+        )
+        compression.exchange(buckets, group)
+    return sums

@@ -1,0 +1,177 @@
+"""Compressed sums of gradients under FSDP2: of shards that nobody repeats the reduce-scatter is compressed,
+of repeated ones (replicas, hybrid shard) the all-reduce between the replicas, which crosses the slower links;
+the shards' reduce-scatter within one replica then stays whole.
+
+FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it asks the replicas' process group for that, so
+that a group is put in its place which sums as the plan says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+from wanma.job.errors import WanmaError
+from wanma.parallel.gradients.gradient_compression import GradientCompression, Slot, whole_slot
+
+_NAMED = 5
+"""Parameters in one message, at most."""
+
+
+def compress_unit(
+    unit: FSDPModule,
+    compression: GradientCompression,
+    names: Mapping[int, str],
+) -> None:
+    """Let one unit of FSDP2's sum its gradients through `compression`; without effect where nobody shares.
+
+    Until compression begins they are summed as without it.
+
+    Args:
+        names: id of each sharded parameter → its name in the whole model.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    shards, replicas = group.mesh_info.shard_mesh_size, group.mesh_info.replicate_mesh_size
+    parameters: list[Any] = group.fsdp_params
+    if replicas > 1:
+        slots = [_replicated(one, names[id(one.sharded_param)]) for one in parameters]
+        info = group.mesh_info
+        info.replicate_process_group = ReplicaGroup(info.replicate_process_group, compression, slots)
+    elif shards > 1:
+        slots = [_scattered(one, names[id(one.sharded_param)], shards) for one in parameters]
+        inner: ReduceScatter = group._reduce_scatter_comm
+        unit.set_custom_reduce_scatter(CompressedReduceScatter(compression, slots, inner))
+    else:
+        return
+    for slot in slots:
+        compression.register(slot)
+
+
+class CompressedReduceScatter(ReduceScatter):
+    """Of one unit, whose buffer holds for each rank its shard of each parameter, one after the other."""
+
+    def __init__(self, compression: GradientCompression, slots: Sequence[Slot], inner: ReduceScatter) -> None:
+        self._compression, self._slots, self._inner = compression, slots, inner
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if not self._compression.is_on:
+            return self._inner(output_tensor, input_tensor, group, op, async_op)
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"only sums are compressed, not {op}")
+        rows = input_tensor.view(group.size(), -1)
+        pieces = [
+            (slot.name, rows[:, start:stop], output_tensor[start:stop])
+            for slot, start, stop in _places(self._slots, rows.shape[1])
+        ]
+        self._compression.exchange([pieces], group)
+        return None
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """The ranks of `group`, for the one call that FSDP2 makes of replicas: the all-reduce of a unit's shards.
+
+    Nothing else goes through it, and torch does not know it by name.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, compression: GradientCompression, slots: Sequence[Slot]
+    ) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # torch lists another only
+        self._group, self._compression, self._slots = group, compression, slots
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work | None:  # type: ignore[override]
+        """Torch calls it as it calls a group of its own; there is nothing left to wait for."""
+        (flat,) = tensors
+        if not self._compression.is_on:
+            dist.all_reduce(flat, op=options.reduceOp, group=self._group)
+            return None
+        if options.reduceOp != dist.ReduceOp.SUM:
+            raise ValueError(f"only sums are compressed, not {options.reduceOp}")
+        row = flat.view(1, -1)
+        pieces = [
+            (slot.name, row[:, start:stop], None) for slot, start, stop in _places(self._slots, row.shape[1])
+        ]
+        self._compression.exchange([pieces], self._group)
+        return None
+
+
+def _places(slots: Sequence[Slot], width: int) -> list[tuple[Slot, int, int]]:
+    """Where in a buffer of `width` elements each trained parameter's are.
+
+    Raises:
+        WanmaError: it does not hold all of them.
+    """
+    trained = [slot for slot in slots if slot.state().requires_grad]
+    if sum(slot.length for slot in trained) != width:
+        names = ", ".join(slot.name for slot in trained[:_NAMED]) + (", …" if len(trained) > _NAMED else "")
+        raise WanmaError(
+            f"one of {names} had no gradient in this step: of sharded parameters, compression needs all",
+            "freeze what does not take part (train.parameter_groups, frozen = true), or leave "
+            "parallel.compression out",
+        )
+    places, start = [], 0
+    for slot in trained:
+        if slot.length:
+            places.append((slot, start, start + slot.length))
+        start += slot.length
+    return places
+
+
+def _replicated(parameter: Any, name: str) -> Slot:
+    """This rank's shard of a parameter, as all its replicas have it."""
+    padded = tuple(parameter.padded_sharded_param_size)
+    slot = whole_slot(name, partial(_state_of, parameter), padded)
+    return Slot(name, slot.state, 1, slot.length, slot.columns, tuple(parameter.sharded_size))
+
+
+def _scattered(parameter: Any, name: str, shards: int) -> Slot:
+    """A whole parameter, which is scattered among its shards.
+
+    One that is cut along another dim than the first comes with its parts below each other.
+    """
+    padded = tuple(parameter.padded_sharded_param_size)
+    whole = tuple(parameter._orig_size)
+    if parameter.fsdp_placement.dim != 0:
+        whole = (shards * padded[0], *padded[1:])
+    length = math.prod(padded)
+    columns = max(math.prod(padded[1:]), 1)
+    return Slot(name, partial(_state_of, parameter), shards, length, columns, whole)
+
+
+def _state_of(parameter: Any) -> Tensor:
+    """The parameter as checkpoints know it, which is the one in its module.
+
+    `allocate` has put another there than FSDP2 was given, which finds it before the first forward.
+    """
+    held: Tensor = parameter.sharded_param
+    if parameter.sharded_state is ShardedState.SHARDED:
+        held = getattr(parameter._module_info.module, parameter._module_info.param_name)
+    return held
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Id of each parameter → its name, while all of them are sharded."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}

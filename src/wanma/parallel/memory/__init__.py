@@ -1,0 +1,1 @@
+"""Device memory savers: recompute of activations, offload to host memory or disk."""

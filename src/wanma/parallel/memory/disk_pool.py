@@ -1,0 +1,131 @@
+"""A rank's memory on disk: tensors in mapped files, for what a plan offloads there.
+
+The files have no names: their space is free again when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from wanma.job.errors import WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Worker
+from wanma.job.sections.job import Job
+from wanma.observe.units import bytes_text
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_FIRST_BYTES, _LARGEST_BYTES = 1 << 20, 1 << 30
+"""Files are as large as all before them together, within these bounds: an open file for every tensor
+would exceed what a process may have."""
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Of the GNU C library; others have none."""
+
+
+def open_scratch(job: Job, worker: Worker) -> Scratch:
+    """Where this rank puts what its plan offloads to disk."""
+    folder = job.cluster.scratch
+    return Scratch(Path(folder) if folder is not None else RunDirectory(worker.run_directory).scratch)
+
+
+def pool_of_state(pool: Scratch | None, plan: Plan) -> Scratch | None:
+    """Disk pool that holds parameters or optimizer state under `plan`; None where memory holds both.
+
+    Memory has no room for a copy of what lies there.
+    """
+    return pool if "disk" in (plan.offload_parameters, plan.offload_optimizer) else None
+
+
+class Scratch:
+    """Allocates tensors in files below `folder`, which is made when the first one is.
+
+    Pages that were touched stay in memory until `rest`, or until the kernel wants them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes = 0
+        """Reserved on disk."""
+        self._files: list[mmap.mmap] = []
+        self._used = 0
+        """Of the last file."""
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the folder as it was; the files go with the last tensor that lies in them."""
+        self._free.clear()
+        self._files.clear()
+        with contextlib.suppress(OSError):  # another rank still uses it, or nobody ever did
+            self.folder.rmdir()
+
+    def empty(self, size: int) -> Tensor:
+        """`size` bytes, uninitialised, (size,) uint8.
+
+        Raises:
+            WanmaError: the disk is full, or the folder cannot be written to.
+        """
+        pages = max(-(-size // _PAGE), 1) * _PAGE
+        if not self._files or self._used + pages > len(self._files[-1]):
+            self._files.append(self._file(max(pages, min(max(self.bytes, _FIRST_BYTES), _LARGEST_BYTES))))
+            self._used = 0
+        start, self._used = self._used, self._used + pages
+        return torch.frombuffer(self._files[-1], dtype=torch.uint8, count=max(size, 1), offset=start)[:size]
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Of the same shape and dtype, contiguous."""
+        flat = self.empty(tensor.numel() * tensor.element_size())
+        return flat.view(tensor.dtype).view(tensor.shape)
+
+    def borrow(self, size: int) -> Tensor:
+        """As `empty`, for as long as until `give_back`."""
+        free = self._free[size]
+        return free.pop() if free else self.empty(size)
+
+    def give_back(self, lent: Tensor) -> None:
+        self._free[lent.numel()].append(lent)
+
+    def rest(self) -> None:
+        """Let go of the memory in which pages of the files are, which the files keep.
+
+        And of what the process has freed: between long-lived gradients the heap keeps holes as large as the
+        activations that have gone elsewhere.
+        """
+        for file in self._files:
+            file.madvise(mmap.MADV_DONTNEED)
+        if self._files and _trim is not None:
+            _trim(0)
+
+    def _file(self, size: int) -> mmap.mmap:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                # Reserved now: a page without space on the disk would kill the process when it is written.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+                mapped = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise WanmaError(
+                f"cannot offload {bytes_text(size)} to {self.folder}, beside {bytes_text(self.bytes)} there: "
+                f"{error.strerror or error}",
+                "free space, set cluster.scratch to a folder on another disk, or offload less to disk",
+            ) from error
+        self.bytes += size
+        return mapped

@@ -1,0 +1,183 @@
+"""Trade memory for compute: keep less of each block than backward needs, and run the block again there.
+
+full        a block's inputs are kept, and all of it runs again (Chen et al. 2016)
+selective   beside them the results of what costs most to run again (`models.costly`), so that about
+            half of the products and all that is cheap runs again (Korthikanti et al. 2022, section 5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.models.keyed_random.dropout import recompute_context
+from wanma.models.keyed_random.sample_context import SampleAware
+from wanma.models.structure.selective_recompute import Costly
+from wanma.parallel.context.ring_attention import OPERATOR as RING_ATTENTION
+from wanma.parallel.memory.recomputed_attributes import RecomputedAttributes
+
+_SELECTIVE_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""In which torch runs a block the first and the second time."""
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around the first run of a block, and around the second."""
+
+
+def recompute(blocks: list[nn.Module], plan: Plan) -> None:
+    """Apply `plan.recompute` to a stage's blocks in place; parameter names stay as they are.
+
+    A block's forward is replaced and no hook added, so that FSDP2's hooks stay outside of what runs again
+    and torch.compile sees an operator that it knows.
+    """
+    if plan.compile and plan.recompute != "none":
+        # Dropout counts its calls. A compiled block computes its masks once more, from the same keys.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for index in plan.recomputed(len(blocks)):
+        block = blocks[index]
+        contexts = _contexts(block, keeps_some=plan.recompute == "selective")
+        block.forward = _recomputing(block.forward, contexts, block)
+
+
+def _recomputing(
+    forward: Callable[..., Any], contexts: Callable[[], _Contexts] | None, block: nn.Module
+) -> Callable[..., Any]:
+    name = type(block).__name__
+    with_buffers = [
+        (path, module)
+        for path, module in block.named_modules()
+        if module._buffers and not type(module).__module__.startswith("wanma.")
+    ]
+
+    attributes = RecomputedAttributes(block)
+
+    # torch.compile takes a function here, but no functools.partial, and does not know torch's own default
+    # where it comes as an argument.
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        watches = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        before = _versions(arguments) if watches else []
+        buffers = _buffer_versions(with_buffers) if watches else {}
+        function = attributes.watched(forward) if watches else forward
+        if contexts is None:
+            output = checkpoint(function, *arguments, use_reentrant=False, **keywords)
+        else:
+            output = checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+        if watches and _versions(arguments) != before:
+            raise JobError(
+                f"{name} changes its input in place, which it would find changed when backward runs it again",
+                "build it with inplace=False, or set parallel.recompute = 'none'",
+            )
+        for path, version in _buffer_versions(with_buffers).items() if watches else ():
+            if buffers.get(path) != version:
+                raise JobError(
+                    f"{name} changes its buffer {path} as it computes, and would change it once more when "
+                    "backward runs it again",
+                    "set parallel.recompute = 'none', or change it between two steps (wanma.session)",
+                )
+        return output
+
+    return run
+
+
+def _versions(arguments: tuple[Any, ...]) -> list[int]:
+    """Counts of the changes of tensors in place."""
+    return [x._version for x in arguments if isinstance(x, torch.Tensor)]
+
+
+def _buffer_versions(modules: list[tuple[str, nn.Module]]) -> dict[str, tuple[int, int]]:
+    """Identity of each buffer and the count of its changes in place, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): (id(buffer), buffer._version)
+        for path, module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+def _contexts(block: nn.Module, keeps_some: bool) -> Callable[[], _Contexts] | None:
+    """What `checkpoint` asks for at every run: what the first run was told of its samples, in the second.
+
+    None where nothing is kept and nothing was told.
+    """
+    if not keeps_some and not any(isinstance(module, SampleAware) for module in block.modules()):
+        return None
+    keyed = recompute_context(block)
+
+    def contexts() -> _Contexts:
+        if get_proxy_mode() is not None:
+            # torch.compile wants nothing but modes that say what is kept. The second run is part of the
+            # graph that it makes, and so are the samples that dropout was told.
+            keep, take = create_selective_checkpoint_contexts(_Policy(Costly() if keeps_some else None))
+            return keep, take
+        first, again = keyed()
+        if not keeps_some:
+            return first, again
+        keep, take = create_selective_checkpoint_contexts(_Policy(Costly()))
+        return _together(first, keep), _together(again, take)
+
+    return contexts
+
+
+def hide_hooks(module: nn.Module) -> None:
+    """Let the hooks that a module inside of a block has, FSDP2's, be no part of what is kept or runs again.
+
+    Torch 2.13 wants to see the same operators in the second run, and a sharded module that is gathered
+    in the first may still be so in the second.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = _hidden(hook)
+
+
+def _hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        modes = _get_current_dispatch_mode_stack()
+        if not modes or not isinstance(modes[-1], _SELECTIVE_MODES):
+            return hook(*arguments, **keywords)
+        _pop_mode()
+        try:
+            return hook(*arguments, **keywords)
+        finally:
+            _push_mode(modes[-1])
+
+    return run
+
+
+class _Policy:
+    """Keep what is costly; nothing without a `costly`."""
+
+    def __init__(self, costly: Costly | None) -> None:
+        self._costly = costly
+        self._costly_again = Costly()
+        """For the second run, in which torch 2.11 asks again."""
+
+    def __call__(self, context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        costly = self._costly_again if context.is_recompute else self._costly
+        keeps = (
+            self._costly is not None
+            and costly is not None
+            and (costly.keeps(operator) or operator is RING_ATTENTION)
+        )
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

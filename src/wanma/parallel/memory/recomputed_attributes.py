@@ -1,0 +1,116 @@
+"""Attributes of a block that its forward changes: a second run in backward must leave them as the first did.
+
+A counter, a list that grows or a moving average that a module keeps as a plain attribute would be changed
+twice a step. What is set anew by each run, such as the latest attention, is the same after both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.job.errors import JobError
+from wanma.models.user_modules.user_attributes import ATTRIBUTES_OF_MODULES, is_users
+
+_WATCHED_RUNS = 4
+"""First runs of a block in which it is looked at."""
+_DEPTH, _ITEMS = 3, 100
+_TOLERANCE = 1e-5
+"""Relative difference that rounding may make between the two runs."""
+
+
+class RecomputedAttributes:
+    """Watches one block in its first runs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._name = type(block).__name__
+        self._modules = [(path, module) for path, module in block.named_modules() if is_users(module)]
+        self._runs = 0
+
+    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward`, to be run once now and perhaps once more in backward, which compares the two."""
+        self._runs += 1
+        if self._runs > _WATCHED_RUNS or not self._modules:
+            return forward
+        number = self._runs
+        left: dict[str, Any] = {}
+
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            is_again = bool(left)
+            try:
+                return forward(*arguments, **keywords)
+            finally:  # a second run ends where backward has all that it needs
+                if not is_again:
+                    left.update(self._values())
+                elif number == self._runs:  # no other micro-batch in between, as in a pipeline
+                    self._compare(left)
+
+        return run
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            f"{path}.{name}".lstrip("."): _value(value, _DEPTH)
+            for path, module in self._modules
+            for name, value in vars(module).items()
+            if name not in ATTRIBUTES_OF_MODULES
+        }
+
+    def _compare(self, left: dict[str, Any]) -> None:
+        now = self._values()
+        for name in dict.fromkeys((*left, *now)):
+            if name not in now or name not in left or not _same(left[name], now[name]):
+                raise JobError(
+                    f"{self._name} changes its attribute {name} as it computes, and once more when backward "
+                    "runs it again",
+                    "set parallel.recompute = 'none', or change it between two steps (wanma.session)",
+                )
+
+
+def _value(value: Any, depth: int) -> Any:
+    """Comparable form of a value: numbers, texts and their containers; None for anything else."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return _digest(local_part(value))
+    if isinstance(value, np.ndarray):
+        return _digest(torch.from_numpy(value)) if value.dtype.kind in "biuf" else None
+    if depth == 0:
+        return None
+    if isinstance(value, list | tuple | deque):
+        return [len(value), *(_value(one, depth - 1) for one in list(value)[-_ITEMS:])]
+    if isinstance(value, dict):
+        return {str(key): _value(one, depth - 1) for key, one in value.items()}
+    if isinstance(value, set | frozenset):
+        return len(value)
+    if is_users(value) and not isinstance(value, nn.Module):
+        return {name: _value(one, depth - 1) for name, one in vars(value).items()}
+    return None
+
+
+def _digest(tensor: Tensor) -> Any:
+    if is_fake(tensor) or tensor.is_meta or tensor.is_quantized:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    precise = tensor.detach().double()
+    size = float(precise.abs().sum())
+    # Beside the size: a sum that rounding has left is no difference.
+    return [str(tuple(tensor.shape)), size, size + float(precise.sum())]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-12) or one != one or other != other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)

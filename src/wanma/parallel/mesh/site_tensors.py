@@ -1,0 +1,53 @@
+"""Tensors that all sites hold alike, beside those of which each site has its own.
+
+What a site computes with are DTensors over the ranks of that site. The same local part as a DTensor over all
+sites says that every site has it: it is then saved once, compared among all, and found under its own name
+by a plan without sites.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.parallel.mesh.parallel_mesh import Grid
+
+
+def over_sites(local: Tensor, like: Tensor, grid: Grid) -> Tensor:
+    """The tensor of the shape of `like`, alike on all sites, of which this rank holds `local`.
+
+    Args:
+        local: on any device, in the shape of the local part of `like`.
+        like: this site's. What is no DTensor is the same everywhere already.
+    """
+    if not isinstance(like, DTensor):
+        return local
+    names = like.device_mesh.mesh_dim_names
+    assert names is not None, "the grid names all its axes"
+    if names[0].startswith("expert"):
+        assert grid.experts is not None
+        mesh = grid.experts["expert_site", *names]
+    else:
+        mesh = grid.state["state_site", *names]
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(mesh, (Replicate(), *like.placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def everywhere(tensor: Tensor, grid: Grid) -> Tensor:
+    """`tensor`, this site's, as what all sites hold alike."""
+    return over_sites(local_part(tensor), tensor, grid)
+
+
+def on_site(tensor: Tensor, grid: Grid) -> Tensor:
+    """`tensor` as this site's own: what has no placements is whole on each of its ranks."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    mesh = grid.state["replicate", "shard"]
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    spec = DTensorSpec(mesh, (Replicate(), Replicate()), tensor_meta=meta)
+    with torch.no_grad():
+        return DTensor(tensor.detach(), spec, requires_grad=False)

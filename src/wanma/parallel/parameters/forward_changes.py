@@ -1,0 +1,240 @@
+"""Weights that a model changes as it computes: clamped, renormalised, or of a teacher that follows a student.
+
+A plain loop over the global batch makes such a change once a step and keeps it. Here a model that
+computes with its state keeps it too, which is the same where all replicas make the same change, once, or
+where making it again changes nothing. Copies of shards lose it, and are told of here. Everything else is
+refused.
+
+`torch.Tensor._version` tells most changes, but none by way of `.data`. These are seen by their values, in the
+first steps and in some of the later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.job.errors import AgreedError, JobError
+
+WATCHED_STEPS = 3
+"""First steps in which values are compared: a teacher begins as its student, and follows it from the second
+on."""
+_STEPS_BETWEEN_LOOKS = 100
+"""Steps from one later comparison to the next, for changes that begin with training under way. To read all
+weights twice in so many steps costs less than a thousandth of them."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BETWEEN_STEPS = "change weights between two steps, in a loop of your own (wanma.session)"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The values of this rank's part of a tensor as integers, that not-a-numbers are equal too."""
+    local = local_part(tensor).detach()
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    return local.contiguous().view(_INTEGERS[local.itemsize])
+
+
+def is_watched(step: int) -> bool:
+    """Return whether values are compared in a step.
+
+    Args:
+        step: number of steps before it.
+    """
+    return step < WATCHED_STEPS or step % _STEPS_BETWEEN_LOOKS == 0
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    flat = bits(tensor).view(-1)
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
+        flat = flat.view(torch.int64)  # summed ten times as fast as what must be converted
+    return flat.sum(dtype=torch.int64)
+
+
+def refuse_lost_change(name: str, *, on_cpu: bool) -> JobError:
+    """Make the refusal of a changed weight of which ranks compute with copies."""
+    replicas = "; replicas in fp32 keep the change (parallel.shard = 'nothing', train.precision = 'fp32')"
+    return JobError(
+        f"{name} was changed in a forward pass, which does not compute with a rank's own weights here: they "
+        "are shared out, or computed with in a lower precision",
+        f"{_BETWEEN_STEPS}, and give nn.Embedding no max_norm{replicas if on_cpu else ''}",
+    )
+
+
+class ForwardChanges:
+    """Changes to weights that compute in the memory of the state, in one step.
+
+    Args:
+        names: of the parameters.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._steps = 0
+        self._tensors: Sequence[Tensor] = ()
+        self._versions: list[int] = []
+        self._sums: list[Tensor] | None = None
+        self._micro_batches = 0
+        self._after_first: dict[int, Tensor] = {}
+        """Values of the weights that the first micro-batch has changed, as integers."""
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Before the first forward of a step.
+
+        Args:
+            tensors: what computes, in the order of the names.
+        """
+        self._tensors = tensors
+        self._versions = [tensor._version for tensor in tensors]
+        compares = is_watched(self._steps) and not any(map(is_empty, tensors))
+        self._sums = [checksum(tensor) for tensor in tensors] if compares else None
+
+    def begin_micro_batch(self) -> None:
+        if self._micro_batches == 1:
+            self._after_first = {index: bits(self._tensors[index]).clone() for index in self._changed()}
+        self._micro_batches += 1
+
+    def end_backward(self) -> bool:
+        """After the last backward of a step.
+
+        Returns:
+            whether a weight has changed.
+
+        Raises:
+            JobError: several micro-batches have each changed it; or the forward has hooked its gradient.
+        """
+        if self._steps < WATCHED_STEPS:
+            for name, tensor in zip(self._names, self._tensors, strict=bool(self._tensors)):
+                _refuse_hooks(name, tensor, own=1)
+        changed = self._changed()
+        for index in changed if self._micro_batches != 1 else ():
+            first = self._after_first.get(index)
+            if first is None or not torch.equal(first, bits(self._tensors[index])):
+                raise JobError(
+                    f"{self._names[index]} was changed in a forward pass, of which a step has several here: "
+                    "one for each micro-batch, where a plain loop over the global batch has one",
+                    f"{_BETWEEN_STEPS}, or let a step be one micro-batch (parallel.micro_batch, "
+                    "parallel.pp = 1)",
+                )
+        self._steps += 1
+        self._micro_batches, self._after_first = 0, {}
+        return bool(changed)
+
+    def compare(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Compare the weights of replicas, after some rank's have changed; every data rank calls it.
+
+        Raises:
+            AgreedError: those of others have changed otherwise.
+        """
+        mine = [int(checksum(tensor)) for tensor in self._tensors]
+        for group in groups:
+            found = [mine] * group.size()
+            dist.all_gather_object(found, mine, group=group)
+            for name, sums in zip(self._names, zip(*found, strict=True), strict=True):
+                if len(set(sums)) > 1:
+                    raise AgreedError(
+                        f"{name} was changed in a forward pass, and by each replica otherwise",
+                        f"{_BETWEEN_STEPS}, and give nn.Embedding no max_norm",
+                    )
+
+    def _changed(self) -> list[int]:
+        return [
+            index
+            for index, (tensor, version) in enumerate(zip(self._tensors, self._versions, strict=True))
+            if tensor._version != version
+            or (self._sums is not None and bool(checksum(tensor) != self._sums[index]))
+        ]
+
+
+class GatheredCopies:
+    """Whole copies of the shards of one of FSDP2's units, which are thrown away when they have been used.
+
+    Args:
+        model: that has the unit's parameters, by name.
+    """
+
+    def __init__(self, model: nn.Module, group: Any) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._group = group
+        self._names = [names.get(id(shard.sharded_param), "a parameter") for shard in group.fsdp_params]
+        self._steps = 0
+        self._versions: list[int] | None = None
+        self._places: list[int] = []
+
+    def begin(self) -> None:
+        """Note the versions of the copies after a gather. A further gather leaves them as they are."""
+        if self._versions is None:
+            self._versions = [shard.unsharded_param._version for shard in self._group.fsdp_params]
+            self._places = [local_part(shard.unsharded_param).data_ptr() for shard in self._group.fsdp_params]
+
+    def check_values(self) -> None:
+        """While they are there.
+
+        Raises:
+            JobError: this rank's part of one is no longer equal to its shard.
+        """
+        if not is_watched(self._steps) or not self._group.is_unsharded:
+            return
+        for index, (name, shard) in enumerate(zip(self._names, self._group.fsdp_params, strict=True)):
+            local = shard.sharded_param._local_tensor
+            if is_empty(shard.unsharded_param):
+                continue
+            whole, dim = local_part(shard.unsharded_param), shard.fsdp_placement.dim
+            if hasattr(local, "fsdp_pre_all_gather"):  # a part of the whole, unless that has been replaced
+                if self._places and whole.data_ptr() != self._places[index]:
+                    raise self._refusal(name)
+                continue
+            own = whole.narrow(dim, _start(shard, whole.shape[dim]), local.shape[dim])
+            if not torch.equal(bits(own), bits(local.to(own))):
+                raise self._refusal(name)
+
+    def end_step(self) -> None:
+        """
+        Raises:
+            JobError: one has been written to since it was gathered first.
+        """
+        self._steps += 1
+        for name, shard in zip(self._names, self._group.fsdp_params, strict=True):
+            if self._versions is not None and self._steps <= WATCHED_STEPS:
+                _refuse_hooks(name, shard.unsharded_param)
+        for index, shard in enumerate(self._group.fsdp_params if self._versions is not None else ()):
+            assert self._versions is not None
+            if shard.unsharded_param._version != self._versions[index]:
+                raise self._refusal(self._names[index])
+
+    def _refusal(self, name: str) -> JobError:
+        return refuse_lost_change(name, on_cpu=self._group.device.type == "cpu")
+
+
+def _refuse_hooks(name: str, computing: Any, own: int = 0) -> None:
+    """Refuse hooks on a tensor that computes: its gradient is one micro-batch's.
+
+    Args:
+        own: how many of wanma's are there.
+    """
+    if computing._backward_hooks or len(computing._post_accumulate_grad_hooks or ()) > own:
+        raise JobError(
+            f"{name}: a forward pass registers a hook on this parameter, which would see the gradient of "
+            "one micro-batch on one rank",
+            "register it once, before training: then it sees the gradient of the global batch",
+        )
+
+
+def _start(shard: Any, size: int) -> int:
+    """Index at which the part of this rank begins in a dim of `size` elements."""
+    shards, rank = (
+        getattr(shard.mesh_info, "shard_mesh_size", 1),
+        getattr(shard.mesh_info, "shard_mesh_rank", 0),
+    )
+    return min(rank * -(-size // shards), size)
+
+
+def is_empty(tensor: Tensor) -> bool:
+    """Return whether it has no values, as in a dry run."""
+    local = local_part(tensor)
+    return is_fake(local) or local.is_meta

@@ -1,0 +1,120 @@
+"""Freezing and releasing parameters while a model trains, as plain torch has it: by `requires_grad`.
+
+A module computes with other tensors than those that are its state between steps. A model that freezes or
+releases parameters in its forward changes the first, a loop between two steps the second; each must follow
+the other. What the job itself freezes stays frozen: it has no state to be trained with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanma.job.errors import WanmaError
+from wanma.parallel.parameters.fsdp_units import group_of, units
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+def frozen_for_good(model: nn.Module, is_frozen: Any) -> frozenset[str]:
+    """Freeze what the job freezes; names of all parameters of a whole model that are never trained, of tied
+    ones all names.
+
+    Args:
+        is_frozen: tells of a name whether the job freezes it.
+    """
+    fixed = set()
+    for name, parameter in model.named_parameters():
+        if is_frozen(name):
+            parameter.requires_grad_(False)
+        is_low = parameter.dtype in LOW and not parameter.requires_grad
+        if is_frozen(name) or is_low or not (parameter.is_floating_point() or parameter.is_complex()):
+            fixed.add(parameter)
+    everything = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in everything if parameter in fixed)
+
+
+def refuse_release(name: str, parameter: torch.Tensor) -> None:
+    """
+    Raises:
+        WanmaError: always; `parameter`, which is frozen for good, is to be trained.
+    """
+    if parameter.dtype in LOW:
+        cause = f"it is kept in {str(parameter.dtype).removeprefix('torch.')}, and what is trained in fp32"
+    else:
+        cause = "the job freezes it (model.lora_rank or train.parameter_groups)"
+    raise WanmaError(
+        f"{name}: the model sets requires_grad = True, but {cause}",
+        "let the model alone freeze what it trains later, in fp32 and by requires_grad_(False)",
+    )
+
+
+class Flags:
+    """`requires_grad` of the shards that FSDP2 holds of one module, and of the whole tensors that compute.
+
+    FSDP2 hands a shard's flag on to the tensor that it gathers, never back.
+
+    Args:
+        fixed: names of parameters that are frozen for good.
+    """
+
+    def __init__(self, model: nn.Module, fixed: Collection[str]) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._shards: list[_Shard] = []
+        for unit in units(model):
+            if (group := group_of(unit)) is None:
+                continue
+            shards = [
+                _Shard(shard, name, name in fixed)
+                for shard in group.fsdp_params
+                for name in [names.get(id(shard.sharded_param), "a parameter")]
+            ]
+            self._shards += shards
+
+            def follow(*_: Any, group: Any = group, shards: list[_Shard] = shards) -> None:
+                for shard in shards:
+                    shard.follow()
+                # FSDP2 looks once in which precision a unit's gradients are summed, if any are.
+                if group._orig_dtype is None and any(shard.is_trained for shard in shards):
+                    group._init_mp_dtypes()
+
+            # Before FSDP2's own, which may put the shards in their places again.
+            assert isinstance(unit, nn.Module)
+            unit.register_forward_hook(torch.compiler.disable(follow), prepend=True)
+
+    def settle(self) -> None:
+        """After the last backward of a step: take over what has changed since the forward."""
+        for shard in self._shards:
+            shard.settle()
+
+
+class _Shard:
+    """One parameter."""
+
+    def __init__(self, shard: Any, name: str, is_fixed: bool) -> None:
+        self._shard, self._name, self._is_fixed = shard, name, is_fixed
+        self._last: bool = shard.sharded_param.requires_grad
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self._shard.sharded_param.requires_grad)
+
+    def follow(self) -> None:
+        """After a forward, in which the whole tensor was in its place."""
+        self._last = self._shard._unsharded_param.requires_grad
+        self._take(self._last)
+
+    def settle(self) -> None:
+        whole = getattr(self._shard, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad != self._last:
+            self._take(whole.requires_grad)
+
+    def _take(self, is_trained: bool) -> None:
+        state = self._shard.sharded_param
+        if is_trained and self._is_fixed:
+            refuse_release(self._name, state)
+        if state.requires_grad != is_trained:
+            state.requires_grad_(is_trained)

@@ -1,0 +1,43 @@
+"""Give every parameter memory and its initial value, each rank only its own part, alike for any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import nn
+
+from wanma.checkpoint.format.local_shards import local_box, local_part
+from wanma.models.structure.parameter_initialization import initial_part
+
+
+def allocate(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Give a model that was built on the meta device memory on two devices, which may be the same.
+
+    Its parameters hold nothing yet.
+    """
+    model.to_empty(device=parameters)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(buffers)
+        reset = getattr(module, "reset_buffers", None)
+        if callable(reset):
+            reset()
+
+
+@torch.no_grad()
+def draw(model: nn.Module, seed: int, but: Container[str] = ()) -> None:
+    """Draw this rank's part of every parameter's initial value.
+
+    A value is a function of (seed, parameter name) alone; a rank draws the tiles that its box touches.
+
+    Args:
+        but: names of parameters that something else fills.
+    """
+    for name, parameter in model.named_parameters():
+        if name in but:
+            continue
+        box = local_box(name, parameter)
+        assert box is not None  # parameters lie on this rank's own mesh
+        part = initial_part(model, name, parameter.shape, box.offset, box.shape, parameter.dtype, seed)
+        local_part(parameter).copy_(part)

@@ -1,0 +1,166 @@
+"""Parameters whose state is whole on every data rank, and what computes in the memory of the state.
+
+From outside they look as sharded ones do: DTensors under the module's own names, over (replicate, shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.parameters.freezing import refuse_release
+
+
+def hold(
+    model: nn.Module,
+    grid: Grid,
+    only: Collection[nn.Parameter] | None = None,
+    *,
+    fixed: Collection[str] = (),
+) -> list[Held]:
+    """Make parameters of `model` its state: DTensors over all ranks that hold them.
+
+    Args:
+        only: those that are meant; None: all.
+        fixed: names of parameters that are frozen for good.
+    """
+    everywhere = (Replicate(), Replicate())
+    held: dict[nn.Parameter, Held] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or (only is not None and parameter not in only):
+                continue
+            if parameter not in held:
+                if isinstance(parameter, DTensor):
+                    ranks = parameter.device_mesh, tuple(parameter.placements)
+                    mesh, placements = _whole_mesh(parameter, grid), (*everywhere, *ranks[1])
+                else:
+                    ranks, mesh, placements = None, grid.state_mesh, everywhere
+                state = joined(local_part(parameter), mesh, placements, like=parameter)
+                full_name = f"{path}.{name}" if path else name
+                own = nn.Parameter(state, parameter.requires_grad)
+                held[parameter] = Held(full_name, own, ranks, is_fixed=full_name in fixed)
+            held[parameter].named.append((module, name))
+    for one in held.values():
+        one.put(one.state)
+    return list(held.values())
+
+
+def is_of_experts(parameter: Tensor) -> bool:
+    """True if `ep` splits it: ranks that hold the same part are others than of the rest of the model."""
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _whole_mesh(parameter: DTensor, grid: Grid) -> DeviceMesh:
+    """The mesh of all ranks that hold a part of it, those that hold the same one first."""
+    if is_of_experts(parameter):
+        assert grid.experts is not None
+        return grid.experts["expert_replicate", "expert_shard", "ep", "expert_tp"]
+    return grid.state["replicate", "shard", "state_tp"]
+
+
+@dataclass
+class Held:
+    """One parameter, and the modules that name it: several where modules share it."""
+
+    full_name: str
+    """In the model, as the first of those modules has it."""
+    state: nn.Parameter
+    tensor_ranks: tuple[DeviceMesh, tuple[Placement, ...]] | None
+    """Splits of it by `tp` and `ep`."""
+    named: list[tuple[nn.Module, str]] = field(default_factory=list)
+    computing: nn.Parameter | None = None
+    is_fixed: bool = False
+    """Frozen for good."""
+    began_trained: bool = False
+    """It was to be trained when the step began."""
+
+    @property
+    def is_early(self) -> bool:
+        """True if the gradient is complete once backward has made it: tensor ranks have no parts of it."""
+        return self.tensor_ranks is None or all(place.is_shard() for place in self.tensor_ranks[1])
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Give the modules `parameter` under their names."""
+        for module, name in self.named:
+            module._parameters[name] = parameter
+
+    def alias(self, on_gradient: Callable[[Tensor], None] | None = None) -> nn.Parameter:
+        """Tensor that computes, in the memory of the state; made anew where that has moved since.
+
+        Args:
+            on_gradient: to be called when a backward has made its gradient.
+        """
+        local = local_part(self.state)
+        if self.computing is None or local_part(self.computing).data_ptr() != local.data_ptr():
+            value = local
+            if self.tensor_ranks is not None:
+                value = joined(local, *self.tensor_ranks, like=self.state)
+            can_be_trained = value.is_floating_point() or value.is_complex()
+            self.computing = nn.Parameter(value, can_be_trained)
+            if can_be_trained and on_gradient is not None:
+                self.computing.register_post_accumulate_grad_hook(on_gradient)
+        # Who trains may freeze and release parameters between steps; so may the model in its forward.
+        self.began_trained = self.state.requires_grad
+        self.computing.requires_grad_(self.began_trained)
+        return self.computing
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether this step may have made a gradient."""
+        if self.computing is None:
+            return self.state.requires_grad
+        return self.began_trained or self.computing.requires_grad
+
+    def take_flag(self) -> None:
+        """Freeze or release the state as the model has done with what computes.
+
+        Raises:
+            WanmaError: it is frozen for good.
+        """
+        assert self.computing is not None
+        if self.computing.requires_grad != self.began_trained:
+            self.state.requires_grad_(self.computing.requires_grad)
+        if self.is_fixed and self.state.requires_grad:
+            refuse_release(self.full_name, self.state)
+
+    @torch.no_grad()
+    def take_data(self) -> None:
+        """Copy what a forward pass has assigned to the data of what computes into the state."""
+        if self.computing is None:
+            return
+        given, local = local_part(self.computing), local_part(self.state)
+        if given.data_ptr() != local.data_ptr() and given.shape == local.shape:
+            local.copy_(given)
+
+    def take_gradient(self) -> Tensor | None:
+        """This rank's, from where backward has put it: placed as the parameter, or a part of its sum."""
+        if self.computing is None:
+            return None
+        gradient, self.computing.grad = self.computing.grad, None
+        if isinstance(gradient, DTensor) and self.tensor_ranks is not None:
+            _, placements = self.tensor_ranks
+            # What computes with DTensors, as no module of ours does, may place it otherwise.
+            if not is_owed(gradient) and gradient.placements != placements:
+                return gradient.redistribute(placements=placements)
+        return gradient
+
+
+def is_owed(gradient: Tensor) -> bool:
+    """True if each tensor rank has a summand of it."""
+    return isinstance(gradient, DTensor) and gradient.placements[0].is_partial("sum")
+
+
+@torch.no_grad()
+def joined(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> Tensor:
+    """The DTensor of the shape of `like` of which this rank holds `local`."""
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

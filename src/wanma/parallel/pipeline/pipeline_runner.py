@@ -1,0 +1,349 @@
+"""Pipeline parallel: each rank keeps one run of blocks or several; torch's schedules drive them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from wanma.data.batch import Batch
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Schedule
+from wanma.models.keyed_random.forward_draws import Forward, RandomDraws
+from wanma.parallel.data_parallel.replicated import Whole
+from wanma.parallel.data_parallel.sharded import Sharded
+from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.parallel.parameters.stale_parameters import Strays
+from wanma.parallel.pipeline.timed_stage import OwnWork, Stage
+from wanma.parallel.profiling.compute_timer import WorkClock
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
+
+SCHEDULES: dict[Schedule, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(output, targets) of one micro-batch -> its summed loss."""
+
+
+class Pipeline:
+    """Runs micro-batches through this rank's stages.
+
+    Args:
+        parts: the stages' modules, and
+        numbers: which stages they are.
+        data_parallel: how each of them is held by the data ranks.
+        clock: of what they compute.
+        draws: of the model's forward.
+        strays: parameters of the model before it was cut.
+    """
+
+    def __init__(
+        self,
+        parts: list[nn.Module],
+        numbers: tuple[int, ...],
+        plan: Plan,
+        grid: Grid,
+        data_parallel: tuple[Sharded | Whole, ...],
+        clock: WorkClock,
+        draws: RandomDraws,
+        strays: Strays,
+    ) -> None:
+        self._clock, self._strays = clock, strays
+        self._parts = dict(zip(numbers, parts, strict=True))
+        self._data_parallel = dict(zip(numbers, data_parallel, strict=True))
+        self._plan = plan
+        self._grid = grid
+        self._group = grid.axis("pp").get_group()
+        self._boundaries: dict[tuple[int, ...], list[_Boundary]] = {}
+        self._schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
+        """The newest that trains and the newest that evaluates, each with the shape it was made for."""
+        self._loss: Loss | None = None
+        self._work = OwnWork(grid.communication)
+        cuts_graph = plan.schedule in SPLIT_BACKWARD
+        self._announcers = {
+            number: _Announcer(part, draws, no_views=cuts_graph and number < plan.stages - 1)
+            for number, part in self._parts.items()
+        }
+
+    def run(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
+        """Forward and backward of `count` equal micro-batches along dimension 0 of `batch`.
+
+        Args:
+            positions: where in the sequence the activations between stages lie; None: all of it.
+
+        Returns:
+            the sum of the micro-batches' losses on the last stage, zero elsewhere.
+
+        Raises:
+            WanmaError: a stage puts out something else than one tensor or changes what its backward needs, or
+                the schedule cannot take its backward apart.
+        """
+        self._tell(positions, loss)
+        schedule = self._schedule(batch, count, trains=True)
+        try:
+            with self._work.telling_what_is_waited():
+                total = self._drive(schedule.step, batch)
+        except RuntimeError as error:
+            if _CHANGED_MEANWHILE in f"{error} {error.__cause__}":
+                raise self._changed_meanwhile() from error
+            reason = next((why for text, why in _NOT_TAKEN_APART.items() if text in str(error)), None)
+            if self._plan.schedule not in SPLIT_BACKWARD or reason is None:
+                raise
+            raise WanmaError(
+                f"parallel.schedule = '{self._plan.schedule}' computes the gradients of inputs and of "
+                f"weights apart, which torch {torch.__version__} cannot do for {reason}",
+                "use parallel.schedule = 'interleaved_1f1b'",
+            ) from error
+        self._strays.refuse()
+        for part in self._data_parallel.values():
+            part.end_backward()
+        return total
+
+    def evaluate(self, batch: Batch, positions: Tensor | None, count: int, loss: Loss) -> Tensor:
+        """`run` without backward, and of any number of micro-batches."""
+        self._tell(positions, loss)
+        self._clock.is_on = False
+        try:
+            with torch.no_grad():
+                return self._drive(self._schedule(batch, count, trains=False).eval, batch)
+        finally:
+            self._clock.is_on = True
+
+    def _changed_meanwhile(self) -> JobError:
+        """The refusal of a forward pass that changes what the backward of another needs."""
+        try:
+            for part in self._data_parallel.values():
+                part.refuse_changes()
+        except JobError as refusal:
+            return refusal
+        return JobError(
+            f"parallel.pp = {self._plan.pp}: a tensor that backward needs was changed in place after its "
+            "forward pass, by a forward pass of another micro-batch unless one rank alone fails too",
+            "let a forward make new tensors (a buffer by self.x = ..., not self.x.copy_(...)), or use "
+            "parallel.pp = 1",
+        )
+
+    def _tell(self, positions: Tensor | None, loss: Loss) -> None:
+        self._loss = loss
+        for announcer in self._announcers.values():
+            announcer.positions = positions
+
+    def _schedule(self, batch: Batch, count: int, *, trains: bool) -> Any:
+        """torch's schedule for so many micro-batches of this shape, with stages and buffers of its own."""
+        shape = (count, batch.rows // count, *batch.inputs[0].shape[1:])
+        known, schedule = self._schedules.get(trains, (None, None))
+        if known == shape:
+            return schedule
+        if shape[1:] not in self._boundaries:
+            self._boundaries[shape[1:]] = self._find_boundaries(batch, batch.rows // count)
+        stages = [self._stage(number, self._boundaries[shape[1:]]) for number in self._parts]
+        schedule = self._training(stages, count) if trains else self._forward_only(stages, count)
+        self._schedules[trains] = shape, schedule
+        return schedule
+
+    def _training(self, stages: list[Stage], count: int) -> Any:
+        kind: Any = SCHEDULES[self._plan.schedule]
+        mine = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        return kind(mine, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
+
+    def _forward_only(self, stages: list[Stage], count: int) -> Any:
+        """A schedule that takes any number of micro-batches, without its backward.
+
+        torch's own `eval` skips only the computation of a backward: it still wants as many micro-batches as
+        training does, and fails for the schedules in which a rank holds neighbouring stages.
+        """
+        kind: Any = ScheduleZBVZeroBubble if self._plan.is_v_shaped else ScheduleLoopedBFS
+        schedule: Any = kind(stages, n_microbatches=count, loss_fn=self._call_loss, scale_grads=False)
+        schedule.pipeline_order_with_comms = {
+            rank: [action for action in actions if action.computation_type.name in _FORWARD]
+            for rank, actions in schedule.pipeline_order_with_comms.items()
+        }
+        return schedule
+
+    def _stage(self, number: int, boundaries: list[_Boundary]) -> Stage:
+        return Stage(
+            self._work,
+            self._clock,
+            self._parts[number],
+            number,
+            self._plan.stages,
+            self._grid.device,
+            input_args=boundaries[number].example(),
+            output_args=boundaries[number + 1].example(),
+            group=self._group,
+        )
+
+    @torch.no_grad()
+    def _find_boundaries(self, batch: Batch, rows: int) -> list[_Boundary]:
+        """What goes into the first stage and what each stage puts out, for micro-batches of `rows` samples.
+
+        Each stage is run once, on zeros but for the first, in evaluation mode: models that count in
+        training what they see have then seen nothing. torch finds the same out by runs in training, on
+        memory that nobody has written to.
+        """
+        keywords = {name: tensor[:rows] for name, tensor in batch.keywords.items()}
+        given = batch.inputs[0][:rows].clone()  # which a stage may change
+        found = [_Boundary(tuple(given.shape), given.dtype, requires_grad=False)]
+        for number in range(self._plan.stages):
+            told: list[Any] = [None]
+            failure: Exception | None = None
+            if number in self._parts:
+                if number > 0:
+                    given = torch.zeros(found[-1].shape, dtype=found[-1].dtype, device=self._grid.device)
+                announced = {**keywords, SAMPLES: batch.samples[:rows]}
+                try:
+                    told = [self._boundary_after(number, given, announced, found[-1])]
+                except Exception as error:  # the other ranks wait for its result
+                    failure, told = error, [f"stage {number} of the pipeline: {error}"]
+            holder = next(rank for rank in range(self._plan.pp) if number in self._plan.stages_of(rank))
+            dist.broadcast_object_list(
+                told,
+                src=dist.get_global_rank(self._group, holder),
+                group=self._group,
+                device=torch.device("cpu"),
+            )
+            if failure is not None:
+                raise failure
+            if isinstance(told[0], str):
+                raise RuntimeError(told[0])
+            found += told
+        return found
+
+    def _boundary_after(
+        self, number: int, given: Tensor, keywords: dict[str, Tensor], before: _Boundary
+    ) -> _Boundary:
+        part = self._parts[number]
+        were = {module: module.training for module in part.modules()}
+        try:
+            version = given._version
+            output = part.eval()(given, **keywords)
+            self._announcers[number].changes_input |= given._version != version
+        finally:
+            part.train(were[part])  # modules may do more there than note the mode
+            for module, training in were.items():
+                module.training = training
+        self._data_parallel[number].rest()
+        if not isinstance(output, Tensor):
+            raise JobError(
+                f"parallel.pp = {self._plan.pp}: stage {number} puts out a {type(output).__name__}, "
+                "and stages hand one tensor to each other",
+                "let every part of the model return one tensor, or use pp = 1",
+            )
+        # A backward that is taken apart finds weights only on the way from a stage's output to its input, so
+        # that an input must have a gradient even if all before it is frozen.
+        trains = self._plan.schedule in SPLIT_BACKWARD or before.requires_grad
+        trains = trains or any(parameter.requires_grad for parameter in part.parameters())
+        return _Boundary(tuple(output.shape), output.dtype, trains)
+
+    def _drive(self, step: Callable[..., Any], batch: Batch) -> Tensor:
+        losses: list[Tensor] = []
+        step(
+            *(batch.inputs if 0 in self._parts else ()),
+            target=batch.targets if self._plan.stages - 1 in self._parts else None,
+            losses=losses,
+            return_outputs=False,  # nobody wants the logits of all micro-batches at once
+            **batch.keywords,
+            **{SAMPLES: batch.samples},
+        )
+        if not losses:
+            return torch.zeros((), device=batch.samples.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _call_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        assert self._loss is not None
+        with self._work:
+            self._clock.start()
+            loss = self._loss(output, target)
+            self._clock.stop(forward=True)
+            return loss
+
+
+@dataclass(frozen=True)
+class _Boundary:
+    """The tensor between two stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    """Its gradient is wanted: something before it is trained."""
+
+    def example(self) -> Tensor:
+        """One without storage, from which torch makes its buffers."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+class _Announcer:
+    """Tells the dropout of one stage its samples: the schedule, and not we, calls the module.
+
+    Which samples a call computes comes with its arguments.
+
+    Args:
+        draws: of the model's forward.
+        no_views: whether the stage may not put out a view: schedules that take a backward apart cut the graph
+            off what is put out.
+    """
+
+    def __init__(self, part: nn.Module, draws: RandomDraws, *, no_views: bool) -> None:
+        self.positions: Tensor | None = None
+        self.changes_input = False
+        """True if the stage writes to its input, which is a leaf of the graph here and must stay as it is."""
+        self._draws = draws
+        self._drawing = ExitStack()
+        self._forward: Forward | None = None
+        self._no_views = no_views
+        part.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        part.register_forward_hook(self._end, always_call=True)
+
+    def _begin(
+        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        keywords = dict(keywords)
+        samples = keywords.pop(SAMPLES)
+        forward = self._draws.forward(module, samples, self.positions)
+        self._forward = self._drawing.enter_context(forward)
+        if self.changes_input:
+            arguments = tuple(one.clone() if isinstance(one, Tensor) else one for one in arguments)
+        return arguments, keywords
+
+    def _end(self, module: nn.Module, arguments: Any, output: Any) -> Any:  # noqa: ARG002  # a hook's
+        with self._drawing:
+            if output is not None and self._forward is not None:
+                self._forward.end()
+        return (
+            output.clone() if self._no_views and isinstance(output, Tensor) and output._is_view() else output
+        )
+
+
+SAMPLES = "wanma_samples"
+"""Name under which a micro-batch's samples travel beside the model's own keyword arguments."""
+_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""Names of the actions of torch's schedules that belong to a forward."""
+_CHANGED_MEANWHILE = "has been modified by an inplace operation"
+"""In torch's message for it."""
+_NOT_TAKEN_APART = {
+    "backward through the graph a second": "a parameter that one stage uses twice",
+    "'_input_metadata' is invalid": "a stage in which only frozen matrices follow a trained normalisation",
+}
+"""What torch says when it fails to take a backward apart, and of what it means to say so."""

@@ -1,0 +1,177 @@
+"""Cut a model into pipeline stages: each keeps its blocks, the ends what comes before and after them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.models.layers.batch_norm import GroupedBatchNorm
+from wanma.models.structure.parallel_spec import Layout
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, balanced_cuts, wrong_cuts
+from wanma.planner.rules.capabilities import installed_torch
+
+
+def stage_layout(model: nn.Module, layout: Layout | None, plan: Plan) -> Layout:
+    """The layout by which a model is cut: its own, or that of a plain sequence of modules.
+
+    Raises:
+        JobError: it is neither declared nor seen how the model's parts follow each other.
+    """
+    name, key = type(model).__name__, f"parallel.pp = {plan.pp}"
+    if any(isinstance(module, GroupedBatchNorm) for module in model.modules()):
+        raise JobError(
+            f"{key}: {name} has batch normalisation, whose statistics a pipeline's schedule would disturb",
+            "use pp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+        )
+    if layout is not None and layout.blocks is not None:
+        _refuse_hooks(model, layout.blocks, key)
+        return layout
+    if layout is None and type(model) is nn.Sequential:
+        _refuse_hooks(model, "", key)
+        _refuse_shared(model, key)
+        version = installed_torch()
+        if plan.schedule in SPLIT_BACKWARD and version < (2, 13):
+            raise JobError(
+                f"parallel.schedule = '{plan.schedule}' on one's own module: torch {version[0]}.{version[1]} "
+                "computes wrong gradients under it for parameters that a forward uses several times",
+                "use parallel.schedule = 'interleaved_1f1b', or torch 2.13",
+            )
+        return Layout(blocks="")
+    raise JobError(
+        f"{key}: {name} does not declare its blocks",
+        "use pp = 1, or make the whole model an nn.Sequential, which is cut between its children; "
+        "data-parallel axes (dp_replicate, dp_shard) work with any module",
+    )
+
+
+def keep_stage(model: nn.Module, layout: Layout, plan: Plan, stage: int) -> nn.Module:
+    """A copy of `model` with what pipeline stage `stage` of `plan.stages` holds.
+
+    Parameter names stay those of the whole model, so that every stage writes the same checkpoint.
+
+    Raises:
+        JobError: the plan's cuts do not fit the model's blocks, or there are too few of them; or what stays
+            holds a parameter of what does not.
+    """
+    assert layout.blocks is not None
+    model = copy.deepcopy(model)
+    absent_tensors = _Absent(model)
+    blocks = model.get_submodule(layout.blocks)
+    # Not named_children(), which leaves out the second name of a module that has two.
+    names = [name for name, child in blocks._modules.items() if child is not None]
+    cuts = plan.stage_cuts or _cuts_by_parameters(blocks, layout, plan)
+    if reason := wrong_cuts(cuts, len(names), plan.stages, bool(layout.first), bool(layout.last)):
+        given = f", stage cuts {list(plan.stage_cuts)}" if plan.stage_cuts else ""
+        raise JobError(
+            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
+            f"{type(model).__name__} has {len(names)} blocks; use fewer stages (pp × virtual_stages), or "
+            "leave parallel.stage_cuts out",
+        )
+    bounds = (0, *cuts, len(names))
+    held = range(bounds[stage], bounds[stage + 1])
+    if isinstance(model, Stageable):
+        model.keep_stage(held, is_first=stage == 0, is_last=stage == plan.stages - 1)
+        absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
+        return model
+    for number, name in enumerate(names):
+        if number not in held:
+            delattr(blocks, name)  # a sequence's own `del` would number the others anew
+    absent = (layout.first if stage > 0 else ()) + (layout.last if stage < plan.stages - 1 else ())
+    for path in absent:
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, None)  # which the model's forward asks for
+    absent_tensors.refuse(model, f"parallel.pp = {plan.pp}")
+    return model
+
+
+@runtime_checkable
+class Stageable(Protocol):
+    """A model that knows itself how to leave out what other stages hold."""
+
+    def keep_stage(self, held: range, *, is_first: bool, is_last: bool) -> None:
+        """Keep the blocks in `held`, and what comes before or after all blocks where the stage is an end.
+
+        Raises:
+            JobError: the model cannot be cut between blocks.
+        """
+
+
+class _Absent:
+    """Parameters and buffers of the whole model, of which a stage is about to lose most."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._tensors = [(name, weakref.ref(tensor)) for name, tensor in named]
+
+    def refuse(self, stage: nn.Module, key: str) -> None:
+        """After the cut.
+
+        Raises:
+            JobError: something else than a module's attribute still holds one, which nobody would train.
+        """
+        kept = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+        if self._held(kept):
+            gc.collect()  # what was cut off may refer to itself
+        if held := self._held(kept):
+            raise JobError(
+                f"{key}: a part of the model holds {held[0]} of another stage, in a list or another object; "
+                "it would compute with a copy that is not trained",
+                "use pp = 1, or let each part read its own parameters only",
+            )
+
+    def _held(self, kept: set[int]) -> list[str]:
+        found = ((name, reference()) for name, reference in self._tensors)
+        return [name for name, tensor in found if tensor is not None and id(tensor) not in kept]
+
+
+def _refuse_shared(model: nn.Module, key: str) -> None:
+    """Children that share a parameter would be trained as two where a cut comes between them."""
+    seen: dict[int, str] = {}
+    named: list[tuple[str, torch.Tensor]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        other = seen.setdefault(id(tensor), name)
+        if other.partition(".")[0] != name.partition(".")[0]:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise JobError(
+                f"{key}: {other} and {name} are one {kind}, which stages could hold only one copy of each",
+                "use pp = 1, or give each its own",
+            )
+
+
+def _refuse_hooks(model: nn.Module, blocks: str, key: str) -> None:
+    """Hooks of what all stages have a part of: each would run them, with its own inputs and outputs."""
+    parts = blocks.split(".") if blocks else []
+    for path in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
+        module = model.get_submodule(path)
+        hooks = (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        if any(hooks):
+            raise JobError(
+                f"{key}: {path or type(model).__name__} has a hook, which every stage would run on its part",
+                "register it on one of the parts that are handed to stages whole, such as the first or the "
+                "last, or use pp = 1",
+            )
+
+
+def _cuts_by_parameters(blocks: nn.Module, layout: Layout, plan: Plan) -> tuple[int, ...]:
+    """For models whose FLOPs the planner could not see; empty where there are too few blocks."""
+    held = [block for block in blocks._modules.values() if block is not None]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in held]
+    first, last = 0.0 if layout.first else None, 0.0 if layout.last else None
+    if plan.stages > len(sizes) + (first is not None) + (last is not None):
+        return ()
+    return balanced_cuts(sizes, plan.stages, first, last)

@@ -1,0 +1,100 @@
+"""torch's pipeline stage, as wanma runs it: it tells its own work from waiting for other stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from wanma.collectives.timing.communication_timer import Stopwatch
+from wanma.job.errors import JobError, WanmaError
+from wanma.parallel.profiling.compute_timer import WorkClock
+
+_CHANGED = "a leaf Variable that requires grad is being used in an in-place operation"
+"""In torch's message for it."""
+
+
+class OwnWork:
+    """A rank's own work within a schedule; all other time is spent waiting for what other stages send."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._seconds = 0.0
+        self._depth, self._began = 0, 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._began = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._seconds += time.perf_counter() - self._began
+
+    @contextmanager
+    def telling_what_is_waited(self) -> Iterator[None]:
+        """Around a whole schedule."""
+        self._seconds, self._depth = 0.0, 0
+        began = time.perf_counter()
+        yield
+        self._stopwatch.exposed("pipeline", max(time.perf_counter() - began - self._seconds, 0.0))
+
+
+class Stage(PipelineStage):
+    """torch's stage; before its first step it says hello to its neighbours, but not to its own rank.
+
+    torch 2.11 does that too where a rank holds neighbouring stages, and Gloo refuses it.
+
+    Args:
+        work: what computing is told to.
+        clock: likewise.
+    """
+
+    def __init__(self, work: OwnWork, clock: WorkClock, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._work, self._clock = work, clock
+
+    def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        with self._work:
+            self._clock.start()
+            try:
+                output = super().forward_one_chunk(*arguments, **keywords)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, WanmaError):
+                    raise error.__cause__ from error
+                if _CHANGED in f"{error} {error.__cause__}":
+                    raise JobError(
+                        f"stage {self.stage_index} of the pipeline changes in place what another sent it",
+                        "build the first module of a stage with inplace=False, or cut the stages elsewhere "
+                        "(parallel.stage_cuts)",
+                    ) from error
+                raise
+            self._clock.stop(forward=True)
+            return output
+
+    def backward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        with self._work:
+            self._clock.start()
+            try:
+                output = super().backward_one_chunk(*arguments, **keywords)
+            except RuntimeError as error:  # torch's own, around the cause
+                if isinstance(error.__cause__, WanmaError):
+                    raise error.__cause__ from error
+                raise
+            self._clock.stop(forward=False)
+            return output
+
+    def backward_weight_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        with self._work:
+            self._clock.start()
+            output = super().backward_weight_one_chunk(*arguments, **keywords)
+            self._clock.stop(forward=False)
+            return output
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]

@@ -1,0 +1,83 @@
+"""The blocks' matrix products in fp8 (Micikevicius et al. 2022), by torchao with a scale for each tensor.
+
+Inputs, weights and gradients are scaled and cast for each product; weights, optimizer and all that lies
+between the products stay as they are. It changes the numbers: such a plan is approximate. It needs a GPU
+that multiplies fp8; on CPUs torchao can only pretend to, which is what the tests do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from wanma.job.errors import JobError, WanmaError, missing_extra
+from wanma.job.plan.plan import Plan
+from wanma.models.layers.lora import Adapted
+from wanma.planner.rules.capabilities import FP8_LEAST_CAPABILITY
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+MULTIPLE = 16
+"""Of which both dims of a matrix must be one, on every rank: what the product wants."""
+
+
+def compute_in_fp8(blocks: list[nn.Module], plan: Plan, *, pretend: bool = False) -> None:
+    """Let the linear layers of `blocks` compute in fp8, in place; before anything splits them.
+
+    Left alone are layers whose dims do not suit, layers with adapters, and all that is not in a block.
+
+    Args:
+        pretend: compute what fp8 would give on a device that has none.
+
+    Raises:
+        WanmaError: torchao is not installed, this GPU has no products in fp8, or no layer suits.
+    """
+    config = _config(plan, pretend)
+    if not pretend:
+        _require_capability()
+    from torchao.float8 import convert_to_float8_training
+
+    suits = _filter(plan)
+    if not any(suits(module, name) for block in blocks for name, module in block.named_modules()):
+        raise JobError(
+            f"train.fp8: no linear layer of the blocks has dims that are multiples of {MULTIPLE} everywhere",
+            "leave train.fp8 out, or choose other dimensions",
+        )
+    for block in blocks:
+        convert_to_float8_training(block, config=config, module_filter_fn=suits)
+
+
+def _config(plan: Plan, pretend: bool) -> Float8LinearConfig:
+    try:
+        from torchao.float8 import Float8LinearConfig
+    except ImportError as error:
+        raise missing_extra("torchao", "fp8", "train.fp8") from error
+    # Weights that are gathered for every block and micro-batch are gathered in fp8. Those that `tp` splits
+    # are cut and put together by other means than torchao's, as plain tensors.
+    gathers = plan.shard == "parameters" and plan.tp == 1
+    return Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=pretend)
+
+
+def _filter(plan: Plan) -> Callable[[nn.Module, str], bool]:
+    def suits(module: nn.Module, _: str) -> bool:
+        if not isinstance(module, nn.Linear) or isinstance(module, Adapted):
+            return False
+        # `tp` splits one of the two; either may be it.
+        return all(dim % (MULTIPLE * plan.tp) == 0 for dim in (module.in_features, module.out_features))
+
+    return suits
+
+
+def _require_capability() -> None:
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if capability < FP8_LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
+        raise WanmaError(
+            f"train.fp8: {name} has compute capability {'.'.join(map(str, capability))}, and products in fp8 "
+            f"need {'.'.join(map(str, FP8_LEAST_CAPABILITY))}",
+            "leave train.fp8 out",
+        )

@@ -1,0 +1,100 @@
+"""What a step asks of the network: every collective, with the axis it runs on and the bytes it moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wanma.parallel.context.ring_attention import messages as ring_messages
+
+_KINDS = {
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of operation of a step, as one rank issues it."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    """Of its group."""
+    tensor_bytes: int
+    """The whole tensor that it is about: gathered, reduced or exchanged; of a message, what is sent."""
+
+
+class CollectiveRecorder(TorchDispatchMode):
+    """Counts the collectives that run inside, as torch dispatches them, whoever asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.counts: Counter[Collective] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        ring, messages = ring_messages(func, args)
+        for size in messages:
+            for way in ("send", "receive"):
+                self.counts[Collective(way, _ranks([ring]), size)] += 1
+        kind = _KINDS.get(func._schema.name.partition("::")[2]) if func.namespace in _NAMESPACES else None
+        if kind is not None:
+            leaves = tree_leaves((args, kwargs))
+            sizes = [leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)]
+            ranks = _ranks(leaves)
+            # The functional forms are given their input alone; a gather's output is as many times larger.
+            gathers = func.namespace != "c10d" and kind == "all-gather"
+            size = max(sizes, default=0) * (len(ranks) if gathers else 1)
+            if len(ranks) > 1:
+                self.counts[Collective(kind, ranks, size)] += 1
+        return func(*args, **kwargs)
+
+
+def _ranks(leaves: list[Any]) -> tuple[int, ...]:
+    """Of the process group among an operation's arguments: an object, or the name of one."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf)))
+        if isinstance(leaf, dist.ProcessGroup):
+            return tuple(dist.get_process_group_ranks(leaf))
+    for leaf in reversed(leaves):
+        if isinstance(leaf, str):
+            try:
+                return tuple(dist.get_process_group_ranks(_by_name(leaf)))
+            except (RuntimeError, ValueError):
+                continue  # another text argument, such as the reduction's name
+    return ()
+
+
+_by_name: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+"""From a group's name, by which functional collectives know it; torch has no public way."""

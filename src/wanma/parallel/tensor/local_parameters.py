@@ -1,0 +1,122 @@
+"""Modules that compute with a rank's own part of their parameters, and the collectives between them.
+
+Parameters are DTensors, which is what sharding, checkpoints and norms want of them; the arithmetic is
+on plain tensors. Torch's tensor-parallel styles compute in DTensors instead: any module then runs
+operator by operator through their dispatch (on a CPU a normalisation loses its fused path), and the
+gradient of an embedding that is split by tokens is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from wanma.collectives.timing.communication_timer import waiting
+
+Part = Callable[[DTensor], Tensor]
+"""From a parameter to the plain tensor that a rank computes with, differentiable."""
+
+Around = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+"""(forward, input) -> output: what happens to a module's input before and to its output after."""
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+    """Make `module`'s own parameters DTensors on `mesh`; every rank has the whole values, or none yet."""
+    for name, placement in placements.items():
+        whole = module.get_parameter(name)
+        split = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
+
+
+def compute_locally(module: nn.Module, parts: Mapping[str, Part], around: Around | None = None) -> None:
+    """Let `module`'s forward see `parts` of its parameters in their place."""
+    forward = type(module).forward
+
+    def local_forward(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        whole = dict(module._parameters)
+        for name, part in parts.items():
+            module._parameters[name] = part(whole[name])  # type: ignore[arg-type,assignment]  # as torch.func's
+        try:
+            if around is None:
+                return forward(module, x, *arguments, **keywords)  # type: ignore[no-any-return]
+            return around(lambda given: forward(module, given, *arguments, **keywords), x)
+        finally:
+            module._parameters.update(whole)
+
+    module.forward = local_forward
+
+
+def own_shard(parameter: DTensor) -> Tensor:
+    """A rank's part of a split parameter."""
+    return parameter.to_local()
+
+
+def whole_with_partial_gradient(parameter: DTensor) -> Tensor:
+    """All of a parameter that every rank uses on something else: its gradient is a sum over ranks."""
+    return parameter.to_local(grad_placements=[Partial()])
+
+
+def convert(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    """From what the ranks hold as `source` to `target`; backward is the transpose.
+
+    Whole tensors that others were converted to are what split matrices take: their gradient is a sum over
+    the ranks. The gradient of a sum is whole.
+
+    Args:
+        source, target: `Shard` (evenly) or `Replicate` to `Replicate`, or `Partial` to either.
+    """
+    group = mesh.get_group()
+    converted: Tensor = _Convert.apply(x, source, target, group.size(), group.group_name)  # type: ignore[no-untyped-call]  # torch's
+    return converted
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
+        is_sum = isinstance(source, Partial)
+        from_gradient = Partial() if isinstance(target, Replicate) and not is_sum else target
+        to_gradient = Replicate() if is_sum else source
+        ctx.way_back = from_gradient, to_gradient, ranks, group
+        return _move(x, source, target, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _move(gradient, *ctx.way_back), None, None, None, None
+
+
+def _move(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
+    """Torch's functional collectives by their operators, which compile too."""
+    if source == target:
+        return x.view_as(x)
+    if torch.compiler.is_compiling():
+        return _sent(x, source, target, ranks, group)
+    # Gradients go by `_Convert`: the operators' own autograd, which is written in Python, would only look on.
+    with waiting("tensor"), torch._C._AutoDispatchBelowAutograd():
+        return _sent(x, source, target, ranks, group)
+
+
+def _sent(x: Tensor, source: Placement, target: Placement, ranks: int, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    moved: Tensor
+    if isinstance(source, Shard) and isinstance(target, Replicate):
+        gathered = collectives.all_gather_into_tensor(x.contiguous(), ranks, group)
+        by_rank = collectives.wait_tensor(gathered).unflatten(0, (ranks, x.shape[0]))
+        moved = by_rank.movedim(0, source.dim).flatten(source.dim, source.dim + 1)
+    elif isinstance(source, Partial) and isinstance(target, Replicate):
+        moved = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+    elif isinstance(source, Partial) and isinstance(target, Shard):
+        by_rank = x.unflatten(target.dim, (ranks, -1)).movedim(target.dim, 0).flatten(0, 1)
+        moved = collectives.wait_tensor(collectives.reduce_scatter_tensor(by_rank, "sum", ranks, group))
+    else:
+        raise ValueError(f"there is no way from {source} to {target}")
+    return moved
+
+
+def shard_of_last_dim(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Parts along the last dim as the one tensor that they are."""
+    return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False)

@@ -1,0 +1,120 @@
+"""Unlike shares of the batch: what a job may ask of them, refused with the reason.
+
+Nothing has started when these rules are asked; each names the keys, why, and the way out.
+"""
+
+from __future__ import annotations
+
+from wanma.data.sampling.batch_size_schedule import global_batch
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.observe.units import count_text
+from wanma.planner.rules.mesh import check_micro_batches
+from wanma.planner.sample_groups import Group
+
+
+def check_batch_shares(job: Job) -> None:
+    """Shares and moves that a job gives, against its own sizes of the data axes.
+
+    Raises:
+        JobError: names the keys.
+    """
+    parallel = job.parallel
+    given = [("share_moves", f"[{list(move)}]", move[1]) for move in parallel.share_moves]
+    if parallel.batch_shares:
+        given.insert(0, ("batch_shares", str(parallel.batch_shares), parallel.batch_shares))
+    ranks = parallel.dp_replicate * parallel.dp_shard
+    for name, written, shares in given:
+        key = f"parallel.{name} = {written}"
+        if parallel.auto:
+            raise JobError(
+                f"{key} with parallel = 'auto', which chooses how many ranks there are",
+                f"leave parallel.{name} out, or give the sizes of the axes",
+            )
+        if len(shares) != ranks:
+            raise JobError(
+                f"{key} has {len(shares)} numbers for {count_text(ranks, 'data rank')}",
+                "give one number for each data rank (dp_replicate × dp_shard), in the order of the ranks",
+            )
+    steps = [step for step, _ in parallel.share_moves]
+    if any(later <= earlier for earlier, later in zip([0, *steps], steps, strict=False)):
+        raise JobError(
+            f"parallel.share_moves: the steps must rise from 1 on (given: {steps})",
+            "order them; the shares of the first step are parallel.batch_shares",
+        )
+    _check_balance(job, ranks)
+
+
+def check_shares(job: Job, plan: Plan, group: Group) -> None:
+    """Shares of a plan, and those that the job moves to, against the batches of the steps that have them.
+
+    Raises:
+        JobError: a data rank would get no sample, or a pipeline or a group of samples could not be run.
+    """
+    for step, shares in [(0, list(plan.batch_shares)), *job.parallel.share_moves]:
+        if shares:
+            _check_one(job, plan.but(batch_shares=tuple(shares)), group, step)
+
+
+def wrong_shares(job: Job, plan: Plan, shares: tuple[int, ...], group: int, step: int) -> str | None:
+    """Why a run cannot go on with `shares` from `step` on; None where it can.
+
+    Args:
+        group: samples that must be computed in one micro-batch.
+    """
+    try:
+        _check_one(job, plan.but(batch_shares=shares), Group(group, "the group", "a statistic"), step)
+    except JobError as error:
+        return error.message
+    return None
+
+
+def _check_one(job: Job, plan: Plan, group: Group, step: int) -> None:
+    shares = list(plan.batch_shares)
+    for batch in _batches_from(job, step):
+        sizes = plan.sizes(batch)
+        if 0 in sizes:
+            rank = sizes.index(0)
+            raise JobError(
+                f"shares {_shown(shares)} of train.global_batch = {batch} give data rank {rank} no sample: "
+                f"its share is {shares[rank]} of {sum(shares)}",
+                f"raise train.global_batch to {sum(shares)}, where each rank has as many samples as its "
+                "number says, or give the smallest share more (parallel.batch_shares)",
+            )
+    if group.size > 1 and not group.are_whole(job, plan):
+        raise group.refusal(job, plan)
+    check_micro_batches(job, plan)
+
+
+def _batches_from(job: Job, step: int) -> list[int]:
+    """The global batches of the steps from `step` on."""
+    later = [first for first, _ in job.train.batch_ramp if step < first < job.train.steps]
+    return sorted({global_batch(job.train, first) for first in (step, *later)})
+
+
+def _check_balance(job: Job, ranks: int) -> None:
+    parallel = job.parallel
+    if parallel.balance == "on" and parallel.share_moves:
+        raise JobError(
+            "parallel.balance = 'on' with parallel.share_moves: both say when shares of the batch move",
+            "leave parallel.share_moves out, or set parallel.balance = 'off' to repeat a run's moves",
+        )
+    if parallel.balance != "on":
+        return
+    if job.train.deterministic:
+        raise JobError(
+            "parallel.balance = 'on' with train.deterministic: shares follow measured times, which no two "
+            "runs have alike",
+            "set parallel.balance = 'off'; parallel.share_moves repeats the moves that a run has told",
+        )
+    if ranks == 1 and not parallel.auto:
+        raise JobError(
+            "parallel.balance = 'on' with one data rank: there is nobody to give samples to",
+            "set parallel.balance = 'off', or dp_replicate or dp_shard to the number of replicas",
+        )
+
+
+def _shown(shares: list[int]) -> str:
+    """Not all of thousands."""
+    return str(shares) if len(shares) <= 16 else f"{str(shares[:16])[:-1]}, ...]"

@@ -1,0 +1,1 @@
+"""Calibration: microbenchmarks of the local devices, curves fitted to them, corrections learned from runs."""

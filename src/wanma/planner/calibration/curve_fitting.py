@@ -1,0 +1,234 @@
+"""From measured points to the small curves that forecasts use (`machine`): a few numbers for many times.
+
+Each curve is fitted with the very formula that uses it (`compute`, `communication`), so that what the formula
+leaves out is spread over its numbers. Errors count as ratios: a small operator weighs as much as a large one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+from wanma.job.errors import WanmaError
+from wanma.planner.calibration.framework_benchmarks import fitted_program
+from wanma.planner.calibration.host_benchmarks import fitted_host
+from wanma.planner.hardware_model.calibration import Measured, Operator, Point
+from wanma.planner.hardware_model.collective_time import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    reduce_scatter_seconds,
+    send_seconds,
+)
+from wanma.planner.hardware_model.model import AttentionCurve, Chip, Link, Machine, ProductCurve
+from wanma.planner.hardware_model.operator_time import attention_seconds, product_seconds
+
+FILLS = (0.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0, 1536.0, 2560.0)
+SHARES = tuple(0.01 * percent for percent in range(2, 101))
+LATENCIES = tuple(1e-6 * 10 ** (step / 6) for step in range(25))
+RAMPS = (0.0, 1e3, 1e4, 1e5, 3e5, 1e6, 3e6, 1e7, 3e7)
+"""Among which the best numbers of a curve are looked for."""
+
+CPU_TILES = ((16, 16, 1.0),)
+"""Its libraries pad to the width of a vector register, and lose next to nothing."""
+
+_T = TypeVar("_T")
+
+
+def fitted_machine(
+    name: str,
+    points: Sequence[Point],
+    ranks: int,
+    *,
+    processors: int | None,
+    known: Chip | None = None,
+    shared: float = 1.0,
+) -> Machine:
+    """The machine that forecasts `points` best.
+
+    Args:
+        name: of the device.
+        ranks: that measured together.
+        processors: multiprocessors of an accelerator; None: a CPU.
+        known: the device's peaks and bandwidth, with curves for what was not measured. None: its peak is the
+            best that was measured.
+        shared: as of `Machine.shared`.
+
+    Raises:
+        WanmaError: there are no products, streams or dispatch among the points.
+    """
+    if missing := {"product", "stream", "dispatch"} - {point.operator for point in points}:
+        raise WanmaError(
+            f"the measurements of {name} lack {' and '.join(sorted(missing))}",
+            "measure again, with more --seconds",
+        )
+    plain = Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0), sustained=1.0)
+    # A measurement of seconds does not show what hours of load do to the clock: that stays as it was.
+    chip = replace(known or plain, name=name, sustained=1.0)
+    dispatch = median(point.seconds / point.shape[0] for point in points if point.operator == "dispatch")
+    if processors is None:
+        # A kernel runs in the thread that issues it: its dispatch comes before it, and beside nothing.
+        chip = replace(chip, tiles=CPU_TILES, multiprocessors=1, launch_seconds=dispatch)
+    else:
+        chip = replace(chip, multiprocessors=processors)
+    is_peak_known = known is not None
+    chip = _with_bandwidth(chip, points, is_peak_known)
+    chip = _with_attention(_with_products(chip, points, is_peak_known), points)
+    machine = Machine(
+        replace(chip, sustained=known.sustained if known is not None else 1.0),
+        (Link(ranks, 0.0, 1.0),),
+        dispatch_seconds=0.0 if processors is None else dispatch,
+        start_seconds=0.0,
+        shared=shared,
+        host=fitted_host(points),
+    )
+    if ranks > 1:
+        machine = _with_links(machine, points, ranks)
+    return replace(machine, program=fitted_program(machine, points))
+
+
+def with_collectives(measured: Measured, points: Sequence[Point]) -> Measured:
+    """`measured` with these points in place of its own of the same collectives, and links fitted to all.
+
+    Args:
+        points: all-reduces among them.
+
+    Raises:
+        WanmaError: there are no all-reduces.
+    """
+    new = {point.operator for point in points}
+    merged = (*(point for point in measured.points if point.operator not in new), *points)
+    machine = _with_links(measured.machine, merged, measured.ranks)
+    return replace(measured, machine=machine, points=merged)
+
+
+def _with_bandwidth(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
+    """The rate of streams that are longer than their launch."""
+    streams = [point for point in points if point.operator == "stream"]
+    rates = [
+        point.shape[0] / (point.seconds - chip.launch_seconds)
+        for point in streams
+        if point.seconds > 2 * chip.launch_seconds
+    ]
+    if not rates:
+        raise WanmaError(f"{chip.name}: no stream took longer than its launch", "measure it at rest")
+    if not is_peak_known:
+        return replace(chip, bandwidth_bytes_per_second=median(rates), bandwidth_share=1.0)
+    # The longest: what is shorter stays in a cache.
+    return replace(chip, bandwidth_share=min(rates[-1] / chip.bandwidth_bytes_per_second, 1.0))
+
+
+def _with_products(chip: Chip, points: Sequence[Point], is_peak_known: bool) -> Chip:
+    """A curve for every precision that was measured; the others keep theirs."""
+    for name, own in _by_precision(points, "product"):
+        peaks = dict(chip.peak_flops_per_second)
+        if not is_peak_known:
+            peaks[name] = max(2.0 * math.prod(point.shape) / point.seconds for point in own)
+        elif name not in peaks:
+            continue  # of what nobody says that the device computes in it, no share can be stated
+        chip = replace(chip, peak_flops_per_second=peaks)
+
+        def with_curve(share: float, fill: float, chip: Chip = chip, name: str = name) -> Chip:
+            return replace(chip, products={**chip.products, name: ProductCurve(share, fill)})
+
+        def seconds(tried: Chip, point: Point, name: str = name) -> float:
+            m, n, k = point.shape
+            return product_seconds(tried, m, n, k, name)
+
+        chip = _best(itertools.starmap(with_curve, itertools.product(SHARES, FILLS)), seconds, own)
+    return chip
+
+
+def _with_attention(chip: Chip, points: Sequence[Point]) -> Chip:
+    for name, forward in _by_precision(points, "attention"):
+        if name not in chip.products:
+            continue
+        ((_, backward),) = (pair for pair in _by_precision(points, "attention_backward") if pair[0] == name)
+
+        def with_curve(curve: AttentionCurve, chip: Chip = chip, name: str = name) -> Chip:
+            return replace(chip, attention_in={**chip.attention_in, name: curve})
+
+        def seconds(tried: Chip, point: Point, name: str = name) -> float:
+            sequences, length, heads, width = point.shape
+            back = point.operator == "attention_backward"
+            return attention_seconds(
+                tried, sequences, length, length, heads, width, backward=back, precision=name
+            )
+
+        curves = (AttentionCurve(share, fill, 1.0) for share, fill in itertools.product(SHARES, FILLS))
+        chip = _best(map(with_curve, curves), seconds, forward)
+        found = chip.attention_in[name]
+        tries = (with_curve(replace(found, backward=0.02 * step), chip) for step in range(1, 101))
+        chip = _best(tries, seconds, backward)
+    return chip
+
+
+def _with_links(machine: Machine, points: Sequence[Point], ranks: int) -> Machine:
+    """One level that joins the ranks: by all-reduces, and how the other collectives compare with these."""
+    by_name = {
+        name: [point for point in points if point.operator == name and point.shape[0] == ranks]
+        for name in _COLLECTIVES
+    }
+    if not by_name["all_reduce"]:
+        raise WanmaError(f"the measurements of {machine.chip.name} lack all_reduce", "measure again")
+    base = _best_link(machine, by_name.pop("all_reduce"), ranks, RAMPS)
+    factors = {}
+    for name, own in by_name.items():
+        if own:
+            found = _best_link(machine, own, ranks, (base.ramp_bytes,))
+            latency = found.latency_seconds / base.latency_seconds
+            factors[name] = latency, base.bandwidth_bytes_per_second / found.bandwidth_bytes_per_second
+    return replace(machine, links=(base,), collective_factors=factors)
+
+
+def _best_link(machine: Machine, points: Sequence[Point], ranks: int, ramps: Iterable[float]) -> Link:
+    fastest = max(point.shape[1] / point.seconds for point in points)
+    rates = [fastest * 2 ** (step / 4) for step in range(-4, 17)]
+    grid = itertools.product(LATENCIES, rates, ramps)
+    tries = (replace(machine, links=(Link(ranks, *numbers),)) for numbers in grid)
+    return _best(tries, _collective_seconds, points).links[0]
+
+
+def forecast_of_collective(machine: Machine, operator: Operator, ranks: int, size_bytes: float) -> float:
+    """Seconds that forecasts take a collective to last.
+
+    Args:
+        operator: one of `collectives.measure.COLLECTIVES`.
+    """
+    return _COLLECTIVES[operator](machine, Group(ranks), size_bytes)
+
+
+def _collective_seconds(machine: Machine, point: Point) -> float:
+    return forecast_of_collective(machine, point.operator, *point.shape)
+
+
+_COLLECTIVES: dict[str, Callable[[Machine, Group, float], float]] = {
+    "all_reduce": all_reduce_seconds,
+    "all_gather": all_gather_seconds,
+    "reduce_scatter": reduce_scatter_seconds,
+    "tensor_gather": partial(all_gather_seconds, of="tensor_gather"),
+    "tensor_scatter": partial(reduce_scatter_seconds, of="tensor_scatter"),
+    "all_to_all": all_to_all_seconds,
+    "send": lambda machine, _, size: send_seconds(machine, 1, size),
+}
+
+
+def _by_precision(points: Sequence[Point], operator: str) -> list[tuple[str, list[Point]]]:
+    own = [point for point in points if point.operator == operator]
+    names = dict.fromkeys(point.precision for point in own)
+    return [(name, [point for point in own if point.precision == name]) for name in names]
+
+
+def _best(tries: Iterable[_T], seconds: Callable[[_T, Point], float], points: Sequence[Point]) -> _T:
+    """The one whose times are nearest to those measured: least squares of the ratios' logarithms."""
+
+    def error(tried: _T) -> float:
+        return sum(math.log(seconds(tried, point) / point.seconds) ** 2 for point in points)
+
+    return min(tries, key=error)

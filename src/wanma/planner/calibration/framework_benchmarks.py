@@ -1,0 +1,79 @@
+"""What a program takes of a CPU beside its kernels, measured: a decoder so small that little else is left.
+
+    for operator, plan in plans(ranks).items():
+        ...                                        # seconds of one of MICRO_BATCHES of `DIMENSIONS`
+    program = fitted_program(machine, points)      # what forecasts use
+
+Single operators, one after the other, show less than half of it: around each there are modules, views, and
+what autograd notes; around a block that is split, gathered or reduced, the work of torch's DTensor and FSDP2.
+What a forecast without it lacks of the time measured is what it is. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.cost.decoder import step_anatomy
+from wanma.planner.hardware_model.calibration import Operator, Point
+from wanma.planner.hardware_model.model import Machine, Program
+
+BLOCKS = 4
+DIMENSIONS = DecoderDimensions(layers=BLOCKS, hidden=32, heads=4, kv_heads=4, feed_forward=64, vocabulary=64)
+SEQUENCE = 16
+MICRO_BATCHES = 100
+"""Of a step: what is done once counts for next to nothing."""
+
+_PLAIN: Operator = "blocks"
+_FIELDS: Mapping[Operator, str] = {
+    "blocks_tensor": "tensor_seconds",
+    "blocks_gradients": "gradients_seconds",
+    "blocks_parameters": "parameters_seconds",
+}
+
+
+def plans(ranks: int) -> dict[Operator, Plan]:
+    """What `ranks` of a CPU measure together, a micro-batch of one sequence under each."""
+    found = {_PLAIN: _plan(dp_replicate=ranks)}
+    if ranks > 1:
+        if ranks % 2 == 0:
+            found["blocks_tensor"] = _plan(tp=2, dp_replicate=ranks // 2, sequence=True)
+        found["blocks_gradients"] = _plan(dp_shard=ranks, shard="gradients")
+        found["blocks_parameters"] = _plan(dp_shard=ranks, shard="parameters")
+    return found
+
+
+def _plan(**settings: object) -> Plan:
+    return replace(Plan(micro_batch=1, device="cpu", precision="fp32"), **settings)  # type: ignore[arg-type]
+
+
+def fitted_program(machine: Machine, points: Sequence[Point]) -> Program:
+    """What `machine` lacks for these points' times.
+
+    Args:
+        machine: with its other curves and links fitted; what it says of programs does not count.
+    """
+    taken = {point.operator: (point.shape[0], point.seconds) for point in points}
+    if _PLAIN not in taken:
+        return Program()
+    ranks, seconds = taken[_PLAIN]
+    ways = plans(ranks)
+    without = micro_batch_seconds(replace(machine, program=Program()), ways[_PLAIN])
+    of_each = micro_batch_seconds(replace(machine, program=Program(kernel_seconds=1.0)), ways[_PLAIN])
+    program = Program(kernel_seconds=max(seconds - without, 0.0) / (of_each - without))
+    extra = {
+        name: max(taken[operator][1] - micro_batch_seconds(replace(machine, program=program), plan), 0.0)
+        / BLOCKS
+        for operator, plan in ways.items()
+        if (name := _FIELDS.get(operator)) is not None and operator in taken
+    }
+    return replace(program, **extra)
+
+
+def micro_batch_seconds(machine: Machine, plan: Plan) -> float:
+    """Forecast of one micro-batch of the small decoder, forward and backward."""
+    batch = MICRO_BATCHES * plan.data_ranks
+    (cost,) = step_anatomy(DIMENSIONS, SEQUENCE, plan, batch, machine).costs
+    return cost.seconds

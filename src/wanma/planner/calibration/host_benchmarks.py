@@ -1,0 +1,136 @@
+"""What is behind a device, measured: its link to the host, the host's memory, mapped files, the disk.
+
+    for operator, shape, make in host_cases(device, folder):
+        run = make()                # prepares; `run()` is then one copy
+    host = fitted_host(points)      # what forecasts use
+
+Files are used as plans that offload to disk use them (`parallel.scratch`): copied into and out of, and let go
+of after each copy, while the kernel may keep their pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wanma.planner.hardware_model.calibration import Operator, Point
+from wanma.planner.hardware_model.model import Host
+
+if TYPE_CHECKING:
+    import torch
+
+COPIED_BYTES = 1 << 25
+"""In one copy: as many as a few matrices have, and more than a cache holds."""
+
+STREAMED_BYTES = 1 << 28
+"""More than the caches of a large processor hold."""
+FRESH_TENSORS = 32
+"""Made at once."""
+
+Make = Callable[[], Callable[[], object]]
+
+_FIELDS: dict[Operator, str] = {
+    "to_host": "link_bytes_per_second",
+    "host_stream": "memory_bytes_per_second",
+    "file_read": "file_read_bytes_per_second",
+    "file_write": "file_write_bytes_per_second",
+    "fresh": "fresh_bytes_per_second",
+    "disk": "disk_bytes_per_second",
+}
+
+
+def host_cases(device: torch.device, folder: Path) -> Iterator[tuple[Operator, tuple[int, ...], Make]]:
+    """What can be measured: operator, shape, and what makes a run of it.
+
+    Args:
+        folder: on the disk in question.
+    """
+    if device.type == "cuda":
+        yield "to_host", (COPIED_BYTES,), lambda: _to_host(device)
+    yield "host_stream", (2 * STREAMED_BYTES,), _stream
+    yield "file_write", (COPIED_BYTES,), lambda: _file(folder, writes=True)
+    yield "file_read", (COPIED_BYTES,), lambda: _file(folder, writes=False)
+    if (trim := heap_trim()) is not None:
+        yield "fresh", (FRESH_TENSORS * COPIED_BYTES // 8,), lambda: _fresh(trim)
+    yield "disk", (COPIED_BYTES,), lambda: _disk(folder)
+
+
+def fitted_host(points: Sequence[Point]) -> Host:
+    """The rates of `points`; as a catalogue's machine where nothing of a host is among them."""
+    rates: dict[str, Any] = {
+        _FIELDS[point.operator]: point.shape[0] / point.seconds
+        for point in points
+        if point.operator in _FIELDS
+    }
+    return replace(Host(), **rates, doubt=0.0) if rates else Host()
+
+
+def heap_trim() -> Callable[[int], int] | None:
+    """Of the GNU C library, what gives freed memory back to the kernel; None of others, which have none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def _fresh(trim: Callable[[int], int]) -> Callable[[], object]:
+    """Tensors that are made and freed in one go, as a step's activations are."""
+    import torch
+
+    def run() -> None:
+        made = [torch.ones(COPIED_BYTES // 32) for _ in range(FRESH_TENSORS)]
+        made.clear()
+        trim(0)
+
+    return run
+
+
+def _to_host(device: torch.device) -> Callable[[], object]:
+    import torch
+
+    content = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    place = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    return lambda: place.copy_(content, non_blocking=True)
+
+
+def _stream() -> Callable[[], object]:
+    """One operand read and written where it is, by the processors."""
+    import torch
+
+    x = torch.ones(STREAMED_BYTES // 4)
+    return lambda: x.mul_(1.0)
+
+
+def _file(folder: Path, *, writes: bool) -> Callable[[], object]:
+    import torch
+
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(COPIED_BYTES)
+        mapped = mmap.mmap(file.fileno(), COPIED_BYTES)
+    place = torch.frombuffer(mapped, dtype=torch.uint8)
+    content = torch.ones(COPIED_BYTES, dtype=torch.uint8)
+    place.copy_(content)
+
+    def run() -> None:
+        if writes:
+            place.copy_(content)
+        else:
+            content.copy_(place)
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+    return run
+
+
+def _disk(folder: Path) -> Callable[[], object]:
+    content = os.urandom(COPIED_BYTES)  # some disks squeeze what repeats itself
+
+    def run() -> None:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    return run

@@ -1,0 +1,52 @@
+"""The machine that a measurement runs on: its plainest plan, and what to call it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from wanma.hardware.discovery.resource_limits import cpu_model
+from wanma.job.cluster import Node
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+
+
+def rank_counts(node: Node, asked: Sequence[int], *, least: int = 1, uses_gpus: bool = True) -> list[int]:
+    """Numbers of ranks to measure with, rising; by default powers of two up to its GPUs or cores.
+
+    Args:
+        least: that a measurement takes.
+        uses_gpus: where it has some: a rank each. More ranks than cores share those.
+
+    Raises:
+        JobError: a number of ranks that the machine does not have.
+    """
+    gpus = len(node.devices) if uses_gpus else 0
+    most = gpus or node.cores
+    if asked:
+        if min(asked) < least:
+            words = "one rank" if least == 1 else f"{least} ranks"
+            raise JobError(f"--ranks {min(asked)}: a measurement takes at least {words}")
+        if gpus and max(asked) > most:
+            raise JobError(f"--ranks {max(asked)}: this machine has {most} GPUs", f"give at most {most}")
+        return sorted(set(asked))
+    return [1 << power for power in range(most.bit_length()) if 1 << power >= least] or [least]
+
+
+def plainest_plan(node: Node, ranks: int, machines: int = 1, *, uses_gpus: bool = True) -> Plan:
+    """Replicas alone, so many ranks on each of so many machines like this one."""
+    device = "cuda" if node.devices and uses_gpus else "cpu"
+    threads = max(node.cores // ranks, 1)
+    return Plan(dp_replicate=ranks * machines, device=device, threads_per_rank=threads)
+
+
+def device_name(node: Node, plan: Plan) -> str:
+    """As a calibration calls it."""
+    return node.devices[0].name if plan.device == "cuda" else cpu_model()
+
+
+def machine_text(node: Node) -> str:
+    """Devices, processor and versions that were measured, in words; each once."""
+    processor = "" if cpu_model() in str(node) else f"{cpu_model()}, {node.cores} cores, "
+    return f"{node}, {processor}{platform.system()} {platform.release()}, torch {version('torch')}"

@@ -1,0 +1,271 @@
+"""Operators and collectives measured one by one on the device at hand, by all ranks at the same time.
+
+What ranks share (a memory, cores, links) is then shared as in training. What the times mean is `fitting`'s
+affair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from wanma.collectives.measurement.microbenchmark import COLLECTIVES, collective_seconds
+from wanma.planner.calibration.host_benchmarks import host_cases
+from wanma.planner.calibration.round_robin import added_up, in_turn
+from wanma.planner.hardware_model.calibration import Operator, Point
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+EMULATED_FACTOR = 3.0
+"""Time of a small product over that of one in 64 bits, beyond which it is emulated, and nobody trains so."""
+
+# (m, n, k). A step has products with many rows and two sides of a matrix, and for the weights' gradients with
+# many terms; small ones show what starting one costs.
+CPU_PRODUCTS = (
+    (64, 64, 64),
+    (64, 512, 512),
+    (256, 128, 128),
+    (256, 512, 512),
+    (1024, 128, 128),
+    (1024, 512, 512),
+    (2048, 1024, 384),
+    (1024, 1024, 1024),
+    (1024, 4096, 512),
+)
+GPU_PRODUCTS = (
+    (128, 4096, 4096),
+    (512, 4096, 4096),
+    (1024, 1024, 1024),
+    (2048, 2048, 2048),
+    (4096, 4096, 1024),
+    (4096, 4096, 4096),
+    (8192, 8192, 2048),
+    (8192, 8192, 8192),
+)
+CPU_STREAMS = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Elements of an operand."""
+GPU_STREAMS = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+# (sequences, queries, heads, width of one)
+CPU_ATTENTION = ((8, 64, 4, 32), (4, 256, 4, 64), (2, 512, 8, 64), (1, 1024, 8, 64))
+GPU_ATTENTION = ((8, 1024, 16, 128), (4, 2048, 16, 128), (2, 4096, 16, 128), (1, 8192, 16, 128))
+DISPATCHED = 64
+"""Small operators in a row, by which dispatch is measured."""
+CPU_BUFFERS = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes that a collective takes."""
+GPU_BUFFERS = (1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 29)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What was measured, the same on every rank."""
+
+    points: tuple[Point, ...]
+    disturbed: int
+    """Of them, those without enough rounds in which other programs left the machine alone."""
+
+
+def measure(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    precisions: tuple[str, ...],
+    seconds: float,
+    shared: float = 1.0,
+    folder: Path | None = None,
+    more: Sequence[Case] = (),
+) -> Measurements:
+    """Measure every operator, those that compute in each of `precisions`, and every collective of `group`.
+
+    All are run in turn, several times over: other work on the machine comes and goes by seconds.
+
+    Args:
+        group: all its ranks call this; their devices are of one kind. A single rank measures no collectives.
+        precisions: what this device only emulates is left out.
+        seconds: for all rounds, about; up to as many again where other programs disturb them.
+        shared: threads of all ranks for each core of a CPU.
+        folder: on the disk to measure; None: neither that nor the host's memory is.
+        more: to measure beside these.
+    """
+    native = _native(group, device, precisions)
+    cases = [*_cases(group, device, native, shared), *more]
+    if folder is not None:
+        # By the wall's clock: a disk is waited for.
+        cases += [
+            Case(operator, shape, "", _timed(device, 1.0, make))
+            for operator, shape, make in host_cases(device, folder)
+        ]
+    taken = in_turn(cases, seconds, group)
+    points = tuple(
+        Point(case.operator, case.shape, one.seconds, case.precision)
+        for case, one in zip(cases, taken, strict=True)
+    )
+    return Measurements(points, sum(one.is_disturbed for one in taken))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator or collective, yet to be measured."""
+
+    operator: Operator
+    shape: tuple[int, ...]
+    precision: str
+    measure: Callable[[float], float]
+    """As of `in_turn.Measurable`."""
+
+
+def _cases(
+    group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...], shared: float
+) -> Iterator[Case]:
+    on_cpu = device.type == "cpu"
+    timed = partial(_timed, device, shared)
+    products, streams, attentions, buffers = (
+        (CPU_PRODUCTS, CPU_STREAMS, CPU_ATTENTION, CPU_BUFFERS)
+        if on_cpu
+        else (GPU_PRODUCTS, GPU_STREAMS, GPU_ATTENTION, GPU_BUFFERS)
+    )
+    largest = max(max(m * n, m * k, n * k) for m, n, k in products)
+    for name in precisions:
+        # Operands are parts of one buffer, so that numbers are drawn only once.
+        noise = torch.randn(3 * largest, device=device).to(DTYPES[name])
+        for shape in products:
+            yield from _products(noise, shape, name, timed)
+        for of_attention in attentions:
+            yield from _attention(device, of_attention, name, timed)
+    for elements in streams:
+        yield Case("stream", (2 * 4 * elements,), "", timed(partial(_stream, device, elements)))
+    yield Case("dispatch", (DISPATCHED,), "", timed(partial(_dispatch, device)))
+    if group.size() == 1:
+        return
+    for collective in COLLECTIVES:
+        for size in buffers:
+            run = partial(collective_seconds, collective, size, group, device)
+            yield Case(collective, (group.size(), size), "", run)
+
+
+def _products(noise: Tensor, shape: tuple[int, int, int], name: str, timed: _Timing) -> Iterator[Case]:
+    """A linear layer's three: forward, the gradient of its input, and that of its weight; the matrices lie
+    as they do there."""
+    m, n, k = shape
+    third = len(noise) // 3
+    x, weight, gradient = (
+        noise[number * third :][: rows * columns].view(rows, columns)
+        for number, (rows, columns) in enumerate(((m, k), (n, k), (m, n)))
+    )
+    yield Case("product", (m, n, k), name, timed(lambda: lambda: F.linear(x, weight)))
+    yield Case("product", (m, k, n), name, timed(lambda: lambda: gradient @ weight))
+    yield Case("product", (n, k, m), name, timed(lambda: lambda: gradient.t() @ x))
+
+
+def _attention(
+    device: torch.device, shape: tuple[int, int, int, int], name: str, timed: _Timing
+) -> Iterator[Case]:
+    def parts() -> list[Tensor]:
+        made = (torch.randn(shape, device=device, dtype=DTYPES[name], requires_grad=True) for _ in range(3))
+        return [part.transpose(1, 2) for part in made]
+
+    def forward() -> Callable[[], object]:
+        query, key, value = parts()
+        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def backward() -> Callable[[], object]:
+        query, key, value = parts()
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        gradient = torch.randn_like(attended)
+        return lambda: torch.autograd.grad(attended, (query, key, value), gradient, retain_graph=True)
+
+    yield Case("attention", shape, name, timed(forward))
+    yield Case("attention_backward", shape, name, timed(backward))
+
+
+def _stream(device: torch.device, elements: int) -> Callable[[], object]:
+    """One operand read and one written, into memory that the allocator gives each time anew."""
+    x = torch.ones(elements, device=device)
+    return lambda: x * 0.5
+
+
+def _dispatch(device: torch.device) -> Callable[[], object]:
+    """Small operators under autograd, forward and backward, as an eager program issues them."""
+    x = torch.ones(64, device=device, requires_grad=True)
+
+    def run() -> None:
+        y = x
+        for _ in range(DISPATCHED // 2):
+            y = y * 0.5
+        torch.autograd.grad(y, x, x.detach())
+
+    return run
+
+
+_Timing = Callable[[Callable[[], Callable[[], object]]], Callable[[float], float]]
+"""`_timed` for one device."""
+
+
+def _timed(
+    device: torch.device, shared: float, make: Callable[[], Callable[[], object]]
+) -> Callable[[float], float]:
+    """What measures what `make` prepares."""
+
+    def measure_for(seconds: float) -> float:
+        run = make()
+        run()  # the first one also builds its kernel
+        return _for_so_long(run, seconds, shared) if device.type == "cpu" else _so_often(run, seconds)
+
+    return measure_for
+
+
+def _for_so_long(run: Callable[[], object], seconds: float, shared: float) -> float:
+    """Seconds of one of the runs that fill `seconds`, all ranks being busy for as long.
+
+    Where they are more than cores, a rank's clock depends on whether the others have begun and on whose turn
+    it is: what it computed with, times how many share a core, does not.
+    """
+    clock = time.perf_counter if shared <= 1 else time.process_time
+    count, start, began = 0, time.perf_counter(), clock()
+    while time.perf_counter() - start < seconds or not count:
+        run()
+        count += 1
+    return (clock() - began) * max(shared, 1.0) / count
+
+
+def _so_often(run: Callable[[], object], seconds: float) -> float:
+    """Likewise on a device that works behind the host's back."""
+
+    def repeat(times: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / times
+
+    return repeat(max(1, int(seconds / max(repeat(1), 1e-9))))
+
+
+def _native(group: dist.ProcessGroup, device: torch.device, precisions: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that this device computes in rather than emulates: a product is no slower than in 64 bits."""
+    if device.type != "cpu":
+        return precisions
+    plain = _product_seconds(torch.float64)
+    emulated = [float(_product_seconds(DTYPES[name]) > EMULATED_FACTOR * plain) for name in precisions]
+    counts = added_up(emulated, group)
+    return tuple(name for name, count in zip(precisions, counts, strict=True) if 2 * count < group.size())
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    """Of a small product, at its best of many: others may be busy."""
+    x = torch.ones(256, 256, dtype=dtype)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        torch.mm(x, x)
+        return time.perf_counter() - start
+
+    seconds()  # the first one builds its kernel
+    return min(seconds() for _ in range(10))

@@ -1,0 +1,494 @@
+"""What one block and the ends of a decoder cost on one rank: products, attention, streaming, communication.
+
+For one micro-batch and layer, as `tp`, `cp` and `ep` leave it. How the pieces overlap and add up to a step
+is `decoder`'s affair. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.hardware_model.collective_time import (
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    reduce_scatter_seconds,
+    routed_seconds,
+    send_seconds,
+)
+from wanma.planner.hardware_model.model import Machine
+from wanma.planner.hardware_model.operator_time import (
+    ELEMENT_BYTES,
+    attention_seconds,
+    product_seconds,
+    streaming_seconds,
+)
+
+
+@dataclass(frozen=True)
+class Software:
+    """Habits of the program that trains; those of our own runtime are the defaults."""
+
+    architecture: Literal["llama", "gpt"] = "llama"
+    """Around the matrices: RMS normalisation and rotary positions; or layer normalisation, biases, dropout
+    and learned positions. How many matrices a feed-forward network has, the model's dimensions say."""
+    attention: Literal["fused", "scores"] = "fused"
+    """'scores': every score is kept in memory, and computed also where a causal model needs none."""
+    attention_efficiency: float = 1.0
+    """Rate of the fused kernel next to the measured one's."""
+    fused: bool = False
+    """Operators between the products are fused by a compiler or by hand."""
+    channels_last: bool = False
+    """A pixel's channels lie together, as tensor cores' convolutions want them; else each of these turns its
+    tensors round before and after (NVIDIA, "Convolutional Layers User's Guide", "Tensor Layouts In
+    Memory")."""
+    graphs: bool = False
+    """The host replays whole steps (CUDA graphs), and is never behind."""
+    selective: Literal["products", "attention"] = "products"
+    """What selective recompute runs again: every second product (`models.costly`), or attention's core
+    (Korthikanti et al. 2022, section 5)."""
+    product_precision: str | None = None
+    """Of the blocks' products, where the plan does not say ('nvfp4')."""
+    splits_experts: bool = True
+    """`tp` splits each expert's matrices as all others; else `ep` goes over the ranks of `tp` too, and an
+    expert is whole on one rank (Megatron's expert tensor parallel of 1)."""
+    fuses_experts: bool = True
+    """All experts of a rank in one kernel; else each has its own for every product, and for every cast."""
+    routes_once: bool = False
+    """A token is sent to a rank only once, however many of its experts are there (DeepEP); else for each."""
+    expert_overlap: bool = False
+    """Tokens are exchanged while another micro-batch computes."""
+    frozen: bool = False
+    """The blocks' matrices are not trained, but narrow adapters beside them (LoRA)."""
+    rounds_frozen: bool = True
+    """Frozen weights are held in the precision that computes, and once (`parallel.frozen_weights`); else in
+    that of trained ones, as users' modules are."""
+    tensor_overlap: float = 0.0
+    """Share of tensor parallel's communication that is hidden behind the products it belongs to."""
+    data_overlap: bool = True
+    """Gradients are reduced while backward runs."""
+    gradient_bytes: int = 4
+    """Of one element as it is reduced."""
+    optimizer_bytes: int = 42
+    """Moved per parameter and step: AdamW reads a gradient, a master weight and two moments and writes three
+    of them and a copy in 16 bits (30), after a norm over gradients (4) and clipping them (8). Of other rules
+    see `update`."""
+    optimizer_flops: float = 0.0
+    """Of products in 16 bits, likewise (`update.Update`)."""
+    optimizer_exchanged_bytes: float = 0.0
+    """Of whole matrices, likewise."""
+    state_bytes: float = 8.0
+    """Kept by the optimizer for each parameter: of AdamW two moments in 32 bits."""
+    loss_bytes: int = 28
+    """Moved per logit, forward and backward: a copy in 32 bits, its maximum, sum and gradient, and back."""
+    weights: Literal["shards", "copies"] = "shards"
+    """'shards': of master weights, gathered in the precision that computes (FSDP2). 'copies': whole weights
+    in 16 bits with whole gradients, and master weights as a part of the optimizer's state (Megatron)."""
+    accumulated_bytes: int = 4
+    """Of one element of whole gradients, between micro-batches."""
+    adds_in_product: bool = False
+    """A product adds its result to the gradient of the micro-batches before; else another kernel does."""
+    waits_for_sends: bool = False
+    """Of a pipeline whose ranks have several stages: a rank computes nothing while it sends and receives."""
+    unused_factor: float = 1.0
+    """What the allocator holds beside what is used, over what is usual for it (`calibration.Corrections`)."""
+    empty_gradients: bool = False
+    """Where a product adds its gradient to the whole one itself, autograd is given an empty tensor of the
+    weight's size instead, of which one is kept for each shape (Transformer Engine)."""
+    regathers: bool = False
+    """Under sequence parallelism a product keeps its part of its input and gathers the rest once more in
+    backward (Korthikanti et al. 2022, section 4.2.2); else it keeps all of it."""
+    boundary_buffers: bool = True
+    """A stage has a place of its own for what each micro-batch of a step brings to it (torch's pipelines)."""
+    sharing_machines: int = 1
+    """On CPUs: machines, on each of which the ranks of a group exchange tensors in memory that all of them
+    have. 0: over TCP everywhere."""
+    logits_copies: float = 2.0
+    """Of a micro-batch's logits in their precision, at the loss: themselves and their gradient, which in
+    decoders of ours takes their place."""
+
+    def shares_memory(self, plan: Plan) -> tuple[bool, bool]:
+        """Whether the ranks that share a model's state, and all replicas, have memory of one machine."""
+        if plan.device != "cpu" or not self.sharing_machines:
+            return False, False
+        if self.sharing_machines == 1:
+            return True, True
+        on_each, group = plan.world_size // self.sharing_machines, plan.shard_ranks * plan.tp
+        return (group <= on_each and on_each % group == 0), False
+
+    def has_common_weights(self, plan: Plan) -> bool:
+        """Whether ranks that shard weights compute with one copy of them (`parallel.common_weights`)."""
+        return plan.shard_ranks > 1 and plan.offload_parameters == "nothing" and self.shares_memory(plan)[0]
+
+    def holds_frozen_whole(self, plan: Plan) -> bool:
+        """Whether every data rank has all frozen weights of its stage (`parallel.frozen_weights`)."""
+        is_gathered = plan.shard == "parameters" and (plan.pp == 1 or (plan.fp8 and plan.tp == 1))
+        is_gathered |= plan.offload_parameters != "nothing"
+        return self.rounds_frozen and not is_gathered and not self.has_common_weights(plan)
+
+
+CPU_NORM, CPU_JOIN, CPU_SWIGLU, CPU_TURN = (10.0, 18.0), (6.0, 6.0), (12.0, 24.0), (5.0, 6.0)
+CPU_LOSS = (27.0, 23.0)
+CPU_LOSS_16_BITS = (27.0, 35.0)
+"""On a CPU, bytes of forward and backward for each element in 16 bits (of the loss, for each logit): what
+these operators of our own decoder take, over the rate of a plain stream, measured one by one on a core of a
+Xeon with AVX-512. Exponentials and passes over a cache take longer than their bytes."""
+CPU_GELU, CPU_GELU_16_BITS = (16.0, 19.0), (22.0, 29.0)
+"""Likewise, of GELU by tanh, by its time beside SwiGLU's on such a core; in 16 bits its tanh is no faster."""
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Seconds of one block (or end) and micro-batch on one rank."""
+
+    forward: float = 0.0
+    backward_inputs: float = 0.0
+    backward_weights: float = 0.0
+    again: float = 0.0
+    """What recompute runs again, were all of it run again that the plan's policy names."""
+    kernels_forward: int = 0
+    kernels_backward: int = 0
+    kernels_again: int = 0
+    tensor_forward: float = 0.0
+    """Exposed communication of an axis, of forward."""
+    tensor_backward: float = 0.0
+    tensor_again: float = 0.0
+    context_forward: float = 0.0
+    context_backward: float = 0.0
+    expert_forward: float = 0.0
+    expert_backward: float = 0.0
+    kept_bytes: float = 0.0
+    """Activations until backward, of plans that keep something elsewhere; of a block that does not recompute.
+    Of what is no block, logits and what they are made of, which stay."""
+    kept_again_bytes: float = 0.0
+    """Likewise of one that does."""
+
+
+class _Adder:
+    """Operators of one part, summed up as they are named."""
+
+    def __init__(self, machine: Machine, software: Software, plan: Plan) -> None:
+        self.chip, self.software = machine.chip, software
+        self.width = ELEMENT_BYTES[plan.precision] / 2
+        self.is_eager_on_cpu = plan.device == "cpu" and not software.fused
+        self.forward = self.inputs = self.weights = self.again = 0.0
+        self.kernels = [0, 0, 0]
+
+    def product(
+        self, m: float, n: float, k: float, precision: str, *, count: int = 1, again: bool = False
+    ) -> None:
+        trained = not self.software.frozen
+        forward = product_seconds(self.chip, m, n, k, precision, count)
+        self.forward += forward
+        self.inputs += product_seconds(self.chip, m, k, n, precision, count)
+        if trained:
+            self.weights += product_seconds(self.chip, k, n, m, precision, count)
+        launches = 1
+        if ELEMENT_BYTES[precision] < 2:  # operands are scaled and cast, along both of their sides
+            casts = streaming_seconds(self.chip, count * m * k * (2 + 2 * ELEMENT_BYTES[precision]))
+            self.forward += casts
+            forward += casts
+            self.inputs += streaming_seconds(self.chip, count * m * n * (2 + 2 * ELEMENT_BYTES[precision]))
+            launches = 2
+        self.again += forward if again else 0.0
+        self.launch(launches, 2 * launches, launches if again else 0)
+
+    def stream(
+        self, elements: float, forward: float, backward: float, kernels: int = 1, *, again: bool = False
+    ) -> None:
+        """`forward` and `backward`: bytes per element in 16 bits, read and written."""
+        elements *= self.width
+        seconds = streaming_seconds(self.chip, elements * forward, kernels)
+        self.forward += seconds
+        self.inputs += streaming_seconds(self.chip, elements * backward, kernels)
+        self.again += seconds if again else 0.0
+        self.launch(kernels, kernels, kernels if again else 0)
+
+    def sum_gradients(self, elements: float, tensors: int) -> None:
+        """In backward, of a tensor that so many more than one operator took."""
+        seconds = streaming_seconds(self.chip, tensors * elements * self.width * 6.0, tensors)
+        self.inputs += seconds
+        self.launch(0, tensors, 0)
+
+    def attend(self, forward: float, backward: float, kernels: int, *, again: bool) -> None:
+        self.forward += forward
+        self.inputs += backward
+        self.again += forward if again else 0.0
+        self.launch(kernels, kernels, kernels if again else 0)
+
+    def launch(self, *kernels: int) -> None:
+        """Kernels that the host issues in forward, in backward, and in what runs again."""
+        self.kernels = [have + more for have, more in zip(self.kernels, kernels, strict=True)]
+
+    def part(self) -> PartTime:
+        return PartTime(self.forward, self.inputs, self.weights, self.again, *self.kernels)
+
+
+def product_precision(plan: Plan, software: Software) -> str:
+    return software.product_precision or ("fp8" if plan.fp8 else plan.precision)
+
+
+def block_time(
+    dimensions: DecoderDimensions,
+    sequence: int,
+    plan: Plan,
+    machine: Machine,
+    software: Software,
+    *,
+    experts: bool = False,
+) -> PartTime:
+    """One block. Bytes of what streams are per element of the named width, in 16 bits."""
+    add = _Adder(machine, software, plan)
+    hidden, tp = dimensions.hidden, plan.tp
+    tokens = plan.micro_batch * sequence / plan.cp
+    # What lies between the split matrices is computed by every rank of `tp`, or by each for its tokens.
+    between = tokens / tp if plan.sequence else tokens
+    full = plan.recompute == "full"
+    halves = full or (plan.recompute == "selective" and software.selective == "products")
+    precision = product_precision(plan, software)
+
+    # Two normalisations, and two branches that join the residual stream (with bias and dropout in GPT).
+    is_gpt = software.architecture == "gpt"
+    join = (7.0, 5.0) if is_gpt else (6.0, 4.0)
+    # RMS normalisation has no kernel of its own in eager PyTorch: a square, a mean, a root and two products.
+    norm = (4.0, 8.0, 1) if software.fused or is_gpt else (14.0, 24.0, 5)
+    if add.is_eager_on_cpu:
+        join, norm = CPU_JOIN, (*CPU_NORM, 5)
+        # Queries, keys and values, and both halves of SwiGLU, are products of one tensor each.
+        add.sum_gradients(between * hidden, dimensions.network_matrices)
+    for _ in range(2):
+        add.stream(between * hidden, *norm, again=halves)
+        add.stream(between * hidden, *join, 1, again=halves)
+
+    context = _attention(add, dimensions, sequence, plan, machine, software, tokens, precision)
+    expert = 0.0
+    if experts:
+        expert = _experts(add, dimensions, plan, machine, software, tokens, precision)
+    else:
+        _network(add, dimensions.feed_forward, dimensions, plan, software, tokens, precision)
+
+    activation = tokens * hidden * ELEMENT_BYTES[plan.precision]
+    one = _tensor_exchange(machine, plan, activation) * (1 - software.tensor_overlap)
+    # Two exchanges forward and two backward (Shoeybi et al. 2020, section 3); with sequence parallelism
+    # each is a gather and a scatter, which together move as much (Korthikanti et al. 2022, section 4.2.2).
+    return replace(
+        add.part(),
+        tensor_forward=2 * one,
+        tensor_backward=2 * one,
+        tensor_again=2 * one if full else 0.0,
+        context_forward=context,
+        context_backward=2 * context,
+        expert_forward=expert,
+        expert_backward=expert,
+    )
+
+
+def _tensor_exchange(machine: Machine, plan: Plan, moved: float) -> float:
+    group = Group(plan.tp)
+    if plan.sequence:
+        gather = all_gather_seconds(machine, group, moved, of="tensor_gather")
+        return gather + reduce_scatter_seconds(machine, group, moved, of="tensor_scatter")
+    return all_reduce_seconds(machine, group, moved)
+
+
+def _attention(
+    add: _Adder,
+    dimensions: DecoderDimensions,
+    sequence: int,
+    plan: Plan,
+    machine: Machine,
+    software: Software,
+    tokens: float,
+    precision: str,
+) -> float:
+    """Its products and scores; returns the exposed exchange of keys and values under `cp`, of forward."""
+    tp, hidden = plan.tp, dimensions.hidden
+    heads = dimensions.heads / tp
+    kv_heads = max(dimensions.kv_heads / tp, 1.0)
+    full, selective = plan.recompute == "full", plan.recompute == "selective"
+    second = full or (selective and software.selective == "products")
+    if dimensions.is_latent:
+        plain, turned, value = dimensions.head_width, dimensions.rotary_width, dimensions.value_width
+        rank, query_rank = dimensions.key_value_rank, dimensions.query_rank
+        width = plain + turned
+        add.product(tokens, query_rank + rank + turned, hidden, precision, again=full)
+        add.product(tokens, heads * width, query_rank, precision, again=second)
+        add.product(tokens, heads * (plain + value), rank, precision, again=full)
+        add.product(tokens, hidden, heads * value, precision, again=second)
+        add.stream(tokens * (query_rank + rank), 6.0, 10.0, 2, again=second)
+        add.stream(tokens * heads * width, 8.0, 8.0, 3, again=second)
+        kv_heads = heads
+    else:
+        width = value = dimensions.head_width
+        add.product(tokens, (heads + 2 * kv_heads) * width, hidden, precision, again=second)
+        add.product(tokens, hidden, heads * width, precision, again=second)
+        # Rotary positions, in 32 bits, with casts from and to 16; GPT only puts queries, keys and values into
+        # separate tensors.
+        turns = (20.0, 24.0, 5)
+        if software.architecture == "gpt":
+            turns = (2.0, 2.0, 1)
+        elif software.fused:
+            turns = (4.0, 4.0, 2)
+        elif add.width >= 2.0:
+            turns = (*CPU_TURN, 2) if add.is_eager_on_cpu else (4.0, 4.0, 2)
+        add.stream(tokens * (heads + kv_heads) * width, *turns, again=second)
+    chip = machine.chip
+    if software.attention == "scores":
+        scores = plan.micro_batch * heads * sequence * sequence / plan.cp
+        batch = max(round(plan.micro_batch * heads), 1)
+        two = product_seconds(chip, sequence, sequence, width, plan.precision, batch) + product_seconds(
+            chip, sequence, width, sequence, plan.precision, batch
+        )
+        # Scaled, masked, normalised in one kernel; dropout in another, with its mask.
+        forward = two + streaming_seconds(chip, scores * 9.0, 2)
+        add.attend(forward, 2 * two + streaming_seconds(chip, scores * 11.0, 2), 6, again=full or selective)
+        return 0.0
+    forward, backward = (
+        attention_seconds(
+            chip,
+            plan.micro_batch,
+            sequence / plan.cp,
+            sequence,
+            heads,
+            width,
+            kv_heads=kv_heads,
+            value_width=value,
+            backward=backward,
+            efficiency=software.attention_efficiency,
+            precision=plan.precision,
+        )
+        for backward in (False, True)
+    )
+    add.attend(forward, backward, 1, again=full or (selective and software.selective == "attention"))
+    if plan.cp == 1:
+        return 0.0
+    element = ELEMENT_BYTES[plan.precision]
+    keys_and_values = tokens * kv_heads * (width + value) * element
+    if plan.context == "all_to_all":
+        # Queries, keys and values on the way there, the output on the way back.
+        moved = keys_and_values + tokens * heads * (width + value) * element
+        return all_to_all_seconds(machine, Group(plan.cp, tp), moved)
+    step = send_seconds(machine, tp, keys_and_values)
+    if plan.device == "cpu":  # the cores that compute also send
+        return (plan.cp - 1) * step
+    # Each step's keys travel while those before are used; the first are there.
+    return max(0.0, (plan.cp - 1) * (step - forward / plan.cp))
+
+
+def _network(
+    add: _Adder,
+    width: int,
+    dimensions: DecoderDimensions,
+    plan: Plan,
+    software: Software,
+    tokens: float,
+    precision: str,
+) -> None:
+    wide = width / plan.tp
+    full = plan.recompute == "full"
+    half = full or (plan.recompute == "selective" and software.selective == "products")
+    into = dimensions.network_matrices - 1
+    add.product(tokens, into * wide, dimensions.hidden, precision, again=full)
+    add.product(tokens, dimensions.hidden, wide, precision, again=half)
+    _activation(add, tokens * wide, dimensions, software, again=half)
+
+
+def _activation(
+    add: _Adder, elements: float, dimensions: DecoderDimensions, software: Software, *, again: bool
+) -> None:
+    """SiLU of one half times the other; or GELU, in GPT after a bias."""
+    if dimensions.activation_function == "gelu":
+        alone = (4.0, 6.0, 1)
+        if add.is_eager_on_cpu:
+            alone = (*(CPU_GELU_16_BITS if add.width == 1.0 else CPU_GELU), 1)
+        with_bias = software.architecture == "gpt" and not software.fused
+        add.stream(elements, *((8.0, 10.0, 2) if with_bias else alone), again=again)
+    elif add.is_eager_on_cpu:
+        add.stream(elements, *CPU_SWIGLU, 2, again=again)
+    else:
+        add.stream(elements, *((6.0, 10.0, 1) if software.fused else (10.0, 16.0, 2)), again=again)
+
+
+def _experts(
+    add: _Adder,
+    dimensions: DecoderDimensions,
+    plan: Plan,
+    machine: Machine,
+    software: Software,
+    tokens: float,
+    precision: str,
+) -> float:
+    """Router, experts and shared experts; returns the exchange of tokens under `ep`, of forward."""
+    hidden, choices = dimensions.hidden, dimensions.experts_per_token
+    full = plan.recompute == "full"
+    again = full or (plan.recompute == "selective" and software.selective == "products")
+    local = max(dimensions.experts // plan.ep, 1)
+    parts = plan.tp if software.splits_experts else 1
+    routed = tokens * parts / plan.tp
+    rows = routed * choices
+    wide = dimensions.expert_width / parts
+    add.product(routed, dimensions.experts, hidden, plan.precision, again=full)
+    add.stream(routed * dimensions.experts, 24.0, 24.0, 8, again=again)
+    # Tokens are put into the order of their experts, and back, on both sides of the exchange.
+    # Where a token is sent to a rank only once, the exchange itself does so on one side.
+    sides = 8.0 if plan.ep > 1 and not software.routes_once else 4.0
+    add.stream(rows * hidden, sides, sides, 4, again=full)
+    add.stream(rows * hidden, 6.0, 6.0, 2, again=full)
+    add.product(rows / local, 2 * wide, hidden, precision, count=local, again=full)
+    add.product(rows / local, hidden, wide, precision, count=local, again=again)
+    if not software.fuses_experts:
+        # Of two products, each expert's input, weight and gradient are cast on their own, along both sides.
+        extra = 2 * (local - 1) * (6 if ELEMENT_BYTES[precision] < 2 else 1)
+        add.launch(extra, 2 * extra, extra if full else 0)
+    _activation(add, rows * wide, dimensions, software, again=again)
+    if dimensions.shared_experts:
+        _network(
+            add,
+            dimensions.shared_experts * dimensions.expert_width,
+            dimensions,
+            plan,
+            software,
+            tokens,
+            precision,
+        )
+    group, element = Group(plan.ep, parts), ELEMENT_BYTES[plan.precision]
+    if software.routes_once:
+        return 2 * routed_seconds(machine, group, routed * hidden * element, choices)
+    return 2 * all_to_all_seconds(machine, group, rows * hidden * element)
+
+
+def head_time(
+    dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
+) -> PartTime:
+    """The last normalisation, logits in 16 bits and the loss over them."""
+    if dimensions.vocabulary is None:
+        raise ValueError("a forecast needs dimensions with a vocabulary")
+    add = _Adder(machine, software, plan)
+    tokens = plan.micro_batch * sequence / plan.cp
+    logits = dimensions.vocabulary / plan.tp
+    add.stream(tokens * dimensions.hidden, 4.0, 8.0, 2)
+    add.product(tokens, logits, dimensions.hidden, plan.precision)
+    moved = (software.loss_bytes / 2, software.loss_bytes / 2)
+    if plan.device == "cpu":
+        moved = CPU_LOSS_16_BITS if ELEMENT_BYTES[plan.precision] == 2 else CPU_LOSS
+    ahead, back = (one / add.width for one in moved)  # these bytes are in 32 bits already
+    add.stream(tokens * logits, ahead, back, 6)
+    one = _tensor_exchange(machine, plan, tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision])
+    sums = 3 * all_reduce_seconds(machine, Group(plan.tp), tokens * 4)
+    return replace(add.part(), tensor_forward=sums, tensor_backward=one)
+
+
+def embedding_time(
+    dimensions: DecoderDimensions, sequence: int, plan: Plan, machine: Machine, software: Software
+) -> PartTime:
+    """Rows are fetched, and their gradients added up."""
+    add = _Adder(machine, software, plan)
+    tokens = plan.micro_batch * sequence / plan.cp
+    positions = 4.0 if software.architecture == "gpt" else 0.0
+    add.stream(tokens * dimensions.hidden, 4.0 + positions, 8.0 + positions, 2)
+    activation = tokens * dimensions.hidden * ELEMENT_BYTES[plan.precision]
+    return replace(add.part(), tensor_forward=_tensor_exchange(machine, plan, activation))

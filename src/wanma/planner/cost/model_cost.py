@@ -1,0 +1,88 @@
+"""A model as a plan cuts it: what comes before its blocks, kinds of equal blocks, what comes after them.
+
+What a piece costs depends on a few choices of a plan only (`pieces_key`), how they make up stages on others.
+A search therefore computes pieces once for many plans. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from wanma.job.plan.plan import Plan
+from wanma.planner.cost.decoder_layers import PartTime
+from wanma.planner.cost.offload import is_moving
+from wanma.planner.cost.step import Stage
+from wanma.planner.pipeline.schedules import blocks_of_stages
+
+
+class Blocks(NamedTuple):
+    """Equal blocks in a row."""
+
+    part: PartTime
+    """Of one."""
+    number: int
+    """In the whole model."""
+    parameters: float
+    """Of one, before `tp`, on one rank of `ep`."""
+
+
+class End(NamedTuple):
+    """What is no block: an embedding, a head."""
+
+    part: PartTime
+    parameters: float
+
+
+class Pieces(NamedTuple):
+    """Of a model, in its order."""
+
+    before: tuple[End, ...]
+    blocks: tuple[Blocks, ...]
+    after: tuple[End, ...]
+
+
+def pieces_key(plan: Plan) -> tuple[object, ...]:
+    """Plans with the same key have the same pieces, for one model, machine and program."""
+    split = (plan.tp, plan.cp, plan.ep, plan.sequence, plan.context, plan.pp > 1)
+    return (*split, plan.micro_batch, plan.recompute, plan.compile, plan.precision, plan.fp8, is_moving(plan))
+
+
+def counts_of_stages(pieces: Pieces, plan: Plan) -> list[tuple[int, ...]]:
+    """Blocks of each kind in every stage."""
+    ends = list(accumulate(kind.number for kind in pieces.blocks))
+    found, start = [], 0
+    for size in blocks_of_stages(ends[-1] if ends else 0, plan):
+        stop = start + size
+        found.append(
+            tuple(
+                max(min(stop, end) - max(start, end - kind.number), 0)
+                for kind, end in zip(pieces.blocks, ends, strict=True)
+            )
+        )
+        start = stop
+    return found
+
+
+def stages_of(pieces: Pieces, plan: Plan) -> list[Stage]:
+    """The plan's stages, in the model's order; equal ones are one object."""
+    stages: dict[object, Stage] = {}
+    found = []
+    for number, counts in enumerate(counts_of_stages(pieces, plan)):
+        key = (counts, number == 0, number == plan.stages - 1)
+        if key not in stages:
+            stages[key] = _stage(pieces, plan, *key)
+        found.append(stages[key])
+    return found
+
+
+def _stage(pieces: Pieces, plan: Plan, counts: tuple[int, ...], is_first: bool, is_last: bool) -> Stage:
+    held = [(kind, count) for kind, count in zip(pieces.blocks, counts, strict=True) if count]
+    ends = (*(pieces.before if is_first else ()), *(pieces.after if is_last else ()))
+    total = sum(counts)
+    return Stage(
+        tuple((kind.part, count, kind.parameters) for kind, count in held),
+        len(plan.recomputed(total)) / total if total else 0.0,
+        tuple((end.part, end.parameters) for end in ends),
+        sum(count * kind.parameters for kind, count in held) + sum(end.parameters for end in ends),
+    )

@@ -1,0 +1,79 @@
+"""What updating the weights moves, computes and exchanges per parameter, by the job's rule.
+
+Bytes are of 32-bit numbers, pass by pass as torch 2.11 to 2.13 run them. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from wanma.job.forecast.forecast import Workload
+from wanma.job.sections.job import TrainSection
+from wanma.models.config.dimensions import DecoderDimensions
+
+AROUND_BYTES = 14
+"""Of every rule: the norm over gradients reads them (4), clipping reads and writes them (8), and the next
+forward's copy in 16 bits is written (2)."""
+NEWTON_SCHULZ = 5
+"""Iterations of Muon's."""
+
+
+class Update(NamedTuple):
+    """Per parameter that a rank updates."""
+
+    moved_bytes: int
+    flops: float = 0.0
+    """Of products in 16 bits, which ranks that share matrices share too."""
+    exchanged_bytes: float = 0.0
+    """Of whole matrices: gathered from all who have a part, and sent back to all, so many each way."""
+
+
+def update_of(train: TrainSection, workload: Workload, dimensions: DecoderDimensions | None = None) -> Update:
+    """Of a job's rule over a model.
+
+    Args:
+        dimensions: of a decoder, where the model is one: they are its matrices' sides.
+    """
+    decays = train.weight_decay > 0
+    if train.optimizer == "sgd":
+        # Not fused: the decay makes new gradients, momentum is scaled and then added to, the weights change.
+        moved = 12 * decays + 20 * (train.momentum > 0) + 12
+        return Update(AROUND_BYTES + moved)
+    if train.optimizer == "adafactor":
+        # Norms of the weights, of rows, of columns and of the update (4 each); the estimate is written (4),
+        # divided, bounded, inverted (8 each) and multiplied by gradients (12); the weights change (12).
+        return Update(AROUND_BYTES + 68 + 8 * decays)
+    if train.optimizer == "muon":
+        # Momentum moves on and is looked ahead of (12 each), rounded (6), normed (2) and scaled (4); the
+        # weights decay (8) and change by what is in 16 bits (10).
+        return Update(AROUND_BYTES + 54, orthogonalizing_flops(workload, dimensions), 2.0)
+    # One kernel: it reads a gradient, a weight and two moments and writes three of them.
+    return Update(AROUND_BYTES + 28)
+
+
+def orthogonalizing_flops(workload: Workload, dimensions: DecoderDimensions | None) -> float:
+    """Per parameter, of Muon's iterations (Jordan et al. 2024): of a matrix r × c with r <= c each takes
+    x xᵀ (2 r² c), its square (2 r³), and the product of that with x (2 r² c)."""
+    flops = size = 0.0
+    for short, long in _matrices(workload, dimensions):
+        flops += NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
+        size += short * long
+    return flops / size if size else 0.0
+
+
+def _matrices(workload: Workload, dimensions: DecoderDimensions | None) -> Iterator[tuple[float, float]]:
+    """Shorter and longer side of the matrices of a decoder's block; another model's blocks are each taken to
+    be one square, which is the most that they can take."""
+    if dimensions is None:
+        for layer in workload.layers:
+            if layer.is_block or layer.count > 1:
+                side = math.sqrt(layer.parameters)
+                yield side, side
+        return
+    hidden, width = dimensions.hidden, dimensions.head_width
+    queries, keys = dimensions.heads * width, dimensions.kv_heads * width
+    wide = [queries, keys, keys, queries, *[dimensions.feed_forward] * dimensions.network_matrices]
+    for side in wide:
+        yield float(min(side, hidden)), float(max(side, hidden))

@@ -1,0 +1,267 @@
+"""Why a plan lost: what it costs more than the best one and from what cause, or why it may not be at all.
+
+    print(compare(problem, plan, found.best).sentence)
+    # slower, 1.42 s a step against 1.01 s (+41 %): TP 16 crosses nodes: +410 ms of exposed all-reduce
+
+Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from wanma.job.forecast.forecast import MEMORY_KINDS, Forecast, StepTime
+from wanma.job.plan.plan import Plan
+from wanma.observe.units import bytes_text, duration_text
+from wanma.planner.explain.advice import advice, savings
+from wanma.planner.explain.plan_changes import Change
+from wanma.planner.forecast.plan_forecast import forecast, with_pipeline_ranks
+from wanma.planner.forecast.plan_validity import refusal
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.rules.capabilities import not_runnable
+from wanma.planner.rules.compression import compression_words
+from wanma.planner.search.result import Candidate
+
+Verdict = Literal["refused", "not runnable", "does not fit", "slower", "as fast", "faster", "time unknown"]
+
+SAME = 0.005
+"""Steps whose times differ by less than this share are as fast as each other."""
+NAMED = 0.01
+"""Differences below this share of the best plan's step are not named."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One kind of time in which two plans differ."""
+
+    kind: str
+    """A field of `StepTime`."""
+    seconds: float
+    """More than the best plan takes; negative where it is less."""
+    cause: str
+    """'TP 16 crosses nodes'; empty where nothing in the plan says."""
+    what: str
+    """'exposed all-reduce'."""
+
+    def __str__(self) -> str:
+        sign = "+" if self.seconds >= 0 else "−"
+        amount = f"{sign}{duration_text(abs(self.seconds))} of {self.what}"
+        return f"{self.cause}: {amount}" if self.cause else amount
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One plan beside the best."""
+
+    plan: Plan
+    verdict: Verdict
+    headline: str
+    """'slower, 1.42 s a step against 1.01 s (+41%)', or why it may not be."""
+    forecast: Forecast | None = None
+    """None for a plan that may not be."""
+    differences: tuple[Difference, ...] = ()
+    """The largest loss first, then the gains."""
+    ways: tuple[Change, ...] = ()
+    """Of a plan that does not fit: changes with which it would; else those that save most."""
+
+    @property
+    def sentence(self) -> str:
+        """The headline with the largest causes."""
+        sign = {"slower": 1, "faster": -1}.get(self.verdict, 0)
+        causes = [str(one) for one in self.differences if sign * one.seconds > 0]
+        return f"{self.headline}: {'; '.join(causes[:3])}" if causes else self.headline
+
+
+def compare(
+    problem: Problem, plan: Plan, best: Candidate | None, known: Forecast | None = None
+) -> Comparison:
+    """`plan` beside `best`, which may be None where nothing fits.
+
+    Args:
+        known: its forecast, where a search has made one; plans that are placed on unlike devices need it.
+    """
+    if not plan.placement and (reason := refusal(problem, plan)):
+        return Comparison(plan, "refused", f"refused: {reason}")
+    needed = known or forecast(problem, plan)
+    if needed.memory_bytes > problem.memory_bytes:
+        ways = tuple(advice(problem, plan, keep=3) or savings(problem, plan, keep=3))
+        return Comparison(plan, "does not fit", _too_large(problem, plan, needed, ways), needed, (), ways)
+    reason = not_runnable(problem.job, plan, problem.cluster)
+    if reason is not None and (best is None or best.forecast_only != reason):
+        return Comparison(plan, "not runnable", f"a forecast only: {reason}", needed)
+    if needed.step is None or best is None or best.forecast.step is None:
+        return Comparison(plan, "time unknown", "fits; the time of its step is not known", needed)
+    verdict, headline = _slower(needed.step, best.forecast.step)
+    differences = tuple(_differences(problem, plan, needed.step, best.plan, best.forecast.step))
+    return Comparison(plan, verdict, headline, needed, differences)
+
+
+def _too_large(problem: Problem, plan: Plan, needed: Forecast, ways: tuple[Change, ...]) -> str:
+    """'does not fit: stage 0 needs 91.0 GiB of 80.0 GiB; largest: activations 44.0 GiB; with ... it would'"""
+    kinds = {name: getattr(needed, field) for field, name in MEMORY_KINDS.items()}
+    largest = max(kinds, key=lambda name: kinds[name])
+    sentences = [
+        f"does not fit: {_fullest(problem, plan, needed)} needs {bytes_text(needed.memory_bytes)} of "
+        f"{bytes_text(problem.memory_bytes)}",
+        f"largest: {largest} {bytes_text(kinds[largest])}",
+    ]
+    for way in ways[:1]:
+        is_enough = way.forecast.memory_bytes <= problem.memory_bytes
+        enough = "and fit" if is_enough else "of it, which is not enough"
+        sentences.append(f"{way} would save {bytes_text(way.saved_bytes)} {enough}")
+    return "; ".join(sentences)
+
+
+def _fullest(problem: Problem, plan: Plan, needed: Forecast) -> str:
+    """'stage 0', of a pipeline; 'a rank' of what has only equal ones."""
+    if plan.pp == 1 or plan.placement:
+        return "a rank"
+    ranks = with_pipeline_ranks(problem, plan, needed).pipeline_ranks
+    fullest = max(range(plan.pp), key=lambda rank: ranks[rank].memory_bytes)
+    numbers = plan.stages_of(fullest)
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _slower(step: StepTime, best: StepTime) -> tuple[Verdict, str]:
+    """The verdict and the headline."""
+    ratio = step.seconds / best.seconds - 1.0
+    if abs(ratio) < SAME:
+        return "as fast", f"as fast as the best: {duration_text(step.seconds)} a step"
+    verdict: Verdict = "slower" if ratio > 0 else "faster"
+    times = f"{duration_text(step.seconds)} a step against {duration_text(best.seconds)}"
+    return verdict, f"{verdict}, {times} ({ratio:+.0%})"
+
+
+def _differences(
+    problem: Problem, plan: Plan, step: StepTime, best_plan: Plan, best: StepTime
+) -> list[Difference]:
+    found = []
+    for kind, (what, cause) in _KINDS.items():
+        seconds = getattr(step, kind) - getattr(best, kind)
+        if abs(seconds) >= NAMED * best.seconds:
+            # What is lost is the plan's doing, what is gained that the best one pays and this one does not.
+            if seconds > 0:
+                found.append(Difference(kind, seconds, cause(problem, plan, best_plan), what(plan)))
+            else:
+                why = cause(problem, best_plan, plan)
+                found.append(Difference(kind, seconds, f"the best's {why}" if why else "", what(best_plan)))
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def _crosses(problem: Problem, size: int, stride: int) -> bool:
+    """Whether a group of ranks reaches beyond the fastest links."""
+    links = problem.machine.links
+    return len(links) > 1 and size > 1 and (size - 1) * stride >= links[0].devices
+
+
+def _axis(problem: Problem, name: str, size: int, stride: int) -> str:
+    if size == 1:
+        return ""
+    where = " crosses nodes" if _crosses(problem, size, stride) else ""
+    return f"{name} {size}{where}"
+
+
+def _tensor(problem: Problem, plan: Plan, _other: Plan) -> str:
+    return _axis(problem, "TP", plan.tp, 1)
+
+
+def _context(problem: Problem, plan: Plan, _other: Plan) -> str:
+    return _axis(problem, "CP", plan.cp, plan.tp)
+
+
+def _expert(problem: Problem, plan: Plan, _other: Plan) -> str:
+    return _axis(problem, "EP", plan.ep, plan.tp)
+
+
+def _data(problem: Problem, plan: Plan, other: Plan) -> str:
+    ranks = plan.data_ranks * plan.cp
+    if ranks == 1:
+        return ""
+    shared = "" if plan.shard == "nothing" else f", {plan.shard} sharded over {plan.shard_ranks}"
+    if _rounded(plan) != _rounded(other):
+        shared += f", gradients {_rounded(plan)} instead of {_rounded(other)}"
+    return f"{_axis(problem, 'DP', ranks, plan.tp)}{shared}"
+
+
+def _rounded(plan: Plan) -> str:
+    return compression_words(plan) or "whole"
+
+
+def _moving(_problem: Problem, plan: Plan, other: Plan) -> str:
+    kinds = ("parameters", "optimizer", "activations")
+    keys = [f"offload_{kind}" for kind in kinds]
+    unlike = [key for key in keys if getattr(plan, key) != getattr(other, key)]
+    return ", ".join(f"{key} {getattr(plan, key)}" for key in unlike)
+
+
+def _bubble(problem: Problem, plan: Plan, _other: Plan) -> str:
+    if plan.pp == 1:
+        return ""
+    count = plan.accumulation(problem.global_batch)
+    return f"PP {plan.pp} with {count} micro-batches of {plan.schedule}"
+
+
+def _optimizer(_problem: Problem, plan: Plan, _other: Plan) -> str:
+    return f"state shared by {plan.shard_ranks} ranks" if plan.shard_ranks > 1 else "state not sharded"
+
+
+def _compute(_problem: Problem, plan: Plan, other: Plan) -> str:
+    """What of the plan makes a rank compute longer, as far as its settings say."""
+    causes = []
+    if plan.world_size < other.world_size:
+        causes.append(f"{plan.world_size} ranks instead of {other.world_size}")
+    if (plan.recompute, plan.recompute_share) != (other.recompute, other.recompute_share):
+        causes.append(f"recompute {_again(plan)} instead of {_again(other)}")
+    if plan.compile != other.compile:
+        causes.append("not compiled" if other.compile else "compiled")
+    if plan.precision != other.precision:
+        causes.append(f"computed in {plan.precision} instead of {other.precision}")
+    if plan.fp8 != other.fp8:
+        causes.append("products in 16 bits instead of 8" if other.fp8 else "products in 8 bits")
+    if plan.tp > other.tp:
+        causes.append(f"TP {plan.tp} leaves narrower products than {other.tp}")
+    if plan.micro_batch < other.micro_batch:
+        causes.append(f"micro-batch {plan.micro_batch} instead of {other.micro_batch}")
+    if plan.pp > 1 and plan.stages != other.stages:
+        causes.append(f"{plan.stages} stages, of which the fullest sets the pace")
+    return ", ".join(causes[:2])
+
+
+def _again(plan: Plan) -> str:
+    share = "" if plan.recompute == "none" or plan.recompute_share == 1 else f" of {plan.recompute_share:.0%}"
+    return f"{plan.recompute}{share}"
+
+
+def _nothing(_problem: Problem, _plan: Plan, _other: Plan) -> str:
+    return ""
+
+
+def _said(text: str) -> Callable[[Plan], str]:
+    return lambda _plan: text
+
+
+def _tensor_exchange(plan: Plan) -> str:
+    return "exposed all-gather and reduce-scatter" if plan.sequence else "exposed all-reduce"
+
+
+def _context_exchange(plan: Plan) -> str:
+    return "exposed ring exchange" if plan.context == "ring" else "exposed all-to-all"
+
+
+Cause = Callable[[Problem, Plan, Plan], str]
+"""From the problem, the plan that takes longer and the other one to the cause."""
+
+_KINDS: dict[str, tuple[Callable[[Plan], str], Cause]] = {
+    "compute": (_said("computing"), _compute),
+    "tensor": (_tensor_exchange, _tensor),
+    "context": (_context_exchange, _context),
+    "expert": (_said("exposed token exchange"), _expert),
+    "data": (_said("exposed gradient and parameter exchange"), _data),
+    "moving": (_said("waiting for what is offloaded"), _moving),
+    "bubble": (_said("waiting in the pipeline"), _bubble),
+    "optimizer": (_said("optimizer"), _optimizer),
+    "loading": (_said("waiting for data"), _nothing),
+    "checkpoint": (_said("saving"), _nothing),
+}

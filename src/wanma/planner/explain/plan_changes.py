@@ -1,0 +1,166 @@
+"""What can be changed in a plan to make it smaller, kind by kind, the gentlest change of each kind first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from wanma.job.file.serialization import toml_value
+from wanma.job.forecast.forecast import Forecast
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Recompute, Shard
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages, planned_cuts
+
+SHARDS: tuple[Shard, ...] = ("nothing", "optimizer", "gradients", "parameters")
+MOST_SIZES = 3
+"""Doublings of an axis, and shares of recompute, that are tried."""
+
+_NOT_SETTINGS = {
+    "stage_cuts",
+    "threads_per_rank",
+    "precision",
+    "fp8",
+    "device",
+    "approximate",
+    "placement",
+    "synchronization",
+}
+"""Fields of a plan that are no keys of [parallel], or follow from the others."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another plan, as what must be set differently for it."""
+
+    settings: Mapping[str, Any]
+    """Keys of the job, and their values."""
+    plan: Plan
+    forecast: Forecast
+    saved_bytes: int
+    """Less on the fullest rank than before."""
+    slowdown: float | None
+    """More time per step, as a share of that before; negative where it is faster. None where the machine's
+    rates are unknown."""
+
+    def __str__(self) -> str:
+        """'parallel.recompute=selective parallel.micro_batch=2': as overrides on the command line."""
+        return " ".join(
+            f"{key}={value if isinstance(value, str) else toml_value(value)}"
+            for key, value in self.settings.items()
+        )
+
+
+def settings_between(before: Plan, after: Plan) -> dict[str, Any]:
+    """Keys of [parallel] that make `before` into `after`."""
+    return {
+        f"parallel.{one.name}": getattr(after, one.name)
+        for one in fields(Plan)
+        if one.name not in _NOT_SETTINGS and getattr(before, one.name) != getattr(after, one.name)
+    }
+
+
+Family = Callable[[Plan], Iterator[Plan]]
+"""From a plan to lighter ones that differ in one respect, the least different first."""
+
+
+def families(problem: Problem) -> dict[str, Family]:
+    """By name. Plans that the rules refuse are among theirs; `refusal` tells.
+
+    They are made of plans that treat all data ranks alike.
+    """
+    cut = lru_cache(maxsize=None)(partial(_cut, problem))
+    found: dict[str, Family] = {
+        "recompute": partial(_recompute, problem),
+        "micro_batch": _micro_batch,
+        "shard": _shard,
+        "dp_shard": _more_shards,
+        "sequence": _sequence,
+        "offload_optimizer": partial(_offload, "offload_optimizer"),
+        "offload_activations": partial(_offload, "offload_activations"),
+        "offload_parameters": partial(_offload, "offload_parameters"),
+    }
+    if problem.dimensions is not None:
+        found["schedule"] = _schedule
+        found |= {axis: partial(_wider, cut, axis) for axis in ("tp", "cp", "pp")}
+        if problem.dimensions.experts:
+            found["ep"] = _experts
+    return found
+
+
+def _recompute(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    if plan.schedule in SPLIT_BACKWARD and plan.pp > 1:
+        return
+    layers = problem.dimensions.layers if problem.dimensions is not None else 1
+    most = max(blocks_of_stages(layers, plan), default=1) if plan.pp > 1 else layers
+    kinds: dict[str, tuple[Recompute, ...]] = {"none": ("selective", "full"), "selective": ("full",)}
+    if plan.recompute != "none" and plan.recompute_share < 1:
+        yield replace(plan, recompute_share=1.0)
+    for kind in kinds.get(plan.recompute, ()):
+        shares = sorted({-(-most * part // MOST_SIZES) / most for part in range(1, MOST_SIZES + 1)})
+        yield from (replace(plan, recompute=kind, recompute_share=share) for share in shares)
+
+
+def _micro_batch(plan: Plan) -> Iterator[Plan]:
+    size = plan.micro_batch
+    while size > 1:
+        size = (size + 1) // 2
+        yield replace(plan, micro_batch=size)
+
+
+def _shard(plan: Plan) -> Iterator[Plan]:
+    """More of the state shared, among all data ranks where it was not shared before."""
+    if plan.shard == "nothing" and plan.cp == 1:
+        plan = replace(plan, dp_replicate=plan.sites, dp_shard=plan.data_ranks // plan.sites)
+    yield from (replace(plan, shard=shard) for shard in SHARDS[SHARDS.index(plan.shard) + 1 :])
+
+
+def _more_shards(plan: Plan) -> Iterator[Plan]:
+    while plan.shard != "nothing" and plan.dp_replicate // plan.sites % 2 == 0:
+        plan = replace(plan, dp_replicate=plan.dp_replicate // 2, dp_shard=plan.dp_shard * 2)
+        yield plan
+
+
+def _sequence(plan: Plan) -> Iterator[Plan]:
+    if plan.tp > 1 and not plan.sequence:
+        yield replace(plan, sequence=True)
+
+
+def _schedule(plan: Plan) -> Iterator[Plan]:
+    if plan.pp > 1 and plan.schedule == "gpipe":
+        yield replace(plan, schedule="1f1b")
+
+
+def _offload(key: str, plan: Plan) -> Iterator[Plan]:
+    """To the host's memory, of which a GPU's own is no part; else to disk."""
+    if getattr(plan, key) == "nothing":
+        place: dict[str, Any] = {key: "host" if plan.device == "cuda" else "disk"}
+        yield replace(plan, **place)
+
+
+def _wider(cut: Callable[[Plan], Plan], axis: str, plan: Plan) -> Iterator[Plan]:
+    """More ranks on `axis`, taken from the data ranks."""
+    for _ in range(MOST_SIZES):
+        from_replicas = plan.dp_replicate // plan.sites % 2 == 0
+        if not from_replicas and plan.dp_shard % 2:
+            return
+        fewer = "dp_replicate" if from_replicas else "dp_shard"
+        plan = replace(plan, **{axis: getattr(plan, axis) * 2, fewer: getattr(plan, fewer) // 2})
+        if plan.shard != "nothing" and plan.dp_shard * plan.cp == 1:
+            plan = replace(plan, shard="nothing")
+        if axis == "tp":
+            plan = replace(plan, sequence=True)
+        yield cut(plan) if axis == "pp" else plan
+
+
+def _cut(problem: Problem, plan: Plan) -> Plan:
+    """With stages that cost the same; dear enough to be remembered."""
+    layers = problem.dimensions.layers if problem.dimensions is not None else 0
+    return replace(plan, stage_cuts=planned_cuts(problem.workload, plan, layers))
+
+
+def _experts(plan: Plan) -> Iterator[Plan]:
+    sizes = [size for size in plan.allowed_ep() if size > plan.ep]
+    yield from (replace(plan, ep=size) for size in sizes[:MOST_SIZES])

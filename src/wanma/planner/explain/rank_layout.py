@@ -1,0 +1,168 @@
+"""Which rank holds what under a plan: layers, heads, columns, tokens, positions and experts.
+
+Pure arithmetic, so that a layout of a hundred thousand ranks explains itself as fast as one of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wanma.job.plan.plan import AXES, Plan
+from wanma.models.config.dimensions import DecoderDimensions
+
+SPLITS = {
+    "pp": "the layers, into stages",
+    "dp_replicate": "the samples; each rank holds a whole copy of its part of the model",
+    "dp_shard": "the samples, and the state of the model between its ranks",
+    "cp": "every sequence",
+    "tp": "every matrix",
+    "ep": "the experts of every layer",
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a plan."""
+
+    name: str
+    size: int
+    splits: str
+    ranks: tuple[int, ...]
+    """The group that rank 0 belongs to."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage."""
+
+    number: int
+    blocks: range
+    has_embedding: bool
+    has_head: bool
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds of a decoder; ranges are of the whole model's dims."""
+
+    rank: int
+    coordinates: dict[str, int]
+    stages: tuple[Stage, ...]
+    heads: range
+    kv_heads: range
+    feed_forward: range
+    vocabulary: range
+    experts: range | None
+    """None without experts."""
+    positions: tuple[range, ...]
+    """Of every sequence, where the residual stream is; empty when the length is not known."""
+    state_share: int
+    """It keeps one part of so many of each of these between steps."""
+
+
+def axes(plan: Plan) -> list[Axis]:
+    """The axes that split something, outermost first."""
+    found = []
+    for name in (*AXES, "ep"):
+        size = getattr(plan, name)
+        if size > 1:
+            found.append(Axis(name, size, SPLITS[name], group_of(plan, name, 0)))
+    return found
+
+
+def group_of(plan: Plan, axis: str, rank: int) -> tuple[int, ...]:
+    """The ranks that share with `rank` what `axis` splits."""
+    if axis == "ep":
+        data, tensor = divmod(rank % plan.stage_ranks, plan.tp)
+        first = data - data % plan.ep
+        start = rank - rank % plan.stage_ranks
+        return tuple(start + (first + place) * plan.tp + tensor for place in range(plan.ep))
+    replicas = plan.dp_replicate // plan.sites
+    stride = 1
+    for name in reversed(AXES):
+        if name == axis:
+            break
+        stride *= replicas if name == "dp_replicate" else getattr(plan, name)
+    at = plan.coordinates(rank)[axis]
+    if axis == "dp_replicate":  # of all sites, each of which has its own ranks in a row
+        first = rank % plan.site_ranks - at % replicas * stride
+        starts = range(first, plan.world_size, plan.site_ranks)
+        return tuple(start + place * stride for start in starts for place in range(replicas))
+    return tuple(rank + (place - at) * stride for place in range(getattr(plan, axis)))
+
+
+def stages(plan: Plan, layers: int) -> list[Stage]:
+    """All pipeline stages in the model's order."""
+    cuts = (0, *plan.stage_cuts, layers)
+    owners = {number: at for at in range(plan.pp) for number in plan.stages_of(at)}
+    return [
+        Stage(
+            number,
+            range(cuts[number], cuts[number + 1]),
+            number == 0,
+            number == plan.stages - 1,
+            tuple(plan.stage_group(owners[number] * plan.stage_ranks)),
+        )
+        for number in range(plan.stages)
+    ]
+
+
+def holding(
+    plan: Plan, dimensions: DecoderDimensions, rank: int, sequence_length: int | None = None
+) -> Holding:
+    """What `rank` holds.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    at = plan.coordinates(rank)
+    mine = plan.stages_of(at["pp"])
+    heads = _part(dimensions.heads, plan.tp, at["tp"])
+    group = dimensions.heads // dimensions.kv_heads
+    experts = getattr(dimensions, "experts", None)
+    return Holding(
+        rank=rank,
+        coordinates=at,
+        stages=tuple(stage for stage in stages(plan, dimensions.layers) if stage.number in mine),
+        heads=heads,
+        kv_heads=range(heads.start // group, (heads.stop - 1) // group + 1),
+        feed_forward=_part(dimensions.feed_forward, plan.tp, at["tp"]),
+        vocabulary=_part(dimensions.vocabulary or 0, plan.tp, at["tp"]),
+        experts=_part(experts, plan.ep, group_of(plan, "ep", rank).index(rank)) if experts else None,
+        positions=_positions(plan, at, sequence_length) if sequence_length else (),
+        state_share=plan.shard_ranks,
+    )
+
+
+def _part(whole: int, parts: int, at: int) -> range:
+    size = whole // parts
+    return range(at * size, (at + 1) * size)
+
+
+def _positions(plan: Plan, at: dict[str, int], length: int) -> tuple[range, ...]:
+    """As `parallel.sequence` gives them, which needs torch for it."""
+    if plan.context == "ring" and plan.cp > 1:
+        piece = length // (2 * plan.cp)
+        mirrored = 2 * plan.cp - 1 - at["cp"]
+        pieces = [range(at["cp"] * piece, (at["cp"] + 1) * piece)]
+        pieces.append(range(mirrored * piece, (mirrored + 1) * piece))
+    else:
+        pieces = [_part(length, plan.cp, at["cp"])]
+    if not plan.sequence:
+        return tuple(pieces)
+    flat = [position for run in pieces for position in run]
+    part = _part(len(flat), plan.tp, at["tp"])
+    mine = flat[part.start : part.stop]
+    return _runs(mine)
+
+
+def _runs(positions: list[int]) -> tuple[range, ...]:
+    """Ascending pieces of neighbours."""
+    runs: list[range] = []
+    for position in positions:
+        if runs and runs[-1].stop == position:
+            runs[-1] = range(runs[-1].start, position + 1)
+        else:
+            runs.append(range(position, position + 1))
+    return tuple(runs)

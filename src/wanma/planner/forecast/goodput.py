@@ -1,0 +1,89 @@
+"""What failures and copies of the state take of one plan's run: `reliability`'s share, for this plan.
+
+    useful_time(problem, plan, step).share       # of the run's time, that of work that counts
+
+The intervals are the job's own: memory every `checkpoint.snapshots` steps, disk every
+`checkpoint.every_steps`. Machines fail as often as their cluster file says (`days_between_failures`), else as
+Llama 3's did; those without accelerators as often as one GPU with its share of a machine. A lost one has
+another in its place when its copies are restored. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from wanma.job.cluster import Node
+from wanma.job.forecast.forecast import StepTime, UsefulTime
+from wanma.job.plan.plan import Plan
+from wanma.planner.forecast.failure_model import LLAMA3, Copy, Failures, Recovery, useful_share
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.forecast.step_overhead import SNAPSHOT_BYTES_PER_SECOND, around
+from wanma.planner.memory.in_memory_checkpoints import has_partner, image_bytes, steps_between
+
+MEMORY_SECONDS, PARTNER_SECONDS, DISK_SECONDS = 10.0, 30.0, 120.0
+"""From a failure until training goes on from the own machine's memory, a partner's, and the disk, beside
+reading the copy: noticing it, new processes, their connections. Taken for thousands of devices, on which
+nobody measured it; small runs on two cores take 0.5, 5 and 1 s (docs/reliability.md)."""
+
+
+def useful_time(problem: Problem, plan: Plan, step: StepTime) -> UsefulTime:
+    """Of a long run of such steps."""
+    node = problem.cluster.nodes[0]
+    failures, devices = failures_of(node), plan.world_size if node.devices else machines_used(problem, plan)
+    recovery, intervals = places(problem, plan, step)
+    share = useful_share(failures, recovery, intervals, devices)
+    undisturbed = useful_share(Failures(0.0, 0.0, 0.0), recovery, intervals, devices)
+    between = failures.seconds_between(devices)
+    return UsefulTime(share, 1 - undisturbed, between, (undisturbed - share) * between)
+
+
+def machines_used(problem: Problem, plan: Plan) -> int:
+    """Those of which the plan fills a part count."""
+    here = max(problem.machine.devices // problem.cluster.node_count, 1)
+    return math.ceil(plan.world_size / here)
+
+
+def failures_of(node: Node) -> Failures:
+    """Of one of its devices, or of the whole machine where it has none."""
+    if node.days_between_failures is None:
+        return LLAMA3
+    return LLAMA3.as_often_as(node.days_between_failures, max(len(node.devices), 1))
+
+
+def places(problem: Problem, plan: Plan, step: StepTime) -> tuple[Recovery, tuple[float, ...]]:
+    """Where the job keeps its state, and the seconds of work between two copies of each place, nearest first.
+
+    What saving to disk costs is a part of `step`, and not counted again.
+    """
+    job, saving = problem.job, around(problem, plan)
+    steps = saving.every or max(job.train.steps, 1)
+    disk = Copy(0.0, DISK_SECONDS + saving.write_seconds, saving.write_seconds)
+    disk_seconds = max(steps * step.seconds, disk.lag_seconds)
+    size = image_bytes(job, problem.workload, plan)
+    if not size:
+        return Recovery(disk), (disk_seconds,)
+    stall, copied = _copying(problem, plan, step, size)
+    sent = size / problem.machine.links[-1].bandwidth_bytes_per_second if has_partner(job) else 0.0
+    wanted = job.checkpoint.snapshots
+    every = wanted if isinstance(wanted, int) else steps_between(stall, step.seconds)
+    every = max(every, math.ceil((copied + sent) / step.seconds))  # the next one waits for the one before
+    if every >= steps:  # then they restore nothing that the disk does not, and cost what they cost
+        return Recovery(Copy(stall * steps / every, disk.restore_seconds, disk.lag_seconds)), (disk_seconds,)
+    seconds = every * step.seconds
+    memory = Copy(stall, MEMORY_SECONDS + copied, copied)
+    if not has_partner(job):
+        return Recovery(disk, memory=memory), (seconds, disk_seconds)
+    partner = Copy(0.0, PARTNER_SECONDS + sent + copied, copied + sent)
+    return Recovery(disk, partner, memory), (seconds, seconds, disk_seconds)
+
+
+def _copying(problem: Problem, plan: Plan, step: StepTime, size: float) -> tuple[float, float]:
+    """(seconds for which training waits, seconds until it is whole) of a rank's part of a snapshot.
+
+    Processors compute nothing else meanwhile; a GPU copies beside the next step until its update.
+    """
+    if plan.device == "cpu":
+        seconds = size / SNAPSHOT_BYTES_PER_SECOND
+        return seconds, seconds
+    seconds = size / problem.machine.host.link_bytes_per_second
+    return max(seconds - (step.seconds - step.optimizer), 0.0), seconds

@@ -1,0 +1,36 @@
+"""Whether a plan may be at all: the rules that refuse a job's own plan, asked of any plan of a problem."""
+
+from __future__ import annotations
+
+import math
+
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import ParallelSection
+from wanma.observe.units import count_text
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.rules.mesh import check_axes, check_dimensions, check_micro_batches, check_stage_cuts
+
+
+def refusal(problem: Problem, plan: Plan) -> str | None:
+    """Why the problem's model, batch and machines cannot have `plan`; None where they can.
+
+    Whether it fits into memory, and whether wanma runs it, are other questions (`forecast`, `capabilities`).
+    """
+    devices = problem.cluster.device_count or problem.machine.devices
+    if plan.world_size > devices:
+        return f"the plan has {count_text(plan.world_size, 'rank')}, and there are {devices} devices"
+    per_node = max(len(problem.cluster.nodes[0].devices), 1)
+    nodes = math.ceil(plan.world_size / per_node)
+    # The plan speaks for itself: what the job says of other plans is left out, and so is who meets where.
+    machines = problem.job.cluster.model_copy(update={"nodes": nodes, "rendezvous": "planned:1"})
+    job = problem.job.model_copy(update={"parallel": ParallelSection(), "cluster": machines})
+    try:
+        check_axes(job, plan, problem.cluster)
+        if problem.dimensions is not None:
+            check_dimensions(plan, problem.dimensions)
+            check_stage_cuts(job, plan, problem.dimensions.layers)
+        check_micro_batches(job, plan)
+    except JobError as error:
+        return error.message
+    return None

@@ -1,0 +1,200 @@
+"""What a search for plans is given: a model, a batch and equal machines. Pure data, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from wanma.job.cluster import Cluster, Device, Node
+from wanma.job.errors import JobError
+from wanma.job.forecast.forecast import Forecast, Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.observe.units import bytes_text
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.cost.optimizer_update import update_of
+from wanma.planner.hardware_model.builder import machine_of
+from wanma.planner.hardware_model.calibration import Calibration
+from wanma.planner.hardware_model.model import Machine
+from wanma.planner.memory.in_memory_checkpoints import snapshot_bytes
+from wanma.planner.memory.model_states import state_elements
+
+MEMORY_SHARE = 0.93
+"""Of a GPU's memory, what a forecast may fill. CUDA's and NCCL's part and what the allocator leaves unused
+are forecast; where runs said what they had reserved, forecasts were at most 3 % below it
+(benchmarks/results/planner-memory.md)."""
+HOST_SHARE = 0.85
+"""Of a machine's own memory, which the system and other programs need too; forecasts for processors were up
+to 5 % below real runs (likewise)."""
+
+KEPT_SHARE = 0.15
+"""Of a machine's memory, what files that change in every step may fill: beyond it Linux has programs wait
+for the disk (vm.dirty_ratio = 20 and vm.dirty_background_ratio = 10 of what is available: from halfway
+between them on). One copy of weights and optimizer state is set against it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that a forecast needs beside the plan; what stays the same while plans vary."""
+
+    job: Job
+    """What the user fixed: batch, optimizer, precision, steps, checkpoints."""
+    cluster: Cluster
+    workload: Workload
+    machine: Machine
+    """The cluster's devices as forecasts of time see them."""
+    memory_bytes: float
+    """Of one device, what a plan may fill."""
+    dimensions: DecoderDimensions | None = None
+    """Of a decoder, where the model is one: then its operators are known one by one."""
+    software: Software = field(default_factory=Software)
+    """Habits of the program that trains: our own runtime's."""
+    real_cluster: Cluster | None = None
+    """The machines as they are, where `cluster` takes unlike ones to be equal."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step, once the ramp is over."""
+        batches = [batch for step, batch in self.job.train.batch_ramp if step < self.job.train.steps]
+        return batches[-1] if batches else self.job.train.global_batch
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of one sample."""
+        return self.workload.tokens_per_sample
+
+    def peak_flops_per_second(self, precision: str) -> float:
+        """Dense peak of one device, the mean over unlike ones: the denominator of model FLOPs utilisation."""
+        mean = mean_peak(self.real_cluster, precision) if self.real_cluster is not None else None
+        return mean or self.machine.chip.peak_flops_per_second[precision]
+
+
+def problem_of(
+    job: Job,
+    cluster: Cluster,
+    workload: Workload,
+    dimensions: DecoderDimensions | None = None,
+    calibration: Calibration | None = None,
+    *,
+    ranks: int = 1,
+) -> Problem:
+    """What a job asks of its machines.
+
+    Of unlike machines all are taken to be the slowest and smallest, which is how ranks with equal shares of
+    the work run.
+
+    Args:
+        cluster: machines of the job that are not in it are taken to be like those that are.
+        dimensions: of a decoder, where the model is one.
+        calibration: what was measured of the devices.
+        ranks: of one machine, where they compute on its processors.
+
+    Raises:
+        JobError: a GPU is asked for and none is there.
+    """
+    machines = equal_machines(job, cluster)
+    (node,) = machines.nodes
+    memory_bytes: float = min(
+        (device.memory_bytes for device in node.devices), default=node.memory_bytes // ranks
+    )
+    machine = machine_of(machines, calibration=calibration, ranks=ranks)
+    update = update_of(job.train, workload, dimensions)
+    state_bytes = 4.0 * state_elements(workload, job.train)
+    in_files = (4.0 * workload.parameters + state_bytes) / job.cluster.nodes
+    keeps_files = in_files <= KEPT_SHARE * node.memory_bytes
+    machine = replace(machine, host=replace(machine.host, keeps_files=keeps_files))
+    trained = workload.parameters * workload.trained_share
+    habits = Software(
+        unused_factor=machine.unused_factor,
+        optimizer_bytes=update.moved_bytes,
+        optimizer_flops=update.flops,
+        optimizer_exchanged_bytes=update.exchanged_bytes,
+        state_bytes=state_bytes / max(trained, 1.0),
+        sharing_machines=0 if job.parallel.collectives == "gloo" else job.cluster.nodes,
+        logits_copies=1.0 if dimensions is not None else 2.0,
+        rounds_frozen=job.model.factory is None,
+    )
+    memory_bytes *= MEMORY_SHARE if node.devices else HOST_SHARE
+    unlike = cluster if len(cluster.nodes) > 1 and node.devices else None
+    return Problem(job, machines, workload, machine, memory_bytes, dimensions, habits, unlike)
+
+
+def mean_peak(cluster: Cluster, precision: str) -> float | None:
+    """Dense peak FLOP/s of an accelerator, over all of a cluster's; None where one has no such rate."""
+    peaks = [
+        (node.count, device.peak_flops_per_second.get(precision))
+        for node in cluster.nodes
+        for device in node.devices
+    ]
+    known = [(count, peak) for count, peak in peaks if peak]
+    if not known or len(known) < len(peaks):
+        return None
+    return sum(count * peak for count, peak in known) / sum(count for count, _ in known)
+
+
+def host_overflow(problem: Problem, plan: Plan, needed: Forecast) -> str | None:
+    """Why what a plan keeps in the machines' own memory does not fit there; None where it does.
+
+    Snapshots count where the job insists on them.
+    """
+    waiting, kept = float(needed.host_bytes), 0
+    if isinstance(problem.job.checkpoint.snapshots, int):
+        kept = snapshot_bytes(problem.job, problem.workload, plan)
+        waiting += kept + (needed.memory_bytes if plan.device == "cpu" else 0)
+    (node,) = problem.cluster.nodes
+    here, uneven = divmod(plan.world_size, problem.job.cluster.nodes)
+    if uneven:  # on a part of machines that need not be here
+        here = min(max(len(node.devices), 1), plan.world_size)
+    if waiting * here <= node.memory_bytes * HOST_SHARE:
+        return None
+    snapshots = f" ({bytes_text(kept * here)} of it as checkpoint.snapshots)" if kept else ""
+    return (
+        f"{bytes_text(waiting * here)} would wait in the memory of {node.name}{snapshots}, which has "
+        f"{bytes_text(node.memory_bytes)}"
+    )
+
+
+def device_of(job: Job, cluster: Cluster) -> str:
+    """ "cuda" or "cpu".
+
+    Raises:
+        JobError: a GPU is asked for and none is there.
+    """
+    has_gpu = all(node.devices for node in cluster.nodes)
+    if job.cluster.device == "cuda" and not has_gpu:
+        raise JobError(
+            "cluster.device = 'cuda', but this machine shows no NVIDIA GPU",
+            "use cluster.device = 'auto' or 'cpu'; `wanma doctor` says what was looked for",
+        )
+    return "cuda" if has_gpu and job.cluster.device != "cpu" else "cpu"
+
+
+def equal_machines(job: Job, cluster: Cluster) -> Cluster:
+    """As many machines as the job has, each as slow and as small as the least of the cluster's."""
+    nodes = cluster.nodes
+    if device_of(job, cluster) == "cpu":
+        nodes = tuple(replace(node, devices=()) for node in nodes)
+    count = max(cluster.node_count, job.cluster.nodes)
+    least = min(nodes, key=lambda node: _rate(node, job.train.precision))
+    if len(nodes) > 1:
+        level = cluster.level_across()
+        least = replace(
+            least,
+            devices=_least_devices(nodes, least),
+            cores=min(node.cores for node in nodes),
+            memory_bytes=min(node.memory_bytes for node in nodes),
+            network=(replace(level, size=None),) if level is not None else (),
+        )
+    return Cluster((replace(least, count=count),))
+
+
+def _rate(node: Node, precision: str) -> float:
+    """Of one device, in products; none where it has none, or nobody knows."""
+    devices = node.devices or ((node.cpu,) if node.cpu else ())
+    return min((device.peak_flops_per_second.get(precision, 0.0) for device in devices), default=0.0)
+
+
+def _least_devices(nodes: tuple[Node, ...], like: Node) -> tuple[Device, ...]:
+    number = min(len(node.devices) for node in nodes)
+    memory_bytes = min((device.memory_bytes for node in nodes for device in node.devices), default=0)
+    return tuple(replace(device, memory_bytes=memory_bytes) for device in like.devices[:number])

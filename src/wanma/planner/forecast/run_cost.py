@@ -1,0 +1,134 @@
+"""What a whole run takes: time with its ramp, validations and failures, energy at the wall, price.
+
+    cost = run_cost(problem, plan, forecast(problem, plan).step)
+
+A device draws between its idle power and its limit, by what it does; the rest of a machine (processors,
+memory, cards, fans, losses of the supply) draws a share of what its maker allows for. Switches between
+machines and the cooling of the hall are not counted. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from wanma.job.cluster import Node
+from wanma.job.forecast.forecast import RunCost, StepTime
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import TrainSection
+from wanma.planner.cost.decoder_layers import product_precision
+from wanma.planner.forecast.goodput import machines_used, useful_time
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.forecast.step_overhead import around
+from wanma.planner.hardware_model.operator_time import product_rate
+
+PRODUCTS, STREAMING, COMMUNICATING, WAITING = 1.0, 0.7, 0.5, 0.3
+"""Power of a device next to its limit. Products of training run into the limit, which is why clocks fall
+under them (`hardware.attained`). While a large model's ranks communicate, power falls to about half, and
+while they wait to 0.2 (Patel et al. 2024, "Characterizing Power Management Opportunities for LLMs in the
+Cloud", recalled), or less far where a kernel polls for its peers. What streams is taken to lie between."""
+
+HOST = 0.5
+"""Power of the rest of a machine, next to what its maker allows for beside the devices (4.6 kW in a DGX
+H100). Eight H100 that train drew at most 8.4 of 10.2 kW (Latif et al. 2024, recalled), which leaves 0.6 of
+that rest; less where a hall cools without the machines' own fans."""
+
+LEAST_SHARE = 0.01
+"""Of useful time: with less, nobody would call it a run."""
+
+USUAL_HOST = 0.8
+"""The rest of a machine at its limit over its devices' limits, where nobody states the whole: 0.46 in a
+DGX-1, 1.0 in a DGX A100, 0.8 in a DGX H100 and B200 (their data sheets, in the catalogue)."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a device does on average over a step, as shares of the time that add up to one."""
+
+    products: float
+    streaming: float
+    communicating: float
+    waiting: float
+
+    @property
+    def power_share(self) -> float:
+        """Of the device's limit of power."""
+        busy = PRODUCTS * self.products + STREAMING * self.streaming
+        return busy + COMMUNICATING * self.communicating + WAITING * self.waiting
+
+
+def run_cost(problem: Problem, plan: Plan, step: StepTime) -> RunCost | None:
+    """Of all the job's steps, with the smaller ones of its ramp, its validations, writing the last state, and
+    what failures and copies of the state take (`useful`). None where failures leave less than `LEAST_SHARE`.
+
+    Machines of which the plan fills a part count whole. While a run recovers, they draw as if it trained.
+    """
+    useful = useful_time(problem, plan, step)
+    if useful.share < LEAST_SHARE:
+        return None
+    seconds = run_seconds(problem.job.train, problem.global_batch, plan, step) / useful.share
+    seconds += around(problem, plan).at_end_seconds
+    used = [(problem.cluster.nodes[0], machines_used(problem, plan))]
+    return replace(cost_of(seconds, used, activity(problem, plan, step)), useful=useful)
+
+
+def cost_of(seconds: float, used: Sequence[tuple[Node, int]], doing: Activity) -> RunCost:
+    """Of some machines of each kind, busy for `seconds`; energy and price are None where a kind has none."""
+    energy, price = 0.0, 0.0
+    unknown_energy = unknown_price = False
+    for node, count in used:
+        watts = node_watts(node, doing)
+        unknown_energy |= watts is None
+        unknown_price |= node.price_per_hour is None
+        energy += seconds * count * (watts or 0.0)
+        price += seconds / 3600 * count * (node.price_per_hour or 0.0)
+    return RunCost(seconds, None if unknown_energy else energy, None if unknown_price else price)
+
+
+def run_seconds(train: TrainSection, global_batch: int, plan: Plan, step: StepTime) -> float:
+    """Of all steps and validations.
+
+    Of a step with a smaller batch, what micro-batches take shrinks with their number; the bubble, reductions,
+    the optimizer and saving stay. Validations run the forward alone: a third of that, or a quarter where
+    backward computes it again.
+
+    Args:
+        global_batch: of the step that was forecast.
+    """
+    repeated = step.compute + step.tensor + step.context + step.expert + step.moving
+    once = step.seconds - repeated
+    each = repeated / plan.accumulation(global_batch)
+    seconds = 0.0
+    ramp = [(0, train.global_batch), *(entry for entry in train.batch_ramp if entry[0] < train.steps)]
+    for number, (start, batch) in enumerate(ramp):
+        stop = ramp[number + 1][0] if number + 1 < len(ramp) else train.steps
+        seconds += (stop - start) * (once + each * plan.accumulation(batch))
+    validations = 1 if train.validate_every_steps == 0 else max(train.steps // train.validate_every_steps, 1)
+    forward = 1 / 4 if plan.recompute == "full" else 1 / 3
+    samples = plan.accumulation(train.validation_samples)
+    return seconds + validations * forward * (each * samples + step.bubble)
+
+
+def activity(problem: Problem, plan: Plan, step: StepTime) -> Activity:
+    """How a step's time splits: products at the rate that the device sustains, the rest of computing and the
+    optimizer as streams, exposed communication, and waiting."""
+    chip = problem.machine.chip
+    precision = product_precision(plan, problem.software)
+    flops = problem.workload.flops_per_sample * problem.global_batch / plan.world_size
+    again = 4 / 3 if plan.recompute == "full" else 1.0
+    products = min(again * flops / product_rate(chip, precision), step.compute)
+    communicating = step.tensor + step.context + step.expert + step.data + step.moving
+    streaming = step.compute - products + step.optimizer + step.checkpoint
+    parts = (products, streaming, communicating, step.bubble + step.loading)
+    return Activity(*(part / step.seconds for part in parts))
+
+
+def node_watts(node: Node, doing: Activity) -> float | None:
+    """At the wall, of one machine whose devices all do the same; None where nobody says what they draw."""
+    devices = node.devices or ((node.cpu,) if node.cpu else ())
+    limits = [device.power_watts for device in devices]
+    limit = sum(watts for watts in limits if watts is not None)
+    if not limits or None in limits:
+        return None
+    rest = USUAL_HOST * limit if node.power_watts is None else max(node.power_watts - limit, 0.0)
+    return limit * doing.power_share + HOST * rest

@@ -1,0 +1,173 @@
+"""How replicas sum their gradients: how much in one message, and whether within each machine first.
+
+The runtime does what the plan says (`parallel.data_sums`), and forecasts take the time of just that. Pure
+functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import LEAST_TOGETHER_BYTES, REDUCED_TOGETHER_BYTES, Plan
+from wanma.job.sections.job import Job
+from wanma.observe.units import bytes_text, duration_text
+from wanma.planner.cost.gradient_collectives import Summing
+from wanma.planner.hardware_model.collective_time import Algorithm, Group, all_reduce_seconds
+from wanma.planner.hardware_model.model import Machine
+
+_GRADIENT_BYTES = 4.0
+"""Of an element that is summed whole."""
+
+FULL_SHARE = 0.9
+"""Of the rate of the largest messages, what a message attains that fills the network."""
+
+
+def with_exchange(job: Job, plan: Plan, machine: Machine | None) -> Plan:
+    """`plan` with what its job leaves open of how gradients are summed.
+
+    Args:
+        machine: None, or one without rates: nobody knows the links.
+
+    Raises:
+        JobError: the job asks for what makes no sense in this plan; names the key.
+    """
+    parallel, nodes = job.parallel, job.cluster.nodes
+    if machine is not None and machine.unknown:
+        machine = None
+    why_not = why_not_hierarchical(plan, nodes)
+    if parallel.hierarchical is True and why_not is not None:
+        raise JobError(
+            f"parallel.hierarchical = true: {why_not}", "leave parallel.hierarchical out, or set it to 'auto'"
+        )
+    hierarchical = why_not is None and parallel.hierarchical is not False
+    plan = replace(plan, hierarchical=hierarchical)
+    if hierarchical and parallel.hierarchical == "auto" and machine is not None:
+        by_machines, at_once = _both_ways(plan, machine)
+        plan = replace(plan, hierarchical=by_machines < at_once)
+    return replace(plan, bucket_bytes=bucket_of(job, plan, machine))
+
+
+def bucket_of(job: Job, plan: Plan, machine: Machine | None) -> int:
+    """Bytes that the plan's replicas sum in one message. Arguments as of `with_exchange`.
+
+    Compressed sums wait for the end of backward: smaller ones would begin no sooner.
+    """
+    if (
+        job.parallel.bucket_bytes is None
+        and machine is not None
+        and not machine.unknown
+        and has_buckets(plan)
+        and not plan.compressions
+    ):
+        return fewest_bytes(plan, machine)
+    return plan.bucket_bytes
+
+
+def exchange_reasons(plan: Plan, machine: Machine) -> list[str]:
+    """Why gradients are summed so, in sentences; none where there is nothing to choose."""
+    if not plan.hierarchical or machine.unknown:
+        return []
+    by_machines, at_once = map(duration_text, _both_ways(plan, machine))
+    size = bytes_text(REDUCED_TOGETHER_BYTES)
+    other = "among all replicas at once" if plan.compressions else "in a ring"
+    return [
+        f"gradients are summed within machines first: {size} in {by_machines} instead of {at_once} {other}"
+    ]
+
+
+def check_buckets(job: Job, plan: Plan) -> None:
+    """A size of buckets that a job asks for is not dropped in silence where there are none.
+
+    Raises:
+        JobError: names the key.
+    """
+    exchanges = plan.data_ranks * plan.cp > 1
+    if job.parallel.bucket_bytes is not None and exchanges and not has_buckets(plan):
+        raise JobError(
+            f"parallel.bucket_bytes = {job.parallel.bucket_bytes}: {_OTHERWISE[plan.device]}",
+            "leave parallel.bucket_bytes out",
+        )
+
+
+def why_not_hierarchical(plan: Plan, nodes: int) -> str | None:
+    """Why sums within machines first make no sense; None where they do.
+
+    Args:
+        nodes: machines, of equally many ranks.
+    """
+    if not plan.computes_with_state:
+        return _OTHERWISE[plan.device]
+    if plan.synchronization is not None:
+        return "between sites (parallel.synchronize) gradients are not summed"
+    if plan.replicas == 1:
+        return "no replicas sum gradients (parallel.dp_replicate = 1)"
+    if nodes == 1:
+        return "all ranks are on one machine (cluster.nodes = 1)"
+    if plan.placement or plan.world_size % nodes:
+        return "the machines have unlike ranks"
+    of_groups = [Counter(ranks) for ranks in _machines_of_replicas(plan, plan.world_size // nodes)]
+    if plan.compressions and any(len(set(counts.values())) > 1 for counts in of_groups):
+        return (
+            "gradients are made smaller (parallel.compression) only between machines of equally many replicas"
+        )
+    if all(len(counts) == 1 for counts in of_groups):
+        return "the replicas of each part of the model are on one machine"
+    if all(max(counts.values()) == 1 for counts in of_groups):
+        return "each machine has one of the replicas, so that nothing can be summed within it"
+    return None
+
+
+_OTHERWISE = {
+    "cpu": "only whole replicas in train.precision fp32 or fp64 sum their gradients so; FSDP2 sums what is "
+    "sharded or cast: by levels, with parallel.dp_shard within machines and dp_replicate between them",
+    "cuda": "on GPUs NCCL sums by the levels of the network by itself, in pieces of FSDP2's choice",
+}
+"""What happens where there are no buckets of ours, by device."""
+
+
+def has_buckets(plan: Plan) -> bool:
+    """Whether `bucket_bytes` and `hierarchical` are of any use."""
+    return plan.computes_with_state and plan.replicas > 1
+
+
+def fewest_bytes(plan: Plan, machine: Machine) -> int:
+    """Of a message that fills the network: the least whose rate comes near that of the largest.
+
+    Smaller ones begin sooner in a backward, and leave less to wait for at its end; latency forbids them.
+    """
+    replicas = _replicas(plan)
+    algorithm: Algorithm | None = "hierarchical" if plan.hierarchical else None
+
+    def rate(size: int) -> float:
+        return size / all_reduce_seconds(machine, replicas, size, algorithm)
+
+    full, size = rate(REDUCED_TOGETHER_BYTES), LEAST_TOGETHER_BYTES
+    while size < REDUCED_TOGETHER_BYTES and rate(size) < FULL_SHARE * full:
+        size *= 2
+    return min(size, REDUCED_TOGETHER_BYTES)
+
+
+def _both_ways(plan: Plan, machine: Machine) -> tuple[float, float]:
+    """Seconds of summing as much as one message ever takes: by machines, and in a ring."""
+    replicas, elements = _replicas(plan), REDUCED_TOGETHER_BYTES / _GRADIENT_BYTES
+    # As it is asked before buckets are chosen, and to explain it after: in the same buckets.
+    summing = Summing(replace(plan, bucket_bytes=REDUCED_TOGETHER_BYTES), machine, _GRADIENT_BYTES)
+    by_machines = summing.all_reduce(replicas, elements, "hierarchical")
+    return by_machines, summing.all_reduce(replicas, elements, "ring")
+
+
+def _replicas(plan: Plan) -> Group:
+    return Group(plan.replicas, plan.tp * plan.shard_ranks)
+
+
+def _machines_of_replicas(plan: Plan, on_each: int) -> list[list[int]]:
+    """Of each group that sums: the machine of each of its ranks."""
+    apart = plan.tp * plan.shard_ranks
+    stage = plan.replicas * apart
+    return [
+        [(first + member * apart) // on_each for member in range(plan.replicas)]
+        for start in range(0, plan.world_size, stage)
+        for first in range(start, start + apart)
+    ]

@@ -1,0 +1,1 @@
+"""Hardware model: time of one operator or collective on equal devices, their links and host."""

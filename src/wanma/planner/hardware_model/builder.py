@@ -1,0 +1,360 @@
+"""From a cluster to the machine that forecasts of time use: what devices and links attain.
+
+    machine = machine_of(read_cluster("8x8 H100 SXM, 8x400G"))
+
+Peaks and bandwidths are the cluster's; what training attains of them comes from `hardware.attained` and
+`curves`, or from a calibration. What nobody measured is assumed by the rules below, said in
+`Machine.assumed`, and widens the forecast's interval by `Machine.doubt`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from wanma.hardware.catalogue.device_kind import PCIE_4
+from wanma.hardware.catalogue.efficiency import ATTAINED, LINKS, NETWORK, OTHER_LINK
+from wanma.hardware.catalogue.lookup import find_named
+from wanma.job.cluster import Cluster, Device, Level, Node
+from wanma.planner.hardware_model.calibration import Calibration
+from wanma.planner.hardware_model.efficiency_curves import GENERATIONS, PROCESSOR
+from wanma.planner.hardware_model.model import AttentionCurve, Chip, Host, Link, Machine, Program
+
+
+def machine_of(
+    cluster: Cluster,
+    kind: int = 0,
+    calibration: Calibration | None = None,
+    *,
+    ranks: int = 1,
+    threads: int | None = None,
+) -> Machine:
+    """The machines of one kind of a cluster's nodes, as forecasts of time see them.
+
+    Where a rate that decides the time is unknown, `Machine.unknown` says which, and where to give it; the
+    chip then has no products, so that a search goes on with memory alone.
+
+    Args:
+        kind: which of `cluster.nodes`.
+        calibration: measured curves and what runs taught; they count before anything else.
+        ranks: of one machine without accelerators, which share its cores and memory; each is a "device".
+        threads: of such a rank; default: its share of the cores.
+
+    Raises:
+        ValueError: there is no such kind of node, or no rank.
+    """
+    if not 0 <= kind < len(cluster.nodes) or ranks < 1:
+        raise ValueError(f"node kind {kind} of {len(cluster.nodes)}, {ranks} ranks on a machine")
+    node = cluster.nodes[kind]
+    here = len(node.devices) or ranks
+    calibration = calibration or Calibration()
+    try:
+        machine = _measured(node, here, threads, calibration)
+        if machine is None:
+            machine = _accelerated(node) if node.devices else _processors(node, ranks, threads)
+        known = replace(
+            machine,
+            links=_joined([*machine.links, *_network(node, here)]),
+            assumed=(*machine.assumed, *_placement(node)),
+            host=host_of(node, here) if machine.host.doubt else machine.host,
+        )
+    except _UnknownRateError as unknown:
+        name = node.devices[0].name if node.devices else node.name
+        chip = Chip(name, {}, 1.0, 1, {}, AttentionCurve(1.0, 0.0, 1.0))
+        return Machine(chip, (Link(node.count * here, 0.0, 1.0),), unknown=str(unknown))
+    return calibration.correction(measured_name(known.chip.name, calibration)).applied(known)
+
+
+def host_of(node: Node, ranks: int) -> Host:
+    """What is behind each of `ranks` devices of one machine, by its figures."""
+    promised = [device.host_bytes_per_second or PCIE_4.bandwidth_bytes_per_second for device in node.devices]
+    cpu, usual = node.cpu, Host()
+    memory = cpu.bandwidth_bytes_per_second if cpu is not None else None
+    return replace(
+        usual,
+        link_bytes_per_second=HOST_LINK_SHARE * min(promised, default=PCIE_4.bandwidth_bytes_per_second),
+        memory_bytes_per_second=_STREAMED * (memory or node.cores * _CORE_BANDWIDTH) / ranks,
+        disk_bytes_per_second=(node.disk_bytes_per_second or DISK_BYTES_PER_SECOND) / ranks,
+    )
+
+
+HOST_LINK_SHARE = 0.8
+"""Of what the lanes of PCIe promise, what copies of page-locked memory attain: 12.3 of 15.75 GB/s on PCIe 3,
+25 of 31.5 on PCIe 4, 53 of 63 on PCIe 5, as NVIDIA's bandwidthTest is usually reported (recalled)."""
+DISK_BYTES_PER_SECOND = 4e9
+"""Of a machine of which nobody says it: one data-center NVMe drive on four lanes of PCIe 4 writes 4.0 GB/s
+in one stream (Samsung PM9A3 datasheet, 2021), and reads faster."""
+_STREAMED = 0.8
+"""As `Chip.bandwidth_share`."""
+
+
+def is_measured(cluster: Cluster, calibration: Calibration | None) -> bool:
+    """Whether the device of every kind of node was calibrated."""
+    devices = [node.devices[0] if node.devices else node.cpu for node in cluster.nodes]
+    measured = {one.device for one in calibration.measured} if calibration is not None else set()
+    return calibration is not None and all(
+        device is not None and measured_name(device.name, calibration) in measured for device in devices
+    )
+
+
+class _UnknownRateError(Exception):
+    """The message says which rate, and where to give it."""
+
+
+_GUESSED, _UNLIKE, _UNMEASURED_PROCESSOR, _PCIE = 0.12, 0.20, 0.40, 0.15
+"""Doubt (half of a 90 % interval) in a kind that nobody measured and that is near to one that was; in a
+device of which only figures are known; in a processor that was not calibrated, where compilers, threads and
+neighbours decide; and in an assumed link. Judged, not measured: a calibration takes all of them away."""
+
+STEP_INSIDE, STEP_BETWEEN = 5 / 3, 3.0
+"""Time of one step of a collective over the latency of a hop, which is that of the smallest messages: 1 µs
+over NVLink and 1.5 over PCIe in the measurements that `curves` names; between machines taken from NCCL's
+model (src/graph/tuning.cc, `hwLat`): 2.7 µs a step for the smallest messages, 14 for the largest."""
+RAMP_BYTES = 10e6
+"""As fitted to the same measurements (`benchmarks.planner.fit`)."""
+
+
+def _measured(node: Node, here: int, threads: int | None, calibration: Calibration) -> Machine | None:
+    """One machine at the rates measured, uncorrected; None where its device never was."""
+    device = _only_kind(node) if node.devices else node.cpu
+    if device is None:
+        return None
+    name = measured_name(device.name, calibration)
+    found = calibration.find(name, here, 0 if node.devices else _threads(node, here, threads))
+    if found is None:
+        return None
+    chip = replace(found.machine.chip, name=device.name)
+    *inner, outermost = found.machine.links
+    if outermost.devices > 1:
+        links: list[Link] = [
+            *(link for link in inner if link.devices < here),
+            replace(outermost, devices=here),
+        ]
+        return replace(found.machine, chip=chip, links=_joined(links))
+    # Only one was measured alone, which tells nothing of its links.
+    links, doubt, assumed = _inside(node, here) if node.devices else ([_local(here)], 0.0, [])
+    return replace(found.machine, chip=chip, links=_joined(links), doubt=doubt, assumed=tuple(assumed))
+
+
+def measured_name(device: str, calibration: Calibration) -> str:
+    """What a calibration calls `device`: drivers have other names than the catalogue."""
+    names = {one.device for one in calibration.measured} | set(calibration.corrections)
+    kind = find_named(device)
+    same = [name for name in sorted(names) if kind is not None and find_named(name) == kind]
+    return device if device in names or not same else same[0]
+
+
+def _only_kind(node: Node) -> Device:
+    names = sorted({device.name for device in node.devices})
+    if len(names) > 1:
+        raise _UnknownRateError(
+            f"{node.name} has different devices in one machine ({', '.join(names)}), which no forecast of "
+            "time takes: describe each kind as nodes of their own"
+        )
+    return node.devices[0]
+
+
+def _accelerated(node: Node) -> Machine:
+    chip, doubt, assumed = _chip(_only_kind(node))
+    links, link_doubt, link_assumed = _inside(node, len(node.devices))
+    doubt = math.hypot(doubt, link_doubt)
+    return Machine(chip, _joined(links), doubt=doubt, assumed=(*assumed, *link_assumed))
+
+
+def _chip(device: Device) -> tuple[Chip, float, list[str]]:
+    """A device with its curves, the doubt in them, and what was assumed."""
+    peaks, bandwidth = device.peak_flops_per_second, device.bandwidth_bytes_per_second
+    if not peaks or bandwidth is None:
+        what, key = ("memory bandwidth", "gb_per_second") if peaks else ("peak rate", "peak_teraflops")
+        raise _UnknownRateError(
+            f"nothing is known of the {what} of '{device.name}': give {key} under [[devices]] of a cluster "
+            "file, or measure it there with `wanma cluster --calibrate`"
+        )
+    known = find_named(device.name)
+    attained, doubt, assumed = known.attained if known else None, 0.0, []
+    if attained is None:
+        reference = nearest_kind(device)
+        attained, doubt = ATTAINED[reference], _UNLIKE
+        assumed.append(f"{device.name}: not in the catalogue; taken to attain as much as {reference}")
+    elif attained.guess:
+        doubt = _GUESSED
+        assumed.append(f"{device.name}: {attained.guess}")
+    curves = GENERATIONS[attained.generation]
+    chip = Chip(
+        device.name,
+        dict(peaks),
+        bandwidth,
+        attained.multiprocessors,
+        {name: curve for name, curve in curves.products.items() if name in peaks},
+        curves.attention,
+        {name: curve for name, curve in curves.attention_in.items() if name in peaks},
+        sustained=attained.sustained,
+    )
+    return chip, doubt, assumed
+
+
+def nearest_kind(device: Device) -> str:
+    """Of the catalogue's kinds, the one whose curves stand in for an unknown `device`: the oldest that
+    computes in the narrowest precision that the device has."""
+    for precision, reference in _REFERENCES.items():
+        if precision in device.peak_flops_per_second:
+            return reference
+    return "V100 SXM2 32 GB"
+
+
+_REFERENCES = {"nvfp4": "B200", "fp8": "H100 SXM", "bf16": "A100 SXM 80 GB", "tf32": "A100 SXM 80 GB"}
+
+
+def _inside(node: Node, count: int) -> tuple[list[Link], float, list[str]]:
+    """The levels between the devices of one machine, the doubt in them, and what was assumed."""
+    links: list[Link] = []
+    for level in node.inside:
+        size = min(level.size or count, count)
+        share = LINKS.get(level.name, OTHER_LINK)
+        if size > 2 and share.of_more < share.of_pair:
+            links.append(_link(level, 2, share.of_pair, STEP_INSIDE))
+            links.append(_link(level, size, share.of_more, STEP_INSIDE))
+        else:
+            links.append(_link(level, size, share.of_pair, STEP_INSIDE))
+    if max((link.devices for link in links), default=1) >= count:
+        return links, 0.0, []
+    # Every server has PCIe.
+    usual = PCIE_4.level()
+    links.append(_link(usual, count, LINKS[usual.name].of_more, STEP_INSIDE))
+    return (
+        links,
+        _PCIE,
+        [f"{node.name}: nobody says how its {count} devices are joined; taken to be {usual.name}"],
+    )
+
+
+def _processors(node: Node, ranks: int, threads: int | None) -> Machine:
+    """Each rank is a device that has its share of the cores and of the memory's bandwidth."""
+    cpu = node.cpu
+    if cpu is None or not cpu.peak_flops_per_second:
+        what = f"'{cpu.name}'" if cpu else f"the processors of {node.name}"
+        raise _UnknownRateError(
+            f"nothing is known of the peak rate of {what}: measure it there with "
+            "`wanma cluster --calibrate`, or name cpu = ... in a cluster file"
+        )
+    each = _threads(node, ranks, threads)
+    share = min(each / node.cores, 1 / ranks)
+    bandwidth = cpu.bandwidth_bytes_per_second or node.cores * _CORE_BANDWIDTH
+    peaks = {name: peak * share for name, peak in cpu.peak_flops_per_second.items()}
+    chip = Chip(
+        cpu.name,
+        peaks,
+        bandwidth / ranks,
+        each,
+        {name: curve for name, curve in PROCESSOR.products.items() if name in peaks},
+        PROCESSOR.attention,
+        {name: curve for name, curve in PROCESSOR.attention_in.items() if name in peaks},
+        launch_seconds=_CALL_SECONDS,
+    )
+    return Machine(
+        chip,
+        (_local(ranks),),
+        # A kernel runs in the thread that issues it: its launch is counted above, and nothing runs ahead.
+        dispatch_seconds=0.0,
+        start_seconds=_SHARED_START_SECONDS,
+        program=_PROGRAM,
+        doubt=_UNMEASURED_PROCESSOR,
+        assumed=(_never_measured(cpu.name),),
+    )
+
+
+def _never_measured(name: str) -> str:
+    """The sentence on a processor without a calibration."""
+    way_out = "`wanma cluster --calibrate` takes some minutes"
+    if find_named(name) is None:
+        return f"of {name} only products were measured, at first use, and all else is assumed; {way_out}"
+    return f"{name} was never measured here; {way_out}"
+
+
+_CORE_BANDWIDTH = 5e9
+"""Bytes per second of memory for each core of an unknown processor; EPYC 7742 has 3.2, Grace 7.1."""
+_CALL_SECONDS = 5e-6
+"""Of an operator on a CPU, beside its work: PyTorch's dispatcher and autograd."""
+_PROGRAM = Program(2.5 * _CALL_SECONDS, 450 * _CALL_SECONDS, 170 * _CALL_SECONDS, 300 * _CALL_SECONDS)
+"""So many operators' time takes what surrounds one, and a block that is split or sharded: as calibrations of
+a Xeon of 2 cores have it (benchmarks/results/planner-real.json)."""
+_SHARED_START_SECONDS = 20e-6
+_SHARED_STEP_SECONDS = 15e-6
+_SHARED_BYTES_PER_SECOND = 4.4e9
+"""Between processes of one machine over the memory that they share, measured with two ranks: 64 KiB are
+summed in 0.064 ms, 1 MiB in 0.30 ms, 64 MiB in 15 ms (docs/performance.md). Gloo, where there is no compiler,
+takes three to eight times as long."""
+
+
+def _threads(node: Node, ranks: int, threads: int | None) -> int:
+    return threads or max(node.cores // ranks, 1)
+
+
+def _local(ranks: int) -> Link:
+    return Link(ranks, _SHARED_STEP_SECONDS, _SHARED_BYTES_PER_SECOND)
+
+
+def _network(node: Node, here: int) -> list[Link]:
+    """The levels between machines, of which each has `here` devices or ranks."""
+    # A node's levels count one of its devices, or all of it where it has none.
+    share = 1.0 if node.devices else 1.0 / here
+    own = {level.name for level in node.inside}
+    links = []
+    for level in node.network:
+        nodes = machines_of_unit(node.count, level.size or node.count)
+        if level.name in own:  # the devices' own link, through several machines
+            kept, slower = LINKS.get(level.name, OTHER_LINK).of_more, STEP_INSIDE
+        else:
+            kept, slower = NETWORK.of_more, STEP_BETWEEN
+        links.append(_link(level, nodes * here, kept * share, slower))
+    if node.count > 1 and max((link.devices for link in links), default=0) < node.count * here:
+        raise _UnknownRateError(
+            f"nothing is known of the network between all {node.count} nodes of {node.name}: give "
+            "network = '8x400G' (the cards of one node) in a cluster file, or ', 8x400G' in a line"
+        )
+    return links
+
+
+def machines_of_unit(count: int, size: int) -> int:
+    """Machines that a run of `count` has in each unit of a level that joins up to `size`.
+
+    They lie evenly on the fewest units that allow it, as a scheduler places segments (Slurm's `--segment`)
+    so that groups of ranks stay within one: 64 machines on racks of 18 are four times 16. Where that would
+    leave half of every unit empty, units are filled one after the other.
+    """
+    fewest = -(-count // size)
+    even = next((units for units in range(fewest, 2 * fewest) if count % units == 0), None)
+    return min(size, count) if even is None else count // even
+
+
+def _placement(node: Node) -> list[str]:
+    """Domains of the network on which the machines are taken to lie, where they are on several."""
+    told = []
+    for level in node.network:
+        if level.size is None or node.count <= level.size:
+            continue
+        each = machines_of_unit(node.count, level.size)
+        units, rest = divmod(node.count, each)
+        told.append(
+            f"placement assumed: {node.count} machines of {node.name} lie on {units} domains of {level.name} "
+            f"(up to {level.size} machines), {each} in each" + (f", and {rest} in another" if rest else "")
+        )
+    return told
+
+
+def _link(level: Level, devices: int, share: float, slower: float) -> Link:
+    rate = level.bandwidth_bytes_per_second * share
+    return Link(devices, level.latency_seconds * slower, rate, RAMP_BYTES)
+
+
+def _joined(links: Sequence[Link]) -> tuple[Link, ...]:
+    """Those that join more devices than the ones before; of two that are as fast, the wider one alone."""
+    kept: list[Link] = []
+    for link in links:
+        if link.devices <= (kept[-1].devices if kept else 1):
+            continue
+        if kept and replace(kept[-1], devices=link.devices) == link:
+            kept.pop()
+        kept.append(link)
+    return tuple(kept) or (Link(1, 0.0, 1.0),)

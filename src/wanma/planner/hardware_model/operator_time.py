@@ -1,0 +1,117 @@
+"""Time of single operators on one device: a roofline whose roof depends on shape and precision.
+
+A matrix product is computed in tiles, as many at once as there are multiprocessors; the last wave of
+tiles is as long as a full one (NVIDIA, "Matrix Multiplication Background", section 4.2), and each tile
+loses time before its sum begins and after it ends. What streams through memory costs its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from wanma.planner.hardware_model.model import AttentionCurve, Chip
+
+ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+"""Bytes of one operand's element; nvfp4 has one scale of 8 bits for 16 elements."""
+
+
+def product_seconds(
+    chip: Chip,
+    m: float,
+    n: float,
+    k: float,
+    precision: str,
+    count: int = 1,
+    moved_elements: float | None = None,
+) -> float:
+    """Time of `count` independent products (m, k) × (k, n), issued as one batch.
+
+    Args:
+        precision: of the operands. The result has at least two bytes per element.
+        moved_elements: read and written by all of them, where it is not every operand once: the windows of a
+            convolution overlap.
+
+    Raises:
+        ValueError: the chip has no rate for `precision`.
+    """
+    if min(m, n, k) <= 0:
+        return 0.0
+    rate = product_rate(chip, precision)
+    curve = chip.products[precision]
+    computed, at_once, ceil = math.inf, chip.multiprocessors, math.ceil
+    for rows, columns, share in chip.tiles:
+        waves = ceil(count * ceil(m / rows) * ceil(n / columns) / at_once)
+        seconds = waves * (2.0 * rows * columns * (k + curve.fill) * at_once) / (rate * share)
+        if seconds < computed:
+            computed = seconds
+    element = ELEMENT_BYTES[precision]
+    moved = count * (element * (m * k + k * n) + max(element, 2.0) * m * n)
+    if moved_elements is not None:
+        moved = element * moved_elements
+    return chip.launch_seconds + max(computed, _streamed(chip, moved))
+
+
+def product_rate(chip: Chip, precision: str) -> float:
+    """FLOP/s that a product of endless sides sustains.
+
+    Raises:
+        ValueError: the chip has no curve for `precision`.
+    """
+    if precision not in chip.products:
+        known = ", ".join(sorted(chip.products))
+        raise ValueError(f"{chip.name} has no measured rate for {precision} products; it has: {known}")
+    return chip.peak_flops_per_second[precision] * chip.products[precision].attainable * chip.sustained
+
+
+def attention_seconds(
+    chip: Chip,
+    sequences: float,
+    queries: float,
+    keys: float,
+    heads: float,
+    head_width: float,
+    *,
+    kv_heads: float | None = None,
+    value_width: float | None = None,
+    causal: bool = True,
+    backward: bool = False,
+    efficiency: float = 1.0,
+    precision: str = "bf16",
+) -> float:
+    """Time of fused attention, which keeps no scores.
+
+    Backward computes five products where forward has two (Dao et al. 2022, section 3.1).
+
+    Args:
+        queries: tokens that ask; keys: tokens that they see, of which a causal model needs half.
+        efficiency: rate of an older kernel next to the one that was measured.
+        precision: of queries, keys and values. Where nobody measured it, they are taken to be in 16 bits.
+    """
+    width = (head_width + (head_width if value_width is None else value_width)) * heads
+    flops = 2.0 * sequences * queries * keys * width * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+    curve, peak, element = _attention_rate(chip, precision)
+    rate = peak * curve.attainable * chip.sustained * efficiency * (curve.backward if backward else 1.0)
+    # One sequence's work is cut into blocks whose first and last are half empty.
+    seconds = flops / rate * (1 + curve.fill / keys)
+    stored = sequences * (2 * queries * heads + 2 * keys * (heads if kv_heads is None else kv_heads))
+    moved = element * stored * head_width * (2.0 if backward else 1.0)
+    return chip.launch_seconds + max(seconds, _streamed(chip, moved))
+
+
+def _attention_rate(chip: Chip, precision: str) -> tuple[AttentionCurve, float, float]:
+    """The curve, the peak that it is a share of, and bytes of an element."""
+    if precision in chip.attention_in:
+        return chip.attention_in[precision], chip.peak_flops_per_second[precision], ELEMENT_BYTES[precision]
+    peak = chip.peak_flops_per_second.get("bf16", chip.peak_flops_per_second.get("fp16", 0.0))
+    if peak <= 0:
+        raise ValueError(f"{chip.name} has no 16-bit peak, which attention needs")
+    return chip.attention, peak, 2.0
+
+
+def streaming_seconds(chip: Chip, moved_bytes: float, kernels: int = 1) -> float:
+    """Time of `kernels` operators that read and write `moved_bytes` together and compute next to nothing."""
+    return kernels * chip.launch_seconds + _streamed(chip, moved_bytes)
+
+
+def _streamed(chip: Chip, moved_bytes: float) -> float:
+    return moved_bytes / (chip.bandwidth_bytes_per_second * chip.bandwidth_share)

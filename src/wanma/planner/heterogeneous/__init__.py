@@ -1,0 +1,1 @@
+"""Plans for heterogeneous clusters: placement of replicas on node pools, and their shares of the batch."""

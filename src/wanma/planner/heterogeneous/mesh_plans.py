@@ -1,0 +1,124 @@
+"""Plans on unlike machines that the runtime can execute: one grid of equal ranks, with unlike shares of the
+batch or with stages cut by what their devices compute.
+
+A placed plan is such a grid where its replicas are alike but for their devices and what they do of the batch,
+and where the ranks, in the grid's order, fall on the machines in the order of the cluster. Pure functions,
+without torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from dataclasses import replace
+
+from wanma.job.plan.plan import Plan
+from wanma.planner.forecast.problem import Problem
+from wanma.planner.heterogeneous.node_pools import Fleet
+from wanma.planner.heterogeneous.placement_search import search_mixed
+from wanma.planner.heterogeneous.replica_shapes import MixedSpace
+from wanma.planner.search.result import Candidate, Found, pareto_front
+
+
+def as_grid(plan: Plan, fleet: Fleet) -> Plan | str:
+    """The grid that a placed plan is; or why it is none.
+
+    Replicas that share the optimizer's state with their like share it with all: each device then holds less
+    than was placed.
+    """
+    unlike = {(tuple(place.tp for place in one.places), one.stage_cuts) for one in plan.placement}
+    if len(unlike) > 1:
+        return "replicas that differ by their devices (other stages, other tp) are not run yet"
+    if len({(one.micro_batch, one.recompute) for one in plan.placement}) > 1:
+        return "replicas of unlike micro-batches or of unlike recompute are not run yet"
+    places = plan.placement[0].places
+    if len({place.tp for place in places}) > 1:
+        return "stages of unlike tp are not run yet"
+    if len(places) > 1 and len(plan.placement) > 1:
+        return "several kinds of replicas that each span several devices are not run yet"
+    if reason := _misplaced(plan, fleet):
+        return reason
+    shares = _in_order_of_machines(plan)
+    sharded = plan.shard != "nothing" and plan.dp_replicate > 1
+    return replace(
+        plan,
+        placement=(),
+        dp_replicate=1 if sharded else plan.dp_replicate,
+        dp_shard=plan.dp_replicate if sharded else 1,
+        shard=plan.shard if sharded else "nothing",
+        micro_batch=plan.placement[0].micro_batch,
+        recompute=plan.placement[0].recompute,
+        sequence=plan.sequence and plan.tp > 1,
+        stage_cuts=plan.placement[0].stage_cuts,
+        batch_shares=shares if len(set(shares)) > 1 else (),
+    )
+
+
+def search_grids(problem: Problem, fleet: Fleet, start: Plan, *, keep: int = 10) -> Found:
+    """The best grids over all kinds of a fleet, whose ranks have shares of the batch in proportion to their
+    speed.
+
+    Args:
+        start: as of `search_mixed`.
+
+    Raises:
+        JobError: as of `search_mixed`.
+    """
+    began = time.perf_counter()
+    found: list[Candidate] = []
+    considered, pruned, every = 0, Counter[str](), MixedSpace()
+    # One of each at a time: the search would choose others for each kind of devices, which are no grid.
+    for tp, micro_batch, recompute in itertools.product(every.tp, every.micro_batch, every.recompute):
+        space = MixedSpace((tp,), (1,), (micro_batch,), (recompute,), ("optimizer",))
+        of_space = search_mixed(problem, fleet, start, space, keep=keep)
+        considered += of_space.considered
+        pruned.update(of_space.pruned)
+        for one in of_space.candidates:
+            grid = as_grid(one.plan, fleet)
+            if len(one.plan.placement) > 1 and not isinstance(grid, str):
+                found.append(Candidate(grid, one.forecast))
+    found.sort(key=lambda one: one.seconds)
+    seconds = time.perf_counter() - began
+    return Found(tuple(found[:keep]), pareto_front(found), None, considered, dict(pruned), seconds)
+
+
+def gridded(found: Found, fleet: Fleet) -> Found:
+    """Placed plans of a search, those that are a grid as such."""
+
+    def turned(one: Candidate) -> Candidate:
+        grid = as_grid(one.plan, fleet)
+        return one if isinstance(grid, str) else replace(one, plan=grid, forecast_only=None)
+
+    return replace(
+        found, candidates=tuple(map(turned, found.candidates)), pareto=tuple(map(turned, found.pareto))
+    )
+
+
+def _in_order_of_machines(plan: Plan) -> tuple[int, ...]:
+    """Shares of the replicas, those on the cluster's first machines first."""
+    first, groups = 0, []
+    for one in plan.placement:
+        groups.append((one.places[0].node, plan.batch_shares[first : first + one.count]))
+        first += one.count
+    return tuple(share for _, shares in sorted(groups) for share in shares)
+
+
+def _misplaced(plan: Plan, fleet: Fleet) -> str | None:
+    """Why the grid's ranks do not fall on the machines that they were placed on; None where they do."""
+    machines = [
+        number for number, kind in enumerate(fleet.kinds) for _ in range(kind.devices // kind.on_each)
+    ]
+    on_each, odd = divmod(plan.world_size, len(machines))
+    is_full = any(on_each > fleet.kinds[kind].on_each for kind in machines)
+    if odd or is_full or on_each % plan.tp:
+        return f"{plan.world_size} ranks do not fill {len(machines)} machines with as many on each"
+    wanted = [
+        place.node
+        for stage in range(plan.pp)
+        for one in sorted(plan.placement, key=lambda one: one.places[0].node)
+        for place in [one.places[stage]] * (one.count * plan.tp)
+    ]
+    if wanted != [kind for kind in machines for _ in range(on_each)]:
+        return "its stages follow each other in another order than the machines of the cluster"
+    return None

@@ -1,0 +1,263 @@
+"""A step of a placed plan played event by event: what the forecasts of `timing` are held against.
+
+Every replica runs every micro-batch in its true size through every stage; what stages send each other
+occupies links; gradients are summed bucket by bucket, as backward makes them and as the slowest replica has
+them. It shares the costs of single operations with the forecasts, and none of their formulas for what
+overlaps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from wanma.job.plan.placement import Replicas
+from wanma.job.plan.plan import Plan
+from wanma.planner.cost.data_parallel import INTERFERENCE
+from wanma.planner.heterogeneous.costs import MixedCosts, Part
+
+BUCKETS = 24
+"""Pieces in which a stage's gradients are summed and its weights gathered; DDP's and FSDP's are as many."""
+
+
+def simulated_seconds(costs: MixedCosts, plan: Plan, global_batch: int) -> float:
+    """Of one step of a placed plan.
+
+    Raises:
+        ValueError: the plan is not placed.
+    """
+    if not plan.placement:
+        raise ValueError("the plan is not placed on machines of several kinds")
+    return _Step(costs, plan, global_batch).run()
+
+
+@dataclass
+class _Task:
+    seconds: float
+    resource: object | None
+    beside: object | None
+    """A resource that slows it down by INTERFERENCE while that is in use."""
+    waits_for: int = 0
+    then: list[int] = field(default_factory=list)
+    end: float = 0.0
+
+
+class _Events:
+    """Tasks that wait for each other and for resources that serve one at a time, in the order of asking."""
+
+    def __init__(self) -> None:
+        self.tasks: list[_Task] = []
+
+    def add(
+        self,
+        seconds: float,
+        after: Sequence[int] = (),
+        resource: object | None = None,
+        beside: object | None = None,
+    ) -> int:
+        number = len(self.tasks)
+        self.tasks.append(_Task(seconds, resource, beside, len(after)))
+        for earlier in after:
+            self.tasks[earlier].then.append(number)
+        return number
+
+    def run(self) -> float:
+        """When the last one ends."""
+        free_at: dict[object, float] = defaultdict(float)
+        # (time, kind, number): a task that ends before those that may begin at that time.
+        events = [(0.0, 1, number) for number, task in enumerate(self.tasks) if not task.waits_for]
+        heapq.heapify(events)
+        last = 0.0
+        while events:
+            now, kind, number = heapq.heappop(events)
+            task = self.tasks[number]
+            if kind == 0:
+                last = max(last, now)
+                for following in task.then:
+                    self.tasks[following].waits_for -= 1
+                    if not self.tasks[following].waits_for:
+                        heapq.heappush(events, (now, 1, following))
+                continue
+            begin = max(now, free_at[task.resource]) if task.resource is not None else now
+            seconds = task.seconds
+            if task.beside is not None and free_at[task.beside] > now:
+                seconds += INTERFERENCE * min(seconds, free_at[task.beside] - now)
+            if task.resource is not None:
+                free_at[task.resource] = begin + seconds
+            task.end = begin + seconds
+            heapq.heappush(events, (task.end, 0, number))
+        if any(task.waits_for for task in self.tasks):
+            raise ValueError("the step waits for itself")
+        return last
+
+
+class _Step:
+    def __init__(self, costs: MixedCosts, plan: Plan, global_batch: int) -> None:
+        self.costs, self.plan, self.global_batch = costs, plan, global_batch
+        self.events = _Events()
+        # Of every group and stage: tasks that make each bucket's gradients, of all its replicas.
+        self.made: dict[tuple[int, int], list[list[int]]] = {}
+
+    def run(self) -> float:
+        data_rank = 0
+        for number, replicas in enumerate(self.plan.placement):
+            for stage in range(len(replicas.places)):
+                self.made[number, stage] = [[] for _ in range(BUCKETS)]
+            gathered = self._gather_weights(number, replicas)
+            for _ in range(replicas.count):
+                self._replica(number, data_rank, replicas, gathered)
+                data_rank += 1
+        self._sum_gradients()
+        return self.events.run()
+
+    def _gather_weights(self, number: int, replicas: Replicas) -> list[list[int]]:
+        """What the optimizer's shards changed in the step before; of every stage, by bucket."""
+        found = []
+        for stage, place in enumerate(replicas.places):
+            part = self.costs.stages(replicas, self.plan.shard)[stage]
+            seconds = self.costs.exchanges(
+                place, part, replicas.count, len(self.plan.placement), self.plan.shard
+            ).weights
+            nic = ("network", number, stage)
+            found.append([self.events.add(seconds / BUCKETS, resource=nic) for _ in range(BUCKETS)])
+        return found
+
+    def _replica(self, number: int, data_rank: int, replicas: Replicas, gathered: list[list[int]]) -> None:
+        """One pipeline under 1F1B."""
+        runs = self.plan.micro_batches(self.global_batch, data_rank)
+        stages, last = len(replicas.places), len(replicas.places) - 1
+        parts, sends = {}, {}
+        for size in {len(run) for run in runs}:
+            sized = Replicas(replicas.count, replicas.places, size, replicas.recompute)
+            pipeline = self.costs.pipeline(sized, self.plan.shard, len(runs) > 1)
+            parts[size], sends[size] = pipeline.stages, pipeline.sends
+        orders = [_order(stage, stages, len(runs)) for stage in range(stages)]
+        tasks: dict[tuple[str, int, int], list[int]] = {}
+        # Created in an order in which what a task waits for is there already.
+        positions = [0] * stages
+        while any(positions[stage] < len(orders[stage]) for stage in range(stages)):
+            before = sum(positions)
+            for stage in range(stages):
+                while positions[stage] < len(orders[stage]):
+                    kind, index = orders[stage][positions[stage]]
+                    source = (kind, stage - 1 if kind == "forward" else stage + 1, index)
+                    from_outside = stage > 0 if kind == "forward" else stage < last
+                    if from_outside and source not in tasks:
+                        break
+                    after = []
+                    size = len(runs[index])
+                    if from_outside:
+                        boundary = min(stage, source[1])
+                        link = ("link", data_rank, boundary, kind)
+                        after.append(
+                            self.events.add(sends[size][boundary], [tasks[source][-1]], resource=link)
+                        )
+                    elif kind == "backward":
+                        after.append(tasks["forward", stage, index][-1])
+                    if positions[stage]:
+                        earlier = orders[stage][positions[stage] - 1]
+                        after.append(tasks[earlier[0], stage, earlier[1]][-1])
+                    part = parts[size][stage]
+                    tasks[kind, stage, index] = self._operation(
+                        kind, (number, stage), part, after, gathered[stage], index, len(runs)
+                    )
+                    positions[stage] += 1
+            if sum(positions) == before:
+                raise ValueError("the schedule waits for itself")
+
+    def _operation(
+        self,
+        kind: str,
+        where: tuple[int, int],
+        part: Part,
+        after: list[int],
+        gathered: list[int],
+        index: int,
+        count: int,
+    ) -> list[int]:
+        """A forward or backward; the first and the last in pieces: their weights come, their gradients go."""
+        nic = ("network", *where)
+        seconds = part.forward if kind == "forward" else part.backward
+        if (kind == "forward" and index > 0) or (kind == "backward" and index < count - 1):
+            return [self.events.add(seconds, after)]
+        pieces: list[int] = []
+        for bucket in range(BUCKETS):
+            waits = [*(pieces[-1:] or after)]
+            if kind == "forward":
+                waits.append(gathered[bucket])
+            pieces.append(self.events.add(seconds / BUCKETS, waits, beside=nic))
+            if kind == "backward":
+                self.made[where][bucket].append(pieces[-1])
+        return pieces
+
+    def _sum_gradients(self) -> None:
+        """Inside each group, then between the groups, then inside again; and the update."""
+        scattered: dict[tuple[int, int], list[int]] = {}
+        exchanges = {}
+        for number, replicas in enumerate(self.plan.placement):
+            stages = self.costs.stages(replicas, self.plan.shard)
+            for stage, (place, part) in enumerate(zip(replicas.places, stages, strict=True)):
+                where = number, stage
+                exchanges[where] = self.costs.exchanges(
+                    place, part, replicas.count, len(self.plan.placement), self.plan.shard
+                )
+                scattered[where] = [
+                    self.events.add(exchanges[where].inside / BUCKETS, made, resource=("network", *where))
+                    for made in self.made[where]
+                ]
+        blocks = {
+            (number, stage): (start, start + place.blocks)
+            for number, replicas in enumerate(self.plan.placement)
+            for stage, (start, place) in enumerate(
+                zip((0, *replicas.stage_cuts), replicas.places, strict=True)
+            )
+        }
+        crossed: dict[tuple[int, int], list[int]] = {}
+        for where, seconds in exchanges.items():
+            crossed[where] = []
+            for bucket in range(BUCKETS):
+                after = [scattered[where][bucket]]
+                for other in exchanges:
+                    if other[0] != where[0]:
+                        after += [scattered[other][at] for at in _same(blocks, where, other, bucket)]
+                task = self.events.add(seconds.between / BUCKETS, after, resource=("network", *where))
+                crossed[where].append(task)
+        for where, seconds in exchanges.items():
+            back = [
+                self.events.add(seconds.back / BUCKETS, [task], resource=("network", *where))
+                for task in crossed[where]
+            ]
+            self.events.add(seconds.optimizer, back)
+
+
+def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
+    """Narayanan et al. 2021, section 2.2.1."""
+    warm_up = min(stages - 1 - stage, micro_batches)
+    order = [("forward", index) for index in range(warm_up)]
+    for index in range(micro_batches):
+        if index + warm_up < micro_batches:
+            order.append(("forward", index + warm_up))
+        order.append(("backward", index))
+    return order
+
+
+def _same(
+    blocks: dict[tuple[int, int], tuple[int, int]],
+    mine: tuple[int, int],
+    other: tuple[int, int],
+    bucket: int,
+) -> list[int]:
+    """Buckets of stage `other` that hold a part of the blocks of `bucket` of stage `mine`.
+
+    Backward makes a stage's last block first: bucket 0 is its end.
+    """
+
+    def span(where: tuple[int, int], index: int) -> tuple[float, float]:
+        start, stop = blocks[where]
+        each = (stop - start) / BUCKETS
+        return stop - (index + 1) * each, stop - index * each
+
+    low, high = span(mine, bucket)
+    return [at for at in range(BUCKETS) if span(other, at)[0] < high and low < span(other, at)[1]]

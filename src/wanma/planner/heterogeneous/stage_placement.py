@@ -1,0 +1,309 @@
+"""Where a replica's blocks are cut on unlike devices, and what the replica then does.
+
+The slowest stage sets the pace, so that cuts make it as fast as can be, within every device's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from wanma.job.plan.placement import Place, Replicas
+from wanma.job.sections.parallel import Shard
+from wanma.planner.heterogeneous.costs import MixedCosts, Pipeline, Units, is_sharded, replica_seconds
+from wanma.planner.heterogeneous.replica_shapes import Option, Segment
+
+
+class Placed:
+    """An option with its cuts, in so many copies."""
+
+    def __init__(self, costs: MixedCosts, replicas: Replicas, groups: int, shard: Shard) -> None:
+        self.replicas = replicas
+        self.fewest = len(replicas.places)
+        """Micro-batches that 1F1B runs."""
+        self._costs, self._groups, self._shard = costs, groups, shard
+        self._seconds: dict[int, float] = {}
+
+    @cached_property
+    def _most_in_memory(self) -> int:
+        """A pipeline has places for what each micro-batch sends between stages."""
+        low, high = self.fewest, self._costs.problem.global_batch // self.replicas.micro_batch + 1
+        if high <= low or self._costs.fits(self.replicas, self._shard, high):
+            return max(low, high)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._costs.fits(self.replicas, self._shard, middle):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def seconds(self, micro_batches: int) -> float:
+        """Of a step with so many micro-batches in each copy."""
+        if micro_batches not in self._seconds:
+            pipeline, tail = self._many if micro_batches > 1 else self._alone
+            self._seconds[micro_batches] = replica_seconds(pipeline, micro_batches) + tail
+        return self._seconds[micro_batches]
+
+    @cached_property
+    def _alone(self) -> tuple[Pipeline, float]:
+        return self._of(many=False)
+
+    @cached_property
+    def _many(self) -> tuple[Pipeline, float]:
+        return self._of(many=True)
+
+    def _of(self, *, many: bool) -> tuple[Pipeline, float]:
+        pipeline = self._costs.pipeline(self.replicas, self._shard, many)
+        tail = self._costs.tail(self.replicas, pipeline.stages, self._groups, self._shard)
+        return pipeline, tail.seconds
+
+    def most_micro_batches(self, seconds: float) -> int:
+        """That each copy can do in so long; 0 where not even the fewest that its schedule takes."""
+        fewest = self.fewest
+        if self.seconds(fewest) > seconds:
+            return 0
+        # Each passes the slowest stage.
+        pipeline, tail = self._alone if fewest == 1 else self._many
+        high = min(max(int((seconds - tail) / pipeline.pace), fewest), self._most_in_memory)
+        low = fewest
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(middle) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+class _Cut(NamedTuple):
+    blocks: tuple[int, ...]
+    """Of each stage."""
+    pace: float
+    """Seconds of the slowest, never too many."""
+
+
+class _Stage(NamedTuple):
+    """What a cut needs to know of one."""
+
+    block: float
+    """Seconds of one."""
+    own: float
+    """Seconds of what is no block."""
+    most: int
+    least: int
+
+    def room(self, limit: float) -> int:
+        """Blocks in so many seconds; below `least` where there is not even time for what is its own."""
+        if self.own > limit:
+            return -1
+        return min(int((limit - self.own) / self.block * (1 + 1e-12)), self.most)
+
+
+@dataclass
+class Placer:
+    """Options that were placed; each once."""
+
+    costs: MixedCosts
+
+    def __post_init__(self) -> None:
+        self._cuts: dict[tuple[Option, bool], _Cut | None] = {}
+        self._held: dict[tuple[object, ...], int] = {}
+        self._placed: dict[tuple[Option, int, int, Shard], Placed | None] = {}
+        self._replicas: dict[tuple[Option, int, Shard], Replicas | None] = {}
+
+    def place(self, option: Option, count: int, groups: int, shard: Shard) -> Placed | None:
+        """`count` copies; None where they fit into no memory.
+
+        Args:
+            groups, shard: as of `MixedCosts.tail`.
+        """
+        key = (option, count, groups, shard)
+        if key not in self._placed:
+            replicas = self.replicas(option, count, shard)
+            self._placed[key] = None if replicas is None else Placed(self.costs, replicas, groups, shard)
+        return self._placed[key]
+
+    def pace(self, option: Option, sharded: bool) -> float:
+        """Least seconds of the slowest stage in any number of copies; endless where none fits into memory.
+
+        Args:
+            sharded: as of `MixedCosts.units`.
+        """
+        cut = self._widest_cut(option, sharded)
+        return cut.pace if cut is not None else math.inf
+
+    def _widest_cut(self, option: Option, sharded: bool) -> _Cut | None:
+        """With the memory that stages need when so many copies share the state that it needs none."""
+        if (option, sharded) not in self._cuts:
+            most = [self._most_held(option, stage) for stage in range(option.stages)]
+            self._cuts[option, sharded] = None if min(most) < 0 else self._cut(option, sharded, most)
+        return self._cuts[option, sharded]
+
+    def _most_held(self, option: Option, stage: int) -> int:
+        """Blocks of a stage in any number of copies and of micro-batches; −1 where it fits with none."""
+        place = _places(option)[stage]
+        # What counts is how many stages come behind it, and whether any come before.
+        behind, first = option.stages - 1 - stage, stage == 0
+        key = (place, option.micro_batch, option.recompute, behind, first)
+        if key not in self._held:
+            like = Option(
+                (Segment(place.node, place.tp, behind + (1 if first else 2)),),
+                option.micro_batch,
+                option.recompute,
+            )
+            # One copy needs no communicator, many share the state.
+            most = -1
+            for count in (1, _ANY):
+                replicas = _replicas(like, count, [0] * like.stages)
+                most = self._most_fitting(replicas, "optimizer", 0 if first else 1, behind + 1, most)
+            self._held[key] = most
+        return self._held[key]
+
+    def replicas(self, option: Option, count: int, shard: Shard) -> Replicas | None:
+        """With the best cuts that fit into memory; None where none do."""
+        key = (option, count, shard)
+        if key not in self._replicas:
+            self._replicas[key] = self._fitting(option, count, shard)
+        return self._replicas[key]
+
+    def _fitting(self, option: Option, count: int, shard: Shard) -> Replicas | None:
+        sharded = is_sharded(count, shard)
+        widest = self._widest_cut(option, sharded)
+        if widest is None:
+            return None
+        replicas = _replicas(option, count, widest.blocks)
+        # What more micro-batches need, limits their number (`Placed.most_micro_batches`).
+        if self.costs.fits(replicas, shard, option.stages):
+            return replicas
+        if option.stages == 1:
+            return None
+        most = [self._most_fitting(replicas, shard, stage, option.stages) for stage in range(option.stages)]
+        limited = self._cut(option, sharded, most) if min(most) >= 0 else None
+        return None if limited is None else _replicas(option, count, limited.blocks)
+
+    def _most_fitting(
+        self, replicas: Replicas, shard: Shard, stage: int, micro_batches: int, known: int = -1
+    ) -> int:
+        """Blocks with which a stage fits into its device, at least `known`; −1 where it fits with none."""
+        layers = self.costs.dimensions.layers
+        memory_bytes = self.costs.fleet.kinds[replicas.places[stage].node].memory_bytes
+        low, high = known, layers
+        middle = layers  # in a deep pipeline mostly all of them fit
+        while low < high:
+            # Of the kind that is most of the model.
+            blocks = tuple(self.costs.counts(layers - middle, layers))
+            needed = self.costs.stage_memory(replicas, shard, micro_batches, stage, blocks)
+            if needed.memory_bytes <= memory_bytes:
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        return low
+
+    def _cut(self, option: Option, sharded: bool, most: Sequence[int]) -> _Cut | None:
+        """Blocks of each stage so that the slowest is as fast as can be; None where there are too few blocks.
+
+        Args:
+            most: of each stage, at most.
+        """
+        blocks = self.costs.dimensions.layers
+        places = _places(option)
+        last = len(places) - 1
+        units = [
+            self.costs.units(
+                place.node,
+                place.tp,
+                option.micro_batch,
+                option.recompute,
+                pipelined=last > 0,
+                many=last > 0,
+                sharded=sharded,
+            )
+            for place in places
+        ]
+        stages = [
+            _Stage(
+                unit.blocks[0].seconds,
+                unit.first.seconds * (number == 0) + unit.last.seconds * (number == last),
+                most[number],
+                # The first and the last stage hold something without any block.
+                0 if number in (0, last) else 1,
+            )
+            for number, unit in enumerate(units)
+        ]
+        alike = len(units[0].blocks) == 1
+        kinds = Counter(stages)
+
+        def is_possible(limit: float) -> bool:
+            if not alike:
+                return self._filled_in_order(units, stages, limit) is not None
+            rooms = [(stage.room(limit), stage.least, number) for stage, number in kinds.items()]
+            return all(room >= least for room, least, _ in rooms) and (
+                sum(number * least for _, least, number in rooms)
+                <= blocks
+                <= sum(number * room for room, _, number in rooms)
+            )
+
+        low, high = 0.0, sum(blocks * max(part.seconds for part in unit.blocks) for unit in units)
+        high += max(stage.own for stage in stages)
+        if not is_possible(high):
+            return None
+        while high - low > 1e-12 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if is_possible(middle) else (middle, high)
+        filled = self._filled(stages, high) if alike else self._filled_in_order(units, stages, high)
+        return None if filled is None else _Cut(filled, low)
+
+    def _filled(self, stages: Sequence[_Stage], limit: float) -> tuple[int, ...]:
+        """Blocks of each stage, none of which takes longer than `limit`: the fastest get as many as they
+        can; of equally fast ones the later, for they keep fewer micro-batches."""
+        found = [stage.least for stage in stages]
+        rest = self.costs.dimensions.layers - sum(found)
+        for number in sorted(range(len(stages)), key=lambda number: (stages[number].block, -number)):
+            more = min(stages[number].room(limit) - found[number], rest)
+            found[number] += more
+            rest -= more
+        return tuple(found)
+
+    def _filled_in_order(
+        self, units: Sequence[Units], stages: Sequence[_Stage], limit: float
+    ) -> tuple[int, ...] | None:
+        """Where blocks differ, stage by stage as many as it can hold; None where that is not all."""
+        blocks = self.costs.dimensions.layers
+        found: list[int] = []
+        start = 0
+        for stage, unit in zip(stages, units, strict=True):
+            needed = sum(one.least for one in stages[len(found) + 1 :])
+            room = min(stage.most, blocks - start - needed)
+            number = 0
+            while number < room and self._seconds(unit, start, start + number + 1) <= limit - stage.own:
+                number += 1
+            if number < stage.least or stage.own > limit:
+                return None
+            found.append(number)
+            start += number
+        return tuple(found) if start == blocks else None
+
+    def _seconds(self, unit: Units, start: int, stop: int) -> float:
+        counts = self.costs.counts(start, stop)
+        return sum(count * part.seconds for count, part in zip(counts, unit.blocks, strict=True))
+
+
+_ANY = 1 << 20
+"""Copies, of which each holds next to nothing of what they share."""
+
+
+def _places(option: Option) -> list[Place]:
+    return [place for one in option.segments for place in [Place(one.node, 0, one.tp)] * one.stages]
+
+
+def _replicas(option: Option, count: int, blocks: Sequence[int]) -> Replicas:
+    places = tuple(
+        Place(place.node, number, place.tp) for place, number in zip(_places(option), blocks, strict=True)
+    )
+    return Replicas(count, places, option.micro_batch, option.recompute)

@@ -1,0 +1,195 @@
+"""What of a memory forecast depends on a part of the plan only, so that a search computes it once for many.
+
+Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from wanma.job.forecast.forecast import Layer, Workload
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.cost.decoder_layers import Software
+from wanma.planner.memory.activations import BYTES, BlockBytes, decoder_block, kv_heads_seen, layer_block
+
+
+class BlockKind(NamedTuple):
+    """Equal blocks, on one rank."""
+
+    blocks: int
+    """In the whole model."""
+    shared: float
+    """Parameters of one but for routed experts, on one rank of `tp`."""
+    experts: float
+    """Of routed experts, on one rank of `tp` and `ep`."""
+    expert: float
+    """Of one of them."""
+    bytes: BlockBytes
+    matrices: tuple[float, ...] = ()
+    """Of each of its large tensors, on one rank of `tp` and `ep`; empty where nobody knows them."""
+    trained: float = 1.0
+    """Of its parameters, those that are trained."""
+
+
+class MemoryTable(NamedTuple):
+    """What of a forecast depends on a part of the plan only: see `table_key`."""
+
+    kinds: tuple[BlockKind, ...]
+    """In the model's order."""
+    first: float
+    """Parameters before the blocks, on one rank of `tp`."""
+    last: float
+    """After them, likewise."""
+    logits: float
+    """Bytes of one micro-batch's output, on one rank of `tp`."""
+    head: float
+    """Bytes that are kept to make them."""
+    boundary: float
+    """Bytes of what one stage hands to the next, of one micro-batch."""
+    travelling: float
+    """Bytes of what ranks exchange within a block: beside what it keeps, as it goes and as it comes."""
+    trained_share: float
+    knows_ends: bool = False
+    """Whether `first` and `last` are one tensor each, but for a norm."""
+    trained_first: float = 1.0
+    """Of `first`, what is trained."""
+    trained_last: float = 1.0
+    """Of `last`, what is trained."""
+
+
+def table_key(plan: Plan) -> tuple[object, ...]:
+    """Plans with the same key have the same table, for one workload and one program."""
+    of_model = (plan.tp, plan.sequence, plan.cp, plan.context, plan.ep, plan.pp > 1)
+    return (*of_model, plan.micro_batch, plan.precision, plan.compile)
+
+
+def tabulate(
+    workload: Workload,
+    plan: Plan,
+    dimensions: DecoderDimensions | None = None,
+    software: Software | None = None,
+) -> MemoryTable:
+    """Arguments as of `forecast_memory`."""
+    software = software or Software(fused=plan.compile)
+    compute = BYTES[plan.precision]
+    blocks, before, after = _units(workload)
+    sequence = workload.tokens_per_sample
+    tokens = plan.micro_batch * sequence / plan.cp
+    first = sum(layer.count * layer.parameters for layer in before) / plan.tp
+    last = sum(layer.count * layer.parameters for layer in after) / plan.tp
+    if dimensions is None or dimensions.vocabulary is None:
+        kinds = [_kind(layer, plan, layer_block(layer, plan)) for layer in blocks]
+        kept = sum(layer.count * layer.activation_elements_per_sample for layer in (*before, *after))
+        if not blocks:  # nothing is repeated: one unit of communication, whose layers keep as blocks do
+            kinds = [BlockKind(layer.count, 0.0, 0.0, 0.0, layer_block(layer, plan)) for layer in before]
+            kept = 0.0
+        size = compute * plan.micro_batch / plan.cp
+        inputs = max((layer.input_elements_per_sample or 0.0 for layer in blocks), default=0.0)
+        return MemoryTable(
+            tuple(kinds),
+            first,
+            last,
+            kept * size / plan.tp,
+            0.0,
+            inputs * size,
+            0.0,
+            workload.trained_share,
+            trained_first=_trained_share(before),
+            trained_last=_trained_share(after),
+        )
+    kinds = []
+    for layer in blocks:
+        sparse = layer.expert_parameters > 0
+        parts = decoder_block(dimensions, sequence, plan, software, experts=sparse)
+        whole = _whole_parameters(dimensions, plan, experts=sparse)
+        kind = _kind(layer, plan, parts, whole, dimensions.experts)
+        kinds.append(kind._replace(matrices=_matrices(dimensions, plan, kind)))
+    between = dimensions.hidden / (plan.tp if plan.sequence else 1)
+    if dimensions.tie_embeddings and plan.pp > 1:
+        last += dimensions.vocabulary * dimensions.hidden / plan.tp
+    return MemoryTable(
+        tuple(kinds),
+        first,
+        last,
+        tokens * dimensions.vocabulary / plan.tp * compute,
+        tokens * ((between + dimensions.hidden) * compute + 4),
+        tokens * between * compute,
+        tokens * _travelling(dimensions, plan),
+        workload.trained_share,
+        knows_ends=True,
+        trained_first=_trained_share(before),
+        trained_last=_trained_share(after),
+    )
+
+
+def _trained_share(layers: Sequence[Layer]) -> float:
+    parameters = sum(layer.count * layer.parameters for layer in layers)
+    trained = sum(layer.count * layer.parameters * layer.trained_share for layer in layers)
+    return trained / parameters if parameters else 1.0
+
+
+def _units(workload: Workload) -> tuple[list[Layer], list[Layer], list[Layer]]:
+    """The repeated blocks, what comes before them, and everything else."""
+    blocks = [layer for layer in workload.layers if layer.count > 1 or layer.is_block]
+    if not blocks:
+        return [], list(workload.layers), []
+    begin = workload.layers.index(blocks[0])
+    others = [layer for layer in workload.layers[begin:] if layer not in blocks]
+    return blocks, list(workload.layers[:begin]), others
+
+
+def _kind(layer: Layer, plan: Plan, parts: BlockBytes, whole: float = 0.0, experts: int = 1) -> BlockKind:
+    split = layer.parameters - layer.expert_parameters - whole
+    of_experts = layer.expert_parameters / plan.tp
+    return BlockKind(
+        layer.count,
+        split / plan.tp + whole,
+        of_experts / plan.ep,
+        of_experts / max(experts, 1),
+        parts,
+        trained=layer.trained_share,
+    )
+
+
+def _matrices(dimensions: DecoderDimensions, plan: Plan, kind: BlockKind) -> tuple[float, ...]:
+    """Of one block, in elements; routed experts are three tensors."""
+    if dimensions.is_latent:
+        return ()
+    hidden, of_head = dimensions.hidden, dimensions.hidden * dimensions.head_width
+    queries = of_head * dimensions.heads / plan.tp
+    keys = of_head * dimensions.kv_heads / (1 if dimensions.kv_heads % plan.tp else plan.tp)
+    attention = (queries, keys, keys, queries)
+    if kind.experts:
+        shared = hidden * dimensions.expert_width * dimensions.shared_experts / plan.tp
+        return *attention, *(3 * (kind.experts / 3,)), *(3 * (shared,) if shared else ())
+    return *attention, *(dimensions.network_matrices * (hidden * dimensions.feed_forward / plan.tp,))
+
+
+def _whole_parameters(dimensions: DecoderDimensions, plan: Plan, *, experts: bool) -> float:
+    """Of one block, those that every rank of `tp` has all of: of norms, of a router, of what makes latent
+    attention's narrow vectors, and of keys and values whose heads the ranks do not divide."""
+    hidden = dimensions.hidden
+    whole = 2 * hidden + (2 * dimensions.head_width if dimensions.head_norm else 0)
+    if dimensions.is_latent:
+        narrow = dimensions.query_rank + dimensions.key_value_rank
+        whole += hidden * (narrow + dimensions.rotary_width) + narrow
+    elif dimensions.kv_heads % plan.tp:
+        whole += 2 * hidden * dimensions.kv_heads * dimensions.head_width
+    return float(whole + (hidden * dimensions.experts if experts else 0))
+
+
+def _travelling(dimensions: DecoderDimensions, plan: Plan) -> float:
+    """Bytes per token of one exchange, out and in: of a ring's keys and values with their gradients in fp32
+    (`parallel.ring`), of all heads, or of the copies for experts."""
+    compute = BYTES[plan.precision]
+    exchanged = [0.0]
+    if plan.cp > 1:
+        seen = kv_heads_seen(dimensions, plan) * (dimensions.head_width + dimensions.value_width) / plan.tp
+        heads = dimensions.heads * (dimensions.head_width + dimensions.value_width) / plan.tp
+        ring = plan.context == "ring"
+        exchanged.append(2 * seen * (compute + max(compute, 4)) if ring else 2 * (heads + seen) * compute)
+    if plan.ep > 1:
+        exchanged.append(2.0 * dimensions.experts_per_token * dimensions.hidden * compute)
+    return max(exchanged)

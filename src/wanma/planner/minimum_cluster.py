@@ -1,0 +1,71 @@
+"""The smallest cluster of the same machines on which a job fits, for whoever has too few.
+
+Only memory is asked, of the leanest plans: all that shares or recomputes does so, as far as the job leaves it
+open. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wanma.hardware.cluster_file.node_builder import MOST_NODES
+from wanma.job.cluster import Cluster
+from wanma.job.forecast.forecast import Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.forecast.plan_forecast import memory
+from wanma.planner.forecast.problem import Problem, equal_machines, problem_of
+from wanma.planner.search.space import Space, plans
+
+
+def smallest_cluster(
+    job: Job, cluster: Cluster, workload: Workload, dimensions: DecoderDimensions | None = None
+) -> Cluster | None:
+    """More of the cluster's machines, as few as the job fits on, in a number that sizes divide: powers of
+    two, or three or five times such.
+
+    Returns:
+        None where no number of them would do, because one rank's share cannot be cut further.
+    """
+    (node,) = equal_machines(job, cluster).nodes
+    problem = problem_of(job, cluster, workload, dimensions)
+    larger = (Cluster((replace(node, count=count),)) for count in machine_counts(node.count + 1, MOST_NODES))
+    return next((machines for machines in larger if leanest(problem, machines) is not None), None)
+
+
+def leanest(problem: Problem, cluster: Cluster) -> Plan | None:
+    """A plan on all of the cluster's devices that fits; None where even the leanest does not."""
+    (node,) = cluster.nodes
+    world = node.count * max(len(node.devices), 1)
+    space = lean(
+        Space.of_job(problem.job, cluster, problem.dimensions, devices=[world], workload=problem.workload),
+        problem.job,
+    )
+    fitting = (
+        plan
+        for plan in plans(space, problem.workload)
+        if memory(problem, plan).memory_bytes <= problem.memory_bytes
+    )
+    return next(fitting, None)
+
+
+def lean(space: Space, job: Job) -> Space:
+    """The part of a space in which the plans are that need the least memory."""
+    said = job.parallel.model_fields_set
+    whole = tuple(option for option in space.recompute if option[0] == "full") or space.recompute
+    return replace(
+        space,
+        micro_batch=space.micro_batch or (space.group,),
+        recompute=tuple((kind, share or 1.0) for kind, share in whole),
+        schedules=space.schedules if "schedule" in said else (("1f1b", 1),),
+        shard=space.shard if job.parallel.shard else ("nothing", "parameters"),
+    )
+
+
+def machine_counts(least: int, most: int) -> list[int]:
+    """Numbers of machines that many sizes divide, in rising order."""
+    powers = [2**exponent for exponent in range(most.bit_length())]
+    return sorted(
+        {size for power in powers for size in (power, 3 * power, 5 * power) if least <= size <= most}
+    )

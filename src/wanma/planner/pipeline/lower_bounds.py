@@ -1,0 +1,110 @@
+"""What a pipeline takes at least, without playing its schedule: the longest of some paths through it.
+
+Each bound is the length of a chain of operations of which every one waits for the one before, so that no
+pipeline is faster (`pipeline_seconds` plays them all). Many variants of one schedule at once, as arrays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from wanma.job.sections.parallel import Schedule
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD
+from wanma.planner.pipeline.simulation import usual_in_flight
+
+Array = npt.NDArray[np.float64]
+Number = float | npt.NDArray[np.float64] | npt.NDArray[np.int64]
+"""One for all variants, or one for each, (variants, 1)."""
+
+
+def busy_seconds(schedule: Schedule, costs: Array, pp: int, micro_batches: Number) -> Array:
+    """Seconds in which each rank computes, (variants, ranks).
+
+    Args:
+        costs: of one micro-batch in every stage, (variants, stages).
+    """
+    if schedule in ("zbv", "dualpipev"):
+        busy: Array = costs[:, :pp] + costs[:, : -pp - 1 : -1]
+    else:
+        busy = costs.reshape(len(costs), -1, pp).sum(axis=1)
+    return micro_batches * busy
+
+
+def least_seconds(
+    schedule: Schedule,
+    forward: Array,
+    backward: Array,
+    weights: Array | None,
+    pp: int,
+    micro_batches: Number,
+    send_seconds: Number,
+) -> Array:
+    """Of every variant, (variants,).
+
+    Args:
+        forward: of one micro-batch in every stage, (variants, stages); backward and weights likewise, the
+            latter where the schedule computes the weights' gradients on their own.
+    """
+    both = forward + backward
+    busy: Array = busy_seconds(schedule, both if weights is None else both + weights, pp, micro_batches)
+    if pp == 1:
+        alone: Array = busy[:, 0]
+        return alone
+    if weights is not None:
+        return _split(schedule, forward, backward, busy, pp, micro_batches, send_seconds)
+    if schedule == "gpipe":
+        # All forwards pass the slowest stage one by one, then all backwards do.
+        slowest = forward.max(axis=1, keepdims=True) + backward.max(axis=1, keepdims=True)
+        way = both.sum(axis=1, keepdims=True) + 2 * (both.shape[1] - 1) * send_seconds
+        played: Array = way + (micro_batches - 1) * slowest
+        return played[:, 0]
+    # Before rank r begins, one forward has passed the r stages before its first one; and after its last
+    # backward, which is of that stage, one backward passes them.
+    around = np.zeros_like(busy)
+    np.cumsum(both[:, : pp - 1] + 2 * send_seconds, axis=1, out=around[:, 1:])
+    least: Array = (around + busy).max(axis=1, keepdims=True)
+    if schedule == "1f1b":
+        # The first rank begins forward j + pp after backward j, which has been through all stages.
+        rounds = (micro_batches - 1) // pp
+        rest = micro_batches - rounds * pp
+        zigzag = both.sum(axis=1, keepdims=True) + 2 * (pp - 1) * send_seconds
+        warm = np.minimum(np.arange(pp - 1, -1, -1), rounds * pp)
+        tail = (around + rest * both + warm * backward).max(axis=1, keepdims=True)
+        least = np.maximum(least, rounds * zigzag + tail)
+    else:
+        way = both.sum(axis=1, keepdims=True) + 2 * (both.shape[1] - 1) * send_seconds
+        least = np.maximum(least, way)
+    return least[:, 0]
+
+
+def _split(
+    schedule: Schedule,
+    forward: Array,
+    backward: Array,
+    busy: Array,
+    pp: int,
+    micro_batches: Number,
+    send_seconds: Number,
+) -> Array:
+    assert schedule in SPLIT_BACKWARD
+    stages = forward.shape[1]
+    begins = np.zeros_like(busy)
+    np.cumsum(forward[:, : pp - 1] + send_seconds, axis=1, out=begins[:, 1:])
+    # The first backward of rank r comes when all stages have been gone through, and back to its last one;
+    # until then it may run as many forwards as it can keep.
+    v_shaped = schedule in ("zbv", "dualpipev")
+    hops = (stages - 2 if v_shaped else stages - 1) * send_seconds
+    down = forward.sum(axis=1, keepdims=True) + hops
+    back = np.zeros_like(busy)
+    last = backward[:, :-pp:-1]  # of the last stages, from the last one on
+    if v_shaped:
+        np.cumsum(last + send_seconds, axis=1, out=back[:, 1:])
+        dearest = np.maximum(forward[:, :pp], forward[:, : -pp - 1 : -1])
+    else:
+        back[:, :-1] = np.cumsum(last + send_seconds, axis=1)[:, ::-1]
+        dearest = forward.reshape(len(forward), -1, pp).max(axis=1)
+    kept = np.minimum(usual_in_flight(schedule, pp, stages // pp), stages // pp * micro_batches)
+    waiting = down + back - kept * dearest
+    least: Array = (busy + np.maximum(begins, waiting)).max(axis=1)
+    return least

@@ -1,0 +1,268 @@
+"""Pipelines before anything starts: where a model is cut, what its schedules admit, what their bubbles cost.
+
+Pure functions, without torch. Which schedule puts which stage on which rank is `Plan.stages_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from wanma.job.forecast.forecast import Workload
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Schedule
+
+VIRTUAL_STAGES: dict[Schedule, int] = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+"""Stages per rank where the job does not say; all but the interleaved schedules allow no other number."""
+INTERLEAVED: tuple[Schedule, ...] = ("interleaved_1f1b", "interleaved_zero_bubble")
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""They compute the gradients of a stage's inputs first and those of its weights later, in the bubble."""
+
+SELECTIVE_COST = 0.5
+"""What running a block again selectively costs, next to running all of it again: every second product."""
+
+_EVENNESS = 1 << 20
+"""Steps into which the largest stage's cost is divided when equally good cuts are told apart."""
+
+
+def planned_cuts(workload: Workload | None, plan: Plan, blocks: int) -> tuple[int, ...]:
+    """Cut a model of `blocks` blocks between two ends by the FLOPs of its layers.
+
+    Args:
+        workload: its first layer is what comes before the blocks, its last what comes after them. Where
+            it does not show as many blocks, or is not known, all are taken to cost the same.
+
+    Returns:
+        as `Plan.stage_cuts`; empty where there is not enough for every stage to hold something.
+    """
+    if plan.stages > blocks + 2:
+        return ()
+    costs, first_cost, last_cost = [1.0] * blocks, 0.0, 0.0
+    if workload is not None and sum(layer.count for layer in workload.layers) == blocks + 2:
+        first, *middle, last = workload.layers
+        # Backward is twice the forward; recompute runs blocks once more, and never the ends.
+        again = run_again(plan)
+        costs = [(3.0 + again) * layer.flops_per_sample for layer in middle for _ in range(layer.count)]
+        first_cost, last_cost = 3.0 * first.flops_per_sample, 3.0 * last.flops_per_sample
+    return balanced_cuts(costs, plan.stages, first_cost, last_cost)
+
+
+def run_again(plan: Plan) -> float:
+    """Forwards that recompute adds to each block, on average over them."""
+    return {"none": 0.0, "selective": SELECTIVE_COST, "full": 1.0}[plan.recompute] * plan.recompute_share
+
+
+def balanced_cuts(
+    costs: Sequence[float], stages: int, first_cost: float | None, last_cost: float | None
+) -> tuple[int, ...]:
+    """Cut a row of blocks into stages so that the dearest stage is as cheap as can be: it sets the pace.
+
+    Among the best cuts the most even one is taken, by the sum of squares; among those, the one that gives
+    earlier stages fewer blocks, for they keep the activations of more micro-batches.
+
+    Args:
+        costs: of each block, not negative.
+        first_cost: of what the first stage holds beside its blocks. None: nothing, so it needs a block.
+        last_cost: likewise of the last stage.
+
+    Returns:
+        first block of each stage but the first.
+
+    Raises:
+        ValueError: there are more stages than blocks and ends to fill them.
+    """
+    blocks = len(costs)
+    if stages > blocks + (first_cost is not None) + (last_cost is not None) or stages < 1:
+        raise ValueError(f"{blocks} blocks cannot be cut into {stages} stages")
+    totals = np.array([0.0, *accumulate(costs)])
+    ends: list[float | None] = [None] * stages
+    for stage, extra in ((0, first_cost), (stages - 1, last_cost)):
+        if extra is not None:
+            ends[stage] = (ends[stage] or 0.0) + extra
+    held = totals[None, :] - totals[:, None]  # (start, stop): of the blocks between
+    is_run = np.arange(blocks + 1)[:, None] <= np.arange(blocks + 1)
+    is_empty = np.eye(blocks + 1, dtype=bool)
+
+    @cache
+    def cost(end: float | None) -> npt.NDArray[np.float64]:
+        """Of a stage, by its first block and the next stage's; endless where it would hold nothing."""
+        seconds: npt.NDArray[np.float64] = np.where(is_run, held + (end or 0.0), np.inf)
+        return np.where(is_empty, np.inf, seconds) if end is None else seconds
+
+    # limits[start]: of the stages from `stage` on, which hold the blocks from `start` on, the dearest's cost.
+    limits = cost(ends[-1])[:, blocks]
+    for stage in range(stages - 2, -1, -1):
+        limits = np.maximum(cost(ends[stage]), limits).min(axis=1)
+    limit = limits[0]
+
+    @cache
+    def unevenness(end: float | None) -> npt.NDArray[np.float64]:
+        here = cost(end)
+        squares: npt.NDArray[np.float64] = np.round(here / (limit or 1.0) * _EVENNESS) ** 2
+        return np.where(here <= limit, squares, np.inf)
+
+    rest = unevenness(ends[-1])[:, blocks]
+    choices: list[npt.NDArray[np.int64]] = []
+    for stage in range(stages - 2, -1, -1):
+        sums = unevenness(ends[stage]) + rest
+        choices.append(sums.argmin(axis=1))
+        rest = sums.min(axis=1)
+    cuts: list[int] = []
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1] if cuts else 0]))
+    return tuple(cuts)
+
+
+def wrong_cuts(cuts: Sequence[int], blocks: int, stages: int, first: bool, last: bool) -> str | None:
+    """What is wrong with the cuts of a model of `blocks` blocks; None when they are right.
+
+    Args:
+        first: whether the first stage holds something beside blocks, and so needs none.
+        last: likewise the last stage.
+    """
+    if stages > blocks + first + last:
+        return f"{blocks} blocks cannot be cut into {stages} stages"
+    if len(cuts) != stages - 1:
+        return f"{stages} stages need {stages - 1} cuts, not {len(cuts)}"
+    bounds = (0, *cuts, blocks)
+    if any(not 0 <= cut <= blocks for cut in cuts):
+        return f"cuts lie between 0 and {blocks}, the number of blocks"
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        if start > stop:
+            return f"cuts rise: {stop} comes after {start}"
+        if start == stop and not (first and stage == 0) and not (last and stage == stages - 1):
+            return f"stage {stage} of {stages} would hold nothing"
+    return None
+
+
+def wrong_stages(schedule: Schedule, virtual_stages: int) -> str | None:
+    """Why `schedule` cannot have so many stages per rank; None when it can."""
+    needed = VIRTUAL_STAGES[schedule]
+    if schedule in INTERLEAVED or virtual_stages == needed:
+        return None
+    return f"schedule '{schedule}' has {needed} stage{'s' if needed > 1 else ''} on each rank"
+
+
+def wrong_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> str | None:
+    """Why `schedule` cannot run so many micro-batches on `pp` ranks; None when it can.
+
+    The rules of torch's own classes, 2.11 to 2.13. Those that are not asked before a run raise in one
+    rank or another, or leave ranks waiting for each other.
+    """
+    if runs_micro_batches(schedule, pp, micro_batches):
+        return None
+    if schedule == "1f1b":
+        return f"schedule '1f1b' needs at least as many as stages, {pp}"
+    if schedule == "dualpipev":
+        return f"schedule 'dualpipev' needs at least as many as stages, {2 * pp}"
+    return (
+        f"schedule '{schedule}' runs them in rounds of {pp} or more, "
+        f"and {micro_batches} do not divide into {max(micro_batches // pp, 1)} equal rounds"
+    )
+
+
+def runs_micro_batches(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    """Whether nothing is wrong with them (`wrong_micro_batches`)."""
+    if schedule == "1f1b":
+        return micro_batches >= pp
+    if schedule == "dualpipev":
+        return micro_batches >= 2 * pp
+    return schedule not in INTERLEAVED or micro_batches % max(micro_batches // pp, 1) == 0
+
+
+def bubble_share(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> float:
+    """Share of a step's time in which a rank waits, between the first forward and the last backward.
+
+    For equal stages, free communication, and a backward that takes twice the forward, one half for the
+    inputs' and one for the weights' gradients. In units of one stage's forward, with p ranks, v stages
+    each and m micro-batches, a rank works 3·v·m and waits
+
+        gpipe, 1f1b               3 (p − 1)   Huang et al. 2019, Narayanan et al. 2021 (section 2.2.1)
+        interleaved_1f1b          3 (p − 1)   Narayanan et al. 2021 (section 2.2.2)
+        interleaved_zero_bubble     (p − 1)   Qi et al. 2023 (section 2.3, ZB-H1)
+        zbv                         (p − 1)   Qi et al. 2023 (section 6), which leaves out that the ranks
+                                              begin one after the other and wait for each other at the end
+        dualpipev                   (p − 1)   DeepSeek 2025 (DualPipe's table), likewise
+
+    from m = p micro-batches on (zbv: 2p − 1). Fewer do not fill the pipeline, and ranks wait longer.
+    """
+    waits = (3 if schedule in ("gpipe", "1f1b", "interleaved_1f1b") else 1) * (pp - 1)
+    return waits / (3 * virtual_stages * micro_batches + waits)
+
+
+def stages_in_flight(schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int) -> int:
+    """Forwards of one stage whose activations the fullest rank keeps at once.
+
+    All of them under GPipe (Huang et al. 2019), as many as stages under 1F1B (Narayanan et al. 2021,
+    section 2.2.1); the others by the warm-up of torch's own schedules. A schedule that takes a backward
+    apart keeps them until the weights' gradients are there.
+    """
+    everything = virtual_stages * micro_batches
+    in_round = micro_batches // max(micro_batches // pp, 1)
+    most = {
+        "gpipe": everything,
+        "1f1b": pp,
+        "interleaved_1f1b": (virtual_stages - 1) * in_round + 2 * pp - 1,
+        "interleaved_zero_bubble": (virtual_stages - 1) * in_round + pp,
+        "zbv": 2 * pp,
+        "dualpipev": 2 * pp + 1,
+    }
+    return min(most[schedule], everything)
+
+
+@lru_cache(maxsize=65536)
+def kept_forwards(
+    schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, rank: int
+) -> tuple[int, ...]:
+    """As `stages_in_flight`, of one pipeline rank and each of its stages, in the model's order.
+
+    A looped schedule has gone through its first stages more often than through its last ones.
+    """
+    if schedule in ("zbv", "dualpipev"):
+        down = 2 * pp - rank - (schedule == "zbv")
+        return min(down, micro_batches), min(rank + 1, micro_batches)
+    if schedule in ("gpipe", "1f1b"):
+        return (min(micro_batches, pp - rank if schedule == "1f1b" else micro_batches),)
+    in_round = micro_batches // max(micro_batches // pp, 1)
+    ahead = pp if schedule == "interleaved_zero_bubble" else 2 * (pp - 1 - rank) + 1
+    total = min((virtual_stages - 1) * in_round + ahead, virtual_stages * micro_batches)
+    rounds, begun = divmod(total, virtual_stages * in_round)
+    return tuple(
+        rounds * in_round + min(max(begun - turn * in_round, 0), in_round) for turn in range(virtual_stages)
+    )
+
+
+def blocks_of_stages(blocks: int, plan: Plan) -> list[int]:
+    """Blocks of each stage: by the plan's cuts, else as even as can be, with fewer where the ends are."""
+    if plan.stage_cuts:
+        return [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
+    stages = plan.stages
+    if blocks % stages == 0:
+        return [blocks // stages] * stages
+    if (blocks + 2) % stages == 0 and stages > 1:
+        each = (blocks + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    base, extra = divmod(blocks, stages)
+    # The first ones of the middle have one more.
+    order = [*range(1, stages), 0]
+    more = set(order[:extra])
+    return [base + (stage in more) for stage in range(stages)]
+
+
+def fullest_share(plan: Plan, blocks: int) -> float:
+    """Share of a model's blocks that the rank with the most of them holds."""
+    if plan.pp == 1 or not plan.stage_cuts or blocks == 0:
+        return 1 / plan.pp
+    sizes = [stop - start for start, stop in pairwise((0, *plan.stage_cuts, blocks))]
+    return max(sum(sizes[stage] for stage in plan.stages_of(rank)) for rank in range(plan.pp)) / blocks

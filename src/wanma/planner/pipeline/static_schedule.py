@@ -1,0 +1,148 @@
+"""A pipeline whose ranks each run their operations in a given order, as soon as its input is there.
+
+Searches play this often, so that it is written for speed: an operation is a number, which counts stages'
+forwards and then their backwards, micro-batch by micro-batch. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from wanma.job.sections.parallel import Schedule
+from wanma.planner.pipeline.operation import Interval, Operation, StageCost
+
+
+class Size(NamedTuple):
+    """Of a pipeline."""
+
+    pp: int
+    stages: int
+    micro_batches: int
+
+    def forwards(self, stage: int, indices: range) -> range:
+        """Numbers of a stage's forwards of these micro-batches; `backwards` likewise."""
+        first = stage * self.micro_batches
+        return range(first + indices.start, first + indices.stop)
+
+    def backwards(self, stage: int, indices: range) -> range:
+        return self.forwards(self.stages + stage, indices)
+
+    def operation(self, number: int) -> Operation:
+        stage, index = divmod(number, self.micro_batches)
+        if stage < self.stages:
+            return Operation("forward", stage, index)
+        return Operation("backward", stage - self.stages, index)
+
+
+def orders_of(schedule: Schedule, size: Size) -> list[list[int]]:
+    """What each rank runs, in its order."""
+    return [_ORDERS[schedule](rank, size) for rank in range(size.pp)]
+
+
+def play_in_order(
+    orders: Sequence[Sequence[int]],
+    costs: Sequence[StageCost],
+    size: Size,
+    send_seconds: float,
+    intervals: list[Interval] | None = None,
+) -> tuple[list[float], list[float]]:
+    """
+    Args:
+        intervals: gains every operation, where it is given.
+
+    Returns:
+        when each rank is done, and the seconds in which it computes.
+    """
+    pp, stages, micro_batches = size
+    # By stage, first of forwards, then of backwards: how long it takes, how many numbers before it its input
+    # has, and what that takes to arrive.
+    seconds = [cost.forward for cost in costs] + [cost.backward for cost in costs]
+    back = [micro_batches] * stages + [-micro_batches] * stages
+    back[0], back[-1] = 0, stages * micro_batches
+    send = [send_seconds if pp > 1 else 0.0] * (2 * stages)
+    send[-1] = 0.0
+    ends = [-1.0] * (2 * stages * micro_batches)
+    positions, clocks, busy = [0] * pp, [0.0] * pp, [0.0] * pp
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank, order in enumerate(orders):
+            position, clock, worked = positions[rank], clocks[rank], busy[rank]
+            while position < len(order):
+                number = order[position]
+                kind = number // micro_batches
+                if back[kind]:
+                    ready = ends[number - back[kind]]
+                    if ready < 0:
+                        break
+                    ready += send[kind]
+                    if ready > clock:
+                        clock = ready
+                took = seconds[kind]
+                if intervals is not None:
+                    intervals.append(Interval(rank, size.operation(number), clock, took))
+                clock += took
+                worked += took
+                ends[number] = clock
+                position += 1
+            if position > positions[rank]:
+                positions[rank], clocks[rank], busy[rank] = position, clock, worked
+                waiting = True
+    if any(position < len(order) for position, order in zip(positions, orders, strict=True)):
+        raise ValueError("the schedule waits for itself")
+    return clocks, busy
+
+
+def _gpipe(rank: int, size: Size) -> list[int]:
+    every = range(size.micro_batches)
+    forwards = [
+        number for stage in range(rank, size.stages, size.pp) for number in size.forwards(stage, every)
+    ]
+    return forwards + [number + size.stages * size.micro_batches for number in reversed(forwards)]
+
+
+def _one_forward_one_backward(rank: int, size: Size) -> list[int]:
+    """Narayanan et al. 2021, section 2.2.1."""
+    every = range(size.micro_batches)
+    return _alternating(
+        list(size.forwards(rank, every)), list(size.backwards(rank, every)), size.pp - 1 - rank
+    )
+
+
+def _interleaved(rank: int, size: Size) -> list[int]:
+    """Narayanan et al. 2021, section 2.2.2: rounds of micro-batches pass one of a rank's stages each.
+
+    As in torch, there are as many rounds as have at least `pp` each. Where they cannot be equal, which torch
+    refuses, the first ones are longer.
+    """
+    pp, micro_batches = size.pp, size.micro_batches
+    virtual, rounds = size.stages // pp, max(micro_batches // pp, 1)
+    forwards: list[int] = []
+    backwards: list[int] = []
+    for number in range(rounds):
+        group = range(-(-number * micro_batches // rounds), -(-(number + 1) * micro_batches // rounds))
+        for turn in range(virtual):
+            forwards += size.forwards(turn * pp + rank, group)
+            backwards += size.backwards((virtual - 1 - turn) * pp + rank, group)
+    warm_up = 2 * (pp - 1 - rank) + (virtual - 1) * math.ceil(micro_batches / rounds)
+    return _alternating(forwards, backwards, warm_up)
+
+
+def _alternating(forwards: list[int], backwards: list[int], warm_up: int) -> list[int]:
+    warm_up = min(warm_up, len(forwards))
+    order = [0] * (len(forwards) + len(backwards))
+    both = 2 * (len(forwards) - warm_up)
+    order[:warm_up] = forwards[:warm_up]
+    order[warm_up : warm_up + both : 2] = forwards[warm_up:]
+    order[warm_up + 1 : warm_up + both : 2] = backwards[: len(forwards) - warm_up]
+    order[warm_up + both :] = backwards[len(forwards) - warm_up :]
+    return order
+
+
+_ORDERS: Mapping[Schedule, Callable[[int, Size], list[int]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved_1f1b": _interleaved,
+}

@@ -1,0 +1,1 @@
+"""Preparation of a job: its cluster, its workload and its plan with forecast, before anything starts."""

@@ -1,0 +1,131 @@
+"""Which machines a job is planned for: those described, or the one that is here."""
+
+from __future__ import annotations
+
+import math
+
+from wanma.hardware.catalogue.device_kind import DeviceKind
+from wanma.hardware.catalogue.lookup import find_named, named
+from wanma.hardware.cluster_file.node_builder import machines, usual_cards
+from wanma.hardware.cluster_file.reader import read_cluster
+from wanma.hardware.cluster_file.shorthand import is_text, parse_cluster
+from wanma.hardware.discovery.first_use_measurement import with_measured_processor
+from wanma.hardware.discovery.node import discover
+from wanma.job.cluster import Cluster, Node
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import AXES, Plan
+from wanma.job.sections.job import Job
+
+
+def here(job: Job) -> Cluster:
+    """The machines of a job that is to run: `cluster.file`, which must describe this machine, or discovery.
+
+    A processor of which nobody knows the rates is measured, once for each machine.
+
+    Raises:
+        JobError: the file is wrong, or this machine is none of those it describes.
+    """
+    found = discover()
+    if job.cluster.file is None:
+        return with_measured_processor(found)
+    described = read_cluster(job.cluster.file)
+    if described.node_count != job.cluster.nodes:
+        raise JobError(
+            f"cluster.file describes {described.node_count} nodes, and cluster.nodes = {job.cluster.nodes}",
+            f"set cluster.nodes = {described.node_count}; `wanma plan` needs no machines",
+        )
+    (this,) = found.nodes
+    if not any(_is_like(this, node) for node in described.nodes):
+        raise JobError(
+            f"cluster.file describes {described}, and this machine ({found}) is none of them",
+            "correct the file, or leave cluster.file out to plan for what is here",
+        )
+    return described
+
+
+def check_place(job: Job, plan: Plan, cluster: Cluster) -> None:
+    """Where the plan gives unlike machines unlike work, each must be the one that it is planned as.
+
+    Raises:
+        JobError: this machine is not said to be one of them, or is another.
+    """
+    # A pipeline that the job lays out takes all devices for the least of them.
+    is_unlike = bool(plan.batch_shares) or (plan.pp > 1 and job.parallel.auto)
+    if len(cluster.nodes) < 2 or not is_unlike or job.parallel.batch_shares:
+        return
+    order = [node for node in cluster.nodes for _ in range(node.count)]
+    rank = job.cluster.node_rank
+    if rank is None or rank >= len(order):
+        raise JobError(
+            f"the plan gives the machines of {cluster} unlike work, and nobody said which of them this is",
+            f"give each machine its number in that order, from 0 to {len(order) - 1}: cluster.node_rank",
+        )
+    (this,) = discover().nodes
+    if not _is_like(this, order[rank]):
+        raise JobError(
+            f"cluster.node_rank = {rank} is {order[rank]} in {cluster}, and this machine is {this}",
+            "give it the number of a machine of its kind",
+        )
+
+
+def imagined(job: Job, *, device: str | None = None, cluster: str | None = None) -> tuple[Job, Cluster]:
+    """Machines that need not be here, and the job as it would run there.
+
+    Args:
+        device: a name of the catalogue: as many as the job's layout has ranks; or a cluster in one line.
+        cluster: a cluster file, or a cluster in one line.
+
+    Raises:
+        JobError: no such device, or the cluster cannot be read.
+    """
+    if device is not None and cluster is not None:
+        raise JobError("--device and --cluster both say for which machines", "give one of them")
+    if cluster is not None:
+        described = read_cluster(cluster)
+    elif device is not None and is_text(device):
+        described = parse_cluster(device)
+    elif device is not None:
+        described = _enough(job, named(device))
+    else:
+        raise ValueError("neither device nor cluster is given")
+    return run_on(job, described), described
+
+
+def run_on(job: Job, cluster: Cluster) -> Job:
+    """The job as it would run on a cluster that need not be here."""
+    accelerated = all(node.devices for node in cluster.nodes)
+    nodes = cluster.node_count
+    if accelerated and not job.parallel.auto:
+        # A layout that fills a part of the cluster runs on that part.
+        most = max(len(node.devices) for node in cluster.nodes)
+        nodes = min(nodes, math.ceil(_ranks(job) / most))
+    section = job.cluster.model_copy(
+        update={
+            "nodes": nodes,
+            "rendezvous": "imagined:1" if nodes > 1 else None,
+            "device": "cuda" if accelerated else "cpu",
+            "node_rank": None,
+        }
+    )
+    return job.model_copy(update={"cluster": section})
+
+
+def _enough(job: Job, kind: DeviceKind) -> Cluster:
+    """As many of `kind` as the job's ranks fill, in the machines that they usually come in."""
+    world = _ranks(job)
+    on_each = math.gcd(world, kind.server.devices if kind.server else 1)
+    return Cluster((machines(kind, world // on_each, on_each, cards=usual_cards(kind)),))
+
+
+def _ranks(job: Job) -> int:
+    return math.prod(getattr(job.parallel, axis) for axis in AXES)
+
+
+def _is_like(this: Node, node: Node) -> bool:
+    """Whether a described node may be this machine: as many devices, of the same kinds."""
+    return _kinds(this) == _kinds(node)
+
+
+def _kinds(node: Node) -> list[str]:
+    known = [(find_named(device.name), device.name) for device in node.devices]
+    return sorted(kind.name if kind else name for kind, name in known)

@@ -1,0 +1,124 @@
+"""What a job's model is to the planner: by formula, or read off the module, where its inputs can be known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from wanma.data.text.tokenizer import load_tokenizer
+from wanma.job.errors import WanmaError
+from wanma.job.forecast.forecast import Workload
+from wanma.job.sections.job import Job
+from wanma.models.config.resolution import model_kind
+from wanma.models.workload.model_workload import module_workload, section_workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from wanma.data.datasets.dataset import Data
+
+
+class ModelRead(NamedTuple):
+    """A model as far as it is known before it runs."""
+
+    workload: Workload | None
+    reason: str | None
+    """Why there is none; None where there is one."""
+
+
+def read_model(job: Job, objects: dict[str, Any] | None = None) -> ModelRead:
+    """The workload of a job's model; of one's own module by reading it on tensors without storage.
+
+    The inputs of such a module are those that its data give: tokens, images, or a sample of the dataset.
+
+    Args:
+        objects: what the user passed in Python (`model`, `data`).
+
+    Raises:
+        JobError, WanmaError: the job describes no model, or its data cannot be had.
+    """
+    objects = objects or {}
+    length, precision = job.data.sequence_length, job.train.precision
+    kind = "custom" if "model" in objects else model_kind(job.model)
+    if kind == "tokens" and "data" not in objects:
+        vocabulary = load_tokenizer(job.data.tokenizer).vocabulary
+        found = section_workload(
+            job.model,
+            vocabulary=vocabulary,
+            sequence_length=length,
+            image_shape=None,
+            classes=None,
+            precision=precision,
+            groups=job.train.parameter_groups,
+        )
+        return ModelRead(found, None)
+    if kind == "custom":
+        return _read_own(job, objects)
+    data = _open(job, objects)
+    found = section_workload(
+        job.model,
+        vocabulary=data.vocabulary,
+        sequence_length=length,
+        image_shape=data.image_shape,
+        classes=data.classes,
+        precision=precision,
+        groups=job.train.parameter_groups,
+    )
+    return ModelRead(found, None)
+
+
+def _read_own(job: Job, objects: dict[str, Any]) -> ModelRead:
+    """A module of one's own, given or made by a factory. Whatever it does not bear, it may still train."""
+    from wanma.models.structure.parameter_roles import is_frozen
+
+    inputs, keywords, targets = _inputs(job, objects)
+    model = objects["model"] if "model" in objects else _maker(job)
+    try:
+        workload = module_workload(
+            model,
+            inputs,
+            targets,
+            keywords=keywords,
+            precision=job.train.precision,
+            autocast=True,
+            frozen=partial(is_frozen, groups=job.train.parameter_groups),
+        )
+    except WanmaError as error:
+        return ModelRead(None, f"the model has no forecast: {error.message}")
+    if "model" in objects:  # its batch normalisation is converted as training begins
+        from wanma.models.layers.batch_norm import couples_samples
+
+        if couples_samples(objects["model"]):
+            workload = replace(workload, samples_together=job.model.statistics_group)
+    return ModelRead(workload, None)
+
+
+def _maker(job: Job) -> Callable[[], nn.Module]:
+    """Of what the job's factory makes, with everything that wanma changes in it."""
+    from wanma.models.model_spec import model_spec
+
+    spec = model_spec(job.model, vocabulary=None, sequence_length=None, image_shape=None, classes=None)
+    return spec.make
+
+
+def _inputs(job: Job, objects: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], int]:
+    """Positional and keyword arguments of the model for one sample, and the targets that it has."""
+    import torch
+
+    has_dataset = "data" in objects or job.data.factory is not None
+    if not has_dataset and not job.data.images:
+        length = job.data.sequence_length
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        masks = {"documents": tokens, "positions": tokens} if job.data.document_masks else {}
+        return (tokens,), masks, length
+    data = _open(job, objects)
+    batch = data.batch([0])
+    return batch.inputs, batch.keywords, data.targets_per_sample
+
+
+def _open(job: Job, objects: dict[str, Any]) -> Data:
+    from wanma.data.opening import open_data
+
+    return open_data(job.data, job.train, dataset=objects.get("data"))

@@ -1,0 +1,1 @@
+"""Presentation of a plan: analysis as data, terminal tables, and JSON."""

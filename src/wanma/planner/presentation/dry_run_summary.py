@@ -1,0 +1,144 @@
+"""A dry run as a person reads it: what would run, what it needs, and why so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from wanma.job.file.serialization import to_toml
+from wanma.job.forecast.forecast import Forecast, Workload
+from wanma.job.plan.plan import AXES, Plan
+from wanma.job.sections.job import Job
+from wanma.observe.units import bytes_text
+from wanma.planner.preparation.job_planning import Prepared, notes
+from wanma.planner.presentation.formatting import copies_words, gradients_words, memory_parts, pipeline_words
+from wanma.planner.presentation.step_breakdown import step_table
+
+
+def describe(job: Job, prepared: Prepared, told: Sequence[str] = ()) -> RenderableType:
+    """The validated job, the plan, the memory of the fullest rank and the model's sizes.
+
+    Args:
+        told: notes of the checks before the start.
+    """
+    parts = [
+        _head("Job"),
+        Syntax(to_toml(job).rstrip(), "toml", background_color="default"),
+        describe_plan(job, prepared),
+    ]
+    return Group(*parts, *(Text(f"· {note}", style="dim") for note in told))
+
+
+def describe_plan(job: Job, prepared: Prepared) -> RenderableType:
+    """`describe` without the job."""
+    parts: list[RenderableType] = [_head("Plan"), _plan_table(job, prepared)]
+    forecast, workload = prepared.planned.forecast, prepared.workload
+    if workload is None or forecast is None:
+        parts += [Text(f"· {note}", style="dim") for note in notes(job, prepared.planned)]
+        own = "The sizes of a module of one's own are known only once it runs."
+        parts.append(Text(f"· {prepared.unknown}" if prepared.unknown else own, style="dim"))
+        return Group(*parts)
+    if forecast.step is not None:
+        parts += [_head("A step, forecast"), step_table(forecast, workload)]
+    parts += [_head("Memory of a rank, forecast"), _memory_table(forecast, prepared)]
+    parts += [_head("Model"), _size_table(workload)]
+    told = dict.fromkeys([*forecast.reasons, *notes(job, prepared.planned)])
+    parts += [Text(f"· {note}", style="dim") for note in told]
+    return Group(*parts)
+
+
+def _head(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _plan_table(job: Job, prepared: Prepared) -> Table:
+    plan = prepared.plan
+    table = Table.grid(padding=(0, 2))
+    sizes = ", ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
+    batch = job.train.global_batch
+    rows = [
+        ("ranks", f"{plan.world_size} ({sizes or 'one process'}), {plan.threads_per_rank} threads each"),
+        ("sharded", plan.shard),
+        ("precision", f"{plan.precision} on {_device(prepared)}"),
+        ("global batch", f"{batch} samples"),
+        (
+            "micro-batches",
+            f"{plan.accumulation(batch)} per step, of at most {plan.micro_batch} samples per rank",
+        ),
+        ("recompute", _recompute(plan)),
+        ("compile", "each block" if plan.compile else "no"),
+    ]
+    if offloaded := _offloaded(plan):
+        rows.append(("offloaded", offloaded))
+    if gradients := gradients_words(plan):
+        rows.append(("gradients", gradients))
+    if plan.approximate:
+        rows.append(("approximate", ", ".join(plan.approximate)))
+    if plan.synchronization is not None:
+        rows.append(("between sites", str(plan.synchronization)))
+    if plan.pp > 1:
+        cuts = "by parameters, once the model is built"
+        if plan.stage_cuts:
+            blocks = "blocks" if len(plan.stage_cuts) > 1 else "block"
+            cuts = f"before {blocks} {', '.join(map(str, plan.stage_cuts))}"
+        rows.insert(1, ("pipeline", f"{plan.schedule}, {plan.stages} stages, cut {cuts}"))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _device(prepared: Prepared) -> str:
+    """As torch calls it; by its name where torch has none for it."""
+    devices = prepared.cluster.nodes[0].devices
+    is_foreign = prepared.plan.device == "cuda" and bool(devices) and devices[0].kind == "other"
+    return devices[0].name if is_foreign else prepared.plan.device
+
+
+def _recompute(plan: Plan) -> str:
+    share = "" if plan.recompute_share == 1 else f", {plan.recompute_share:.0%} of the blocks"
+    return f"{plan.recompute}{share}"
+
+
+def _offloaded(plan: Plan) -> str:
+    kinds = ("parameters", "optimizer", "activations")
+    places = {kind: getattr(plan, f"offload_{kind}") for kind in kinds}
+    return ", ".join(f"{kind} to {place}" for kind, place in places.items() if place != "nothing")
+
+
+def _memory_table(forecast: Forecast, prepared: Prepared) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for _, name, size in memory_parts(forecast):
+        table.add_row(name, bytes_text(size))
+    table.add_row(Text("in all", style="bold"), Text(bytes_text(forecast.memory_bytes), style="bold"))
+    for place in ("host", "disk"):
+        if size := getattr(forecast, f"{place}_bytes"):
+            table.add_row(f"waiting on {place}", bytes_text(size))
+    if copies := copies_words(forecast, prepared.plan, prepared.cluster):
+        table.add_row("copies for recovery", bytes_text(forecast.snapshots_bytes), copies)
+    if told := pipeline_words(forecast):
+        return Group(table, Text(f"pipeline ranks in their order: {told}"))
+    return table
+
+
+def _size_table(workload: Workload) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("layer", "count", "parameters each", "parameters", "forward FLOPs per sample"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for layer in workload.layers:
+        table.add_row(
+            layer.name,
+            str(layer.count),
+            f"{layer.parameters:,}",
+            f"{layer.count * layer.parameters:,}",
+            f"{layer.count * layer.flops_per_sample:.3g}",
+        )
+    flops = sum(layer.count * layer.flops_per_sample for layer in workload.layers)
+    table.add_row("in all", "", "", f"{workload.parameters:,}", f"{flops:.3g}", style="bold")
+    return table

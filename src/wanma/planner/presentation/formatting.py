@@ -1,0 +1,265 @@
+"""What terminal, page and JSON call the kinds of time and memory, and a plan in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from wanma.job.cluster import Cluster
+from wanma.job.forecast.forecast import MEMORY_KINDS, Forecast, StepTime, Workload
+from wanma.job.plan.plan import AXES, Plan
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.planner.rules.compression import compression_words
+
+
+class TimeKind(NamedTuple):
+    """One kind of a step's time."""
+
+    field: str
+    """Of `StepTime`."""
+    name: str
+    axis: str
+    """That causes it; empty for what every layout has."""
+    colour: int
+    """1 to 8, as in page.css."""
+    style: str
+    """In the terminal."""
+    glyph: str
+    """Told apart also without colours."""
+
+
+TIME_KINDS = (
+    TimeKind("compute", "computing", "", 1, "blue", "█"),
+    TimeKind("tensor", "exposed tensor exchange", "tp", 2, "yellow", "▓"),
+    TimeKind("context", "exposed context exchange", "cp", 8, "cyan", "c"),
+    TimeKind("expert", "exposed token exchange", "ep", 4, "magenta", "e"),
+    TimeKind("data", "exposed gradients and weights", "dp", 3, "green", "▒"),
+    TimeKind("moving", "waiting for what is offloaded", "", 6, "bright_yellow", "m"),
+    TimeKind("bubble", "waiting in the pipeline", "pp", 7, "bright_black", "░"),
+    TimeKind("optimizer", "optimizer", "", 5, "red", "o"),
+    TimeKind("loading", "waiting for data", "", 6, "bright_red", "l"),
+    TimeKind("checkpoint", "saving", "", 6, "bright_red", "s"),
+)
+
+MEMORY_COLOURS = dict(zip(MEMORY_KINDS, (1, 3, 5, 2, 4, 8, 7, 6), strict=True))
+"""Field of a forecast → colour, as in page.css."""
+
+COPIES_TOLD = 0.05
+"""Of a machine's memory, what copies of the state may take without a word."""
+
+
+def time_shares(step: StepTime) -> list[tuple[TimeKind, float, float]]:
+    """(kind, seconds, share of the step) of the kinds that take time, in a fixed order."""
+    return [
+        (kind, seconds, seconds / step.seconds)
+        for kind in TIME_KINDS
+        if (seconds := getattr(step, kind.field)) > 0
+    ]
+
+
+def memory_parts(forecast: Forecast) -> list[tuple[str, str, int]]:
+    """(field, name, bytes) of the kinds that take memory."""
+    return [(field, name, size) for field, name in MEMORY_KINDS.items() if (size := getattr(forecast, field))]
+
+
+def axes_words(plan: Plan) -> str:
+    """'pp 4 × dp_shard 16 × tp 8'; of unlike replicas how many there are, with the `tp` of their stages:
+    '4 × (3 × 8, 4) + 2 × (4)'."""
+    if plan.placement:
+        return " + ".join(
+            f"{one.count} × ({_runs_words([place.tp for place in one.places], ', ')})"
+            for one in plan.placement
+        )
+    sizes = [f"{axis} {getattr(plan, axis)}" for axis in (*AXES, "ep") if getattr(plan, axis) > 1]
+    return " × ".join(sizes) or "one rank"
+
+
+def settings_words(plan: Plan) -> str:
+    """'parameters sharded, micro-batch 2, interleaved_1f1b × 4, selective recompute of 50%'."""
+    return ", ".join(_settings(plan))
+
+
+def gradients_words(plan: Plan) -> str:
+    """'summed 8.0 MiB at a time, within machines first, while backward goes on'; empty where FSDP2 does it,
+    and where nobody sums any."""
+    if not plan.computes_with_state or plan.replicas == 1:
+        return ""
+    parts = [f"summed {bytes_text(plan.bucket_bytes)} at a time"]
+    parts += ["within machines first"] if plan.hierarchical else []
+    is_beside = plan.overlap and plan.pp == 1
+    return ", ".join([*parts, "while backward goes on" if is_beside else "after the last backward"])
+
+
+def _settings(plan: Plan) -> Iterable[str]:
+    if plan.shard != "nothing":
+        yield f"{plan.shard} sharded"
+    if plan.placement:
+        yield "unlike replicas"
+        return
+    yield f"micro-batch {plan.micro_batch}"
+    if plan.pp > 1:
+        yield plan.schedule + (f" × {plan.virtual_stages}" if plan.virtual_stages > 1 else "")
+    if plan.recompute != "none":
+        share = f" of {plan.recompute_share:.0%}" if plan.recompute_share < 1 else ""
+        yield f"{plan.recompute} recompute{share}"
+    if plan.tp > 1 and not plan.sequence:
+        yield "whole sequences"
+    if plan.cp > 1:
+        yield plan.context
+    if plan.hierarchical:
+        yield "gradients by machines first"
+    if plan.compile:
+        yield "compiled"
+    if "bf16" in plan.approximate:
+        yield "bf16"
+    if plan.fp8:
+        yield "fp8"
+    if words := compression_words(plan):
+        yield f"gradients {words}"
+    for kind in ("parameters", "optimizer", "activations"):
+        if (place := getattr(plan, f"offload_{kind}")) != "nothing":
+            yield f"{kind} on {place}"
+    if plan.batch_shares:
+        yield "uneven shares of the batch"
+    if plan.synchronization is not None:
+        yield str(plan.synchronization)
+
+
+def share_lines(plan: Plan, cluster: Cluster) -> list[str]:
+    """On unlike devices, what each kind of replica computes and where; empty for plans of equal ranks.
+
+    '4 replicas, 60% of the batch: 22 blocks on 8 × H100 SXM → 2 stages of 5 blocks on 4 × A100 SXM'
+    """
+    if not plan.batch_shares:
+        return []
+    whole = sum(plan.batch_shares)
+    if not plan.placement:
+        groups = [(share, len(list(equal))) for share, equal in groupby(plan.batch_shares)]
+        return [f"{count_text(n, 'data rank')}: {share / whole:.2%} of the batch each" for share, n in groups]
+    lines, first_rank = [], 0
+    for replicas in plan.placement:
+        share = replicas.count * plan.batch_shares[first_rank] / whole
+        first_rank += replicas.count
+        alike = groupby(replicas.places, lambda place: (place.node, place.tp))
+        places = [
+            f"{_stages_words([place.blocks for place in stages])} on {tp} × "
+            f"{cluster.nodes[node].devices[0].name}"
+            for (node, tp), stages in ((key, list(places)) for key, places in alike)
+        ]
+        lines.append(
+            f"{count_text(replicas.count, 'replica')}, {share:.0%} of the batch: {' → '.join(places)}"
+        )
+    return lines
+
+
+def _stages_words(stages: Sequence[int]) -> str:
+    """Blocks of neighbouring stages on devices of one kind: '22 blocks', '4 stages of 5 blocks',
+    '4 stages of 3 + 2 × 4 + 1 blocks'."""
+    blocks = _runs_words(stages, " + ") if len(set(stages)) > 1 else f"{stages[0]}"
+    unit = "block" if blocks == "1" else "blocks"
+    return f"{len(stages)} stages of {blocks} {unit}" if len(stages) > 1 else f"{blocks} {unit}"
+
+
+def _runs_words(numbers: Sequence[int], between: str) -> str:
+    """Numbers, a run of equal ones as its length and one of them: '3 × 4, 2'."""
+    runs = [(number, len(list(equal))) for number, equal in groupby(numbers)]
+    return between.join(f"{count} × {number}" if count > 1 else f"{number}" for number, count in runs)
+
+
+def step_words(step: StepTime | None) -> str:
+    """'1.01 s ± 12%'."""
+    if step is None:
+        return "–"
+    doubt = f" ± {step.uncertainty:.0%}" if step.uncertainty else ""
+    return f"{duration_text(step.seconds)}{doubt}"
+
+
+def rate(forecast: Forecast, workload: Workload | None) -> float | None:
+    """Tokens per second, or samples where a sample has one target."""
+    if forecast.samples_per_second is None:
+        return None
+    return forecast.samples_per_second * (workload.tokens_per_sample if workload else 1)
+
+
+def rate_unit(workload: Workload | None) -> str:
+    return "tokens/s" if workload is not None and workload.tokens_per_sample > 1 else "samples/s"
+
+
+def rate_words(value: float | None) -> str:
+    """'1.23 M'; three digits are all that a forecast is worth."""
+    if value is None:
+        return "–"
+    for unit, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return number_text(value)
+
+
+def energy_words(joules: float | None) -> str:
+    """'415 kWh', '1.29 GWh': three digits and the unit that leaves no exponent."""
+    if joules is None:
+        return "–"
+    value, units = joules / 3.6e3, ["Wh", "kWh", "MWh", "GWh", "TWh"]
+    while len(units) > 1 and float(f"{value:.3g}") >= 1000:
+        value, units = value / 1000, units[1:]
+    digits = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else "less than 0.01"
+    return f"{digits} {units[0]}"
+
+
+def run_words(forecast: Forecast) -> str:
+    """'3 d 04 h, 415 kWh at the wall, 1,200': the whole run; empty where it is not forecast."""
+    run = forecast.run
+    if run is None:
+        return ""
+    parts = [duration_text(run.seconds)]
+    if run.energy_joules is not None:
+        parts.append(f"{energy_words(run.energy_joules)} at the wall")
+    if run.price is not None:
+        parts.append(f"price {number_text(run.price)}")
+    return ", ".join(parts)
+
+
+def useful_words(forecast: Forecast) -> str:
+    """'useful 98.7 %: a failure every 5 h 12 min, 4 min 04 s each'; empty where all of the run is. What takes
+    less than a tenth of the rest is left out."""
+    found = forecast.run.useful if forecast.run is not None else None
+    if found is None or share_text(found.share) == share_text(1.0):
+        return ""
+    causes, least = [], 0.1 * (1 - found.share)
+    if found.failing_share >= least:
+        every, each = map(duration_text, (found.seconds_between_failures, found.seconds_per_failure))
+        causes.append(f"a failure every {every}, {each} each")
+    if found.copying_share >= least:
+        causes.append(f"copies of its state take {share_text(found.copying_share)}")
+    return f"useful {share_text(found.share)}: {', '.join(causes)}"
+
+
+def memory_words(forecast: Forecast) -> str:
+    return bytes_text(forecast.memory_bytes)
+
+
+def copies_words(forecast: Forecast, plan: Plan, cluster: Cluster) -> str:
+    """'in all 72.0 GiB of a machine's 512 GiB': what copies of the state for recovery take of the machines'
+    own memory; empty where that is less than `COPIES_TOLD` of it."""
+    on_each = max(len(node.devices) for node in cluster.nodes)
+    ranks = min(on_each or math.ceil(plan.world_size / cluster.node_count), plan.world_size)
+    taken, memory = ranks * forecast.snapshots_bytes, min(node.memory_bytes for node in cluster.nodes)
+    if taken < COPIES_TOLD * memory:
+        return ""
+    return f"in all {bytes_text(taken)} of a machine's {bytes_text(memory)}"
+
+
+def pipeline_words(forecast: Forecast, most: int = 8) -> str:
+    """'3.10 GiB, 2.40 GiB, 2.40 GiB, 2.90 GiB': what the ranks of a pipeline hold, in their order; empty
+    where there is none."""
+    ranks = forecast.pipeline_ranks
+    told = ", ".join(bytes_text(rank.memory_bytes) for rank in ranks[:most])
+    return f"{told} and {len(ranks) - most} more" if len(ranks) > most else told
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` places, evenly spread, with both ends."""
+    shown = min(count, most)
+    return [round(place * (count - 1) / max(shown - 1, 1)) for place in range(shown)]

@@ -1,0 +1,152 @@
+"""`wanma plan --explain`: a plan's axes, stages and ranks as tables and a picture."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from wanma.job.plan.plan import Plan
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.explain.rank_layout import Axis, Holding, Stage, axes, holding, stages
+
+SHOWN_STAGES = 16
+SHOWN_COPIES = 8
+"""In the picture, stages and columns beyond these are left out, and it says so."""
+PICTURE_WIDTH = 96
+"""Up to so many columns of text every rank is drawn; wider layouts show each box's first and last."""
+STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def explain(
+    plan: Plan,
+    dimensions: DecoderDimensions | None,
+    rank: int | None = None,
+    sequence_length: int | None = None,
+) -> RenderableType:
+    """Which rank holds what.
+
+    Args:
+        dimensions: of a decoder; without them only ranks are shown.
+        rank: show what this one holds too.
+    """
+    parts: list[RenderableType] = [Text(str(plan), style="bold"), Text()]
+    split = axes(plan)
+    parts.append(_axes_table(split) if split else Text("one rank holds the whole model"))
+    found = stages(plan, dimensions.layers) if dimensions is not None else []
+    if plan.pp > 1 and found:
+        parts += [Text(), _stage_table(found)]
+    parts += [Text(), _picture(plan)]
+    if dimensions is not None:
+        for each in [0] if rank is None else [rank]:
+            parts += [
+                Text(),
+                _holding_table(holding(plan, dimensions, each, sequence_length), plan, dimensions),
+            ]
+    return Group(*parts)
+
+
+def _axes_table(split: list[Axis]) -> Table:
+    table = Table(
+        "axis", "size", "its ranks share", "with rank 0", box=None, pad_edge=False, header_style="dim"
+    )
+    for axis in split:
+        table.add_row(axis.name, str(axis.size), axis.splits, ranks_text(axis.ranks))
+    return table
+
+
+def _stage_table(found: list[Stage]) -> Table:
+    table = Table("stage", "holds", "on ranks", box=None, pad_edge=False, header_style="dim")
+    for stage in found[:SHOWN_STAGES]:
+        table.add_row(str(stage.number), _blocks_text(stage), ranks_text(stage.ranks))
+    if len(found) > SHOWN_STAGES:
+        table.add_row("…", f"and {len(found) - SHOWN_STAGES} more", "")
+    return table
+
+
+def _picture(plan: Plan) -> RenderableType:
+    """A row for each pipeline rank, a column for each copy of the data axes, a colour for each shard."""
+    columns = plan.data_ranks
+    shown = min(columns, SHOWN_COPIES)
+    width = plan.cp * plan.tp
+    boxed = plan.cp <= 4 and plan.pp <= 8 and shown * (4 * plan.tp + 6) <= PICTURE_WIDTH
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    for column in range(shown):
+        replica, shard = divmod(column, plan.dp_shard)
+        names = [f"replica {replica}"] if plan.dp_replicate > 1 else []
+        names += [f"shard {shard}"] if plan.dp_shard > 1 else []
+        table.add_column("\n".join(names), justify="center", no_wrap=True)
+    for at in range(min(plan.pp, SHOWN_STAGES)):
+        numbers = plan.stages_of(at)
+        name = f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        if boxed:
+            name = "\n" * ((plan.cp + 1) // 2) + name  # beside the middle of the boxes
+        cells = []
+        for column in range(shown):
+            first = (at * columns + column) * width
+            style = STYLES[column % plan.dp_shard % len(STYLES)] if plan.dp_shard > 1 else STYLES[0]
+            text = _box(first, plan) if boxed else _run_text(first, width)
+            cells.append(Text(text, style=style))
+        table.add_row(Text(name if plan.pp > 1 else "", style="dim"), *cells)
+    notes = []
+    if shown < columns:
+        notes.append(f"{columns - shown} more columns like these")
+    if plan.pp > SHOWN_STAGES:
+        notes.append(f"{plan.pp - SHOWN_STAGES} more rows")
+    inside = [text for size, text in ((plan.cp, "cp downwards"), (plan.tp, "tp to the right")) if size > 1]
+    if inside and boxed:
+        notes.append("in a box: " + ", ".join(inside))
+    return Group(table, Text("; ".join(notes), style="dim")) if notes else table
+
+
+def _box(first: int, plan: Plan) -> str:
+    """The cp × tp ranks of one model copy's stage, in a box."""
+    lines = [
+        " ".join(str(first + row * plan.tp + column) for column in range(plan.tp)) for row in range(plan.cp)
+    ]
+    width = max(len(line) for line in lines)
+    body = [f"│ {line.center(width)} │" for line in lines]
+    return "\n".join([f"╭{'─' * (width + 2)}╮", *body, f"╰{'─' * (width + 2)}╯"])
+
+
+def _run_text(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}–{first + count - 1}"
+
+
+def _holding_table(held: Holding, plan: Plan, dimensions: DecoderDimensions) -> Table:
+    table = Table(f"rank {held.rank}", "holds", "of", box=None, pad_edge=False, header_style="dim")
+    table.add_row("layers", "; ".join(_blocks_text(stage) for stage in held.stages), str(dimensions.layers))
+    table.add_row("heads", _range_text(held.heads), str(dimensions.heads))
+    table.add_row("key/value heads", _range_text(held.kv_heads), str(dimensions.kv_heads))
+    table.add_row("feed-forward columns", _range_text(held.feed_forward), str(dimensions.feed_forward))
+    table.add_row("vocabulary", _range_text(held.vocabulary), str(dimensions.vocabulary))
+    if held.experts is not None:
+        table.add_row("experts", _range_text(held.experts), str(getattr(dimensions, "experts", "")))
+    if held.positions:
+        table.add_row("positions", ", ".join(map(_range_text, held.positions)), "each sequence")
+    if held.state_share > 1:
+        table.add_row("of all that", f"1/{held.state_share} ({plan.shard})", "between steps")
+    return table
+
+
+def _blocks_text(stage: Stage) -> str:
+    parts = ["embedding"] if stage.has_embedding else []
+    if len(stage.blocks):
+        noun = "layer" if len(stage.blocks) == 1 else "layers"
+        parts.append(f"{noun} {_range_text(stage.blocks)}")
+    if stage.has_head:
+        parts.append("head")
+    return ", ".join(parts)
+
+
+def _range_text(held: range) -> str:
+    return str(held.start) if len(held) == 1 else f"{held.start}–{held.stop - 1}"
+
+
+def ranks_text(ranks: tuple[int, ...], shown: int = 6) -> str:
+    """Neighbours as a range, others by their first few."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}–{ranks[-1]}"
+    text = ", ".join(map(str, ranks[:shown]))
+    return text if len(ranks) <= shown else f"{text}, … {ranks[-1]}"

@@ -1,0 +1,73 @@
+"""Where a step's time goes, as a bar and as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from wanma.job.forecast.forecast import Forecast, StepTime, Workload
+from wanma.observe.units import duration_text, share_text
+from wanma.planner.presentation.formatting import (
+    TIME_KINDS,
+    rate,
+    rate_unit,
+    rate_words,
+    run_words,
+    step_words,
+    time_shares,
+    useful_words,
+)
+
+BAR_WIDTH = 24
+
+
+def step_table(forecast: Forecast, workload: Workload | None) -> RenderableType:
+    """The step in one line, then its kinds; of a forecast that has a step."""
+    step = forecast.step
+    assert step is not None, "only for forecasts of time"
+    facts = [
+        step_words(step),
+        f"{rate_words(rate(forecast, workload))} {rate_unit(workload)}",
+        f"MFU {share_text(forecast.model_flops_utilisation)}",
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    for kind, seconds, share in time_shares(step):
+        name = f"{kind.name} ({kind.axis})" if kind.axis else kind.name
+        bar = Text(kind.glyph * max(round(BAR_WIDTH * share), 1), style=kind.style)
+        table.add_row(name, duration_text(seconds), share_text(share), bar)
+    parts: list[RenderableType] = [Text(", ".join(facts)), table]
+    if run := run_words(forecast):
+        parts.append(Text(f"the whole run: {run}"))
+    if useful := useful_words(forecast):
+        parts.append(Text(useful))
+    return Group(*parts)
+
+
+def time_bar(step: StepTime, width: int = BAR_WIDTH) -> Text:
+    """A step's kinds side by side; those of less than half a column are not seen."""
+    bar = Text(no_wrap=True)
+    end, drawn = 0.0, 0
+    for kind, _, share in time_shares(step):
+        end += share
+        columns = round(width * end) - drawn
+        bar.append(kind.glyph * columns, style=kind.style)
+        drawn += columns
+    return bar
+
+
+def time_legend(steps: Iterable[StepTime]) -> Text:
+    """What the glyphs of these steps' bars mean."""
+    seen = {kind.field for step in steps for kind, _, share in time_shares(step) if share >= 0.5 / BAR_WIDTH}
+    legend = Text()
+    for kind in TIME_KINDS:
+        if kind.field in seen:
+            legend.append(kind.glyph, style=kind.style)
+            legend.append(f" {kind.name}   ", style="dim")
+    return legend

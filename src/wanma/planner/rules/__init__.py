@@ -1,0 +1,1 @@
+"""Validation of plans: settings that exclude each other, sizes that do not divide, runtime limits."""

@@ -1,0 +1,121 @@
+"""Compressed gradients in jobs and plans: what a job asks for, in a plan's fields and in words, and what
+cannot be. Pure functions, without torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.observe.units import bytes_text
+from wanma.planner.cost.gradient_collectives import LOOKED_AT, error_bytes, sent_bytes
+
+
+def compresses(job: Job) -> bool:
+    """Whether the job itself asks for it."""
+    parallel = job.parallel
+    groups = (group.compression for group in parallel.compression_groups)
+    return any(method != "nothing" for method in (parallel.compression, *groups))
+
+
+def plan_fields(job: Job) -> dict[str, Any]:
+    """What every plan of the job has of it, and names of all that it asks for that changes the numbers."""
+    parallel = job.parallel
+    asked = {
+        "fp8": job.train.fp8,
+        "compression": compresses(job),
+        parallel.synchronize: parallel.synchronize != "every_step",
+    }
+    return {
+        "compression": parallel.compression,
+        "compression_share": parallel.compression_share,
+        "compression_rank": parallel.compression_rank,
+        "compression_from_step": parallel.compression_from_step,
+        "compression_groups": tuple(
+            (group.match, group.compression) for group in parallel.compression_groups
+        ),
+        "approximate": tuple(name for name, is_asked in asked.items() if is_asked),
+    }
+
+
+def not_compressible(plan: Plan, cluster: Cluster) -> JobError | None:
+    """Why the gradients of `plan` cannot be exchanged as it says; None where they can."""
+    methods = plan.compressions
+    if methods and plan.precision == "fp64":
+        return JobError(
+            f"parallel.compression = '{_first(plan)}' with train.precision = 'fp64', which is for proofs: "
+            "compressed sums are made in fp32",
+            "leave parallel.compression out, or set train.precision = 'fp32'",
+        )
+    unlike = "parallel.batch_shares" if plan.batch_shares else f"{len(cluster.nodes)} kinds of machines"
+    if "powersgd" in methods and (plan.batch_shares or len(cluster.nodes) > 1):
+        return JobError(
+            f"parallel.compression = 'powersgd' on unlike devices ({unlike}): each rank multiplies out the "
+            "sum itself, and they would round it differently, so that replicas drift apart",
+            "use 'int8' or 'topk', whose sums are the same bits on all devices",
+        )
+    return None
+
+
+def unused_key(job: Job) -> JobError | None:
+    """What says how to compress, where nothing is compressed so: it is not dropped in silence."""
+    parallel = job.parallel
+    methods = {parallel.compression, *(group.compression for group in parallel.compression_groups)}
+    if parallel.auto and "compression" in parallel.allow:
+        methods |= set(LOOKED_AT)
+    for key, method in {"share": "topk", "rank": "powersgd", "from_step": None}.items():
+        name = f"compression_{key}"
+        value, default = getattr(parallel, name), type(parallel).model_fields[name].default
+        is_used = method in methods if method is not None else bool(methods - {"nothing"})
+        if value != default and not is_used:
+            wanted = f"'{method}'" if method is not None else "compressed"
+            return JobError(
+                f"parallel.{name} = {value}, and no gradient is {wanted}",
+                f"leave parallel.{name} out, or set parallel.compression"
+                + (f" = {wanted}" if method is not None else ""),
+            )
+    return None
+
+
+def compression_words(plan: Plan) -> str:
+    """'in int8', 'by the largest 1 % of their elements, embedding.* whole'; empty where nothing is."""
+    if not plan.compressions:
+        return ""
+    words = {
+        "nothing": "whole",
+        "topk": f"by the largest {100 * plan.compression_share:g}% of their elements",
+        "powersgd": f"in rank {plan.compression_rank}",
+    }
+    told = [words.get(plan.compression, f"in {plan.compression}")]
+    told += [f"{match} {words.get(kind, f'in {kind}')}" for match, kind in plan.compression_groups]
+    if plan.compression_from_step:
+        told.append(f"from step {plan.compression_from_step} on")
+    return ", ".join(told)
+
+
+def compression_reason(plan: Plan, parameters: float) -> tuple[str, ...]:
+    """What compression does to a step, in a sentence; nothing where there is none.
+
+    Args:
+        parameters: of the whole model.
+    """
+    if not plan.compressions or max(plan.replicas, plan.shard_ranks) == 1:
+        return ()
+    whole = parameters / plan.tp / plan.pp
+    kept = error_bytes(plan, whole, whole / plan.shard_ranks)
+    where = "replicas" if plan.replicas > 1 else "shards"
+    text = f"gradients {compression_words(plan)}: "
+    if plan.hierarchical:
+        text += "machines sum theirs whole, and send each other what one rank of each would"
+    else:
+        sent, plain = sent_bytes(plan, whole)
+        text += (
+            f"to sum them over {where} a rank sends about {bytes_text(sent)} instead of {bytes_text(plain)}"
+        )
+    return (text + (f", and keeps {bytes_text(kept)} of what is left out" if kept else ""),)
+
+
+def _first(plan: Plan) -> str:
+    return plan.compression if plan.compression != "nothing" else min(plan.compressions)

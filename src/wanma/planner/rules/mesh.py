@@ -1,0 +1,366 @@
+"""What a plan may be: every pair of settings that cannot be combined, refused with the reason.
+
+Nothing has started when these rules are asked; each names the keys, why, and the way out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from wanma.data.sampling.batch_size_schedule import global_batch
+from wanma.job.cluster import Cluster
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.config.resolution import model_kind
+from wanma.observe.units import count_text
+from wanma.planner.pipeline.schedules import (
+    INTERLEAVED,
+    wrong_cuts,
+    wrong_micro_batches,
+    wrong_stages,
+)
+from wanma.planner.rules.compression import not_compressible, unused_key
+from wanma.planner.rules.predicates import heads_fit, sequence_fits, split_by_tensor, takes_backward_apart
+
+
+def check_axes(job: Job, plan: Plan, cluster: Cluster) -> None:
+    """Sizes of the axes against each other and against the machines.
+
+    Raises:
+        JobError: names the keys.
+    """
+    world, nodes = plan.world_size, job.cluster.nodes
+    if world % nodes:
+        raise JobError(
+            f"the plan has {count_text(world, 'rank')}, which cluster.nodes = {nodes} does not divide",
+            "choose sizes of pp, dp_replicate, dp_shard, cp, tp whose product is a multiple of the nodes",
+        )
+    if nodes > 1 and job.cluster.rendezvous is None:
+        raise JobError(
+            f"cluster.nodes = {nodes}: the machines need a place to meet",
+            "give --rendezvous HOST:PORT (cluster.rendezvous) with an address of one of them",
+        )
+    ranks_here = world // nodes
+    for node in cluster.nodes:
+        if plan.device == "cuda" and ranks_here > len(node.devices):
+            raise JobError(
+                f"the plan needs {ranks_here} GPUs on {node.name}, which has {len(node.devices)}",
+                "lower the sizes in [parallel], add nodes, or set cluster.device = 'cpu'",
+            )
+    if plan.shard != "nothing" and plan.dp_shard * plan.cp == 1:
+        raise JobError(
+            f"parallel.shard = '{plan.shard}' has nobody to share with: parallel.dp_shard = 1",
+            f"set parallel.dp_shard to the number of ranks (now dp_replicate = {plan.dp_replicate})",
+        )
+    check_shards(plan)
+    if plan.pp > 1 and job.model.loss is not None:
+        raise JobError(
+            f"model.loss = '{job.model.loss}' with parallel.pp = {plan.pp}: pipelines compute cross entropy",
+            "set parallel.pp = 1, or leave model.loss out",
+        )
+    if plan.pp > 1:
+        check_schedule(plan)
+    else:
+        _check_no_stages(job, plan)
+    if plan.cp > 1:
+        _check_context(job, plan)
+    if plan.ep > 1:
+        _check_expert_ranks(job, plan)
+    _check_sequence(job, plan)
+    _check_memory(job, plan)
+    _check_fp8(plan, cluster)
+    if (error := unused_key(job) or not_compressible(plan, cluster)) is not None:
+        raise error
+    if min(global_batches(job)) < plan.data_ranks:
+        raise JobError(
+            f"train.global_batch = {min(global_batches(job))} gives {plan.data_ranks} data ranks "
+            f"(dp_replicate × dp_shard) less than one sample each",
+            f"raise train.global_batch to at least {plan.data_ranks}, or use fewer ranks",
+        )
+
+
+def check_shards(plan: Plan) -> None:
+    """Ranks that share the state share something of it.
+
+    Raises:
+        JobError: names the keys.
+    """
+    if plan.shard == "nothing" and plan.dp_shard > 1:
+        raise JobError(
+            f"parallel.shard = 'nothing' with parallel.dp_shard = {plan.dp_shard}",
+            f"write dp_replicate = {plan.dp_shard}, or say what is sharded: optimizer, gradients, parameters",
+        )
+
+
+def check_dimensions(plan: Plan, dimensions: DecoderDimensions) -> None:
+    """Sizes of the axes against those of a decoder.
+
+    Raises:
+        JobError: names the keys.
+    """
+    _check_tensor(plan, dimensions)
+    _check_context_heads(plan, dimensions)
+    _check_experts(plan, dimensions)
+
+
+def check_schedule(plan: Plan) -> None:
+    """What a pipeline's schedule wants of the rest of the plan.
+
+    Raises:
+        JobError: names the keys.
+    """
+    key = f"parallel.schedule = '{plan.schedule}'"
+    if reason := wrong_stages(plan.schedule, plan.virtual_stages):
+        raise JobError(
+            f"parallel.virtual_stages = {plan.virtual_stages}: {reason}",
+            f"leave parallel.virtual_stages out, or use a schedule of {' or '.join(INTERLEAVED)}",
+        )
+    excluded = takes_backward_apart(plan)
+    if excluded == "compile":
+        raise JobError(
+            f"{key} with parallel.compile: a compiled block computes the gradients of its inputs and of its "
+            "weights in one piece, which this schedule takes apart",
+            "set parallel.compile = false, or parallel.schedule = 'interleaved_1f1b'",
+        )
+    if excluded == "recompute":
+        raise JobError(
+            f"{key} with parallel.recompute = '{plan.recompute}': the gradients of a block's inputs and of "
+            "each of its weights are computed apart, and each of them would run the block again",
+            "set parallel.recompute = 'none', or parallel.schedule = 'interleaved_1f1b'",
+        )
+
+
+def check_stage_cuts(job: Job, plan: Plan, blocks: int) -> None:
+    """Cuts of a pipeline, the job's or chosen, against a model of `blocks` blocks between two ends.
+
+    Raises:
+        JobError: names the keys.
+    """
+    if plan.pp == 1:
+        return
+    cuts = job.parallel.stage_cuts or plan.stage_cuts
+    if reason := wrong_cuts(cuts, blocks, plan.stages, first=True, last=True):
+        given = f", parallel.stage_cuts = {list(cuts)}" if job.parallel.stage_cuts else ""
+        raise JobError(
+            f"parallel.pp = {plan.pp} with {plan.virtual_stages} stages per rank{given}: {reason}",
+            f"leave parallel.stage_cuts out, and use at most {blocks + 2} stages (pp × virtual_stages)",
+        )
+
+
+def check_micro_batches(job: Job, plan: Plan) -> None:
+    """A pipeline's schedule must be able to run the micro-batches of every step, on every data rank.
+
+    Raises:
+        JobError: names the keys, and the nearest size of micro-batch that works.
+    """
+    if plan.pp == 1:
+        return
+    for batch in global_batches(job):
+        wrong = _wrong_count(plan, batch)
+        if wrong is None:
+            continue
+        rank, count, reason = wrong
+        sizes = admitted_micro_batches(job, plan, max(plan.most_rows(batch), plan.micro_batch))
+        if sizes:
+            nearest = min(sizes, key=lambda size: (abs(size - plan.micro_batch), size))
+            way_out = f"use parallel.micro_batch = {nearest}"
+        else:
+            single = replace(plan, micro_batch=1)
+            enough = next(more for more in itertools.count(batch) if _wrong_count(single, more) is None)
+            way_out = (
+                f"raise train.global_batch to at least {enough} (in every step of train.batch_ramp), "
+                "lower parallel.pp"
+            )
+        rows = plan.sizes(batch)[rank]
+        whose = f"data rank {rank}" if plan.batch_shares else f"each of {plan.data_ranks} data ranks"
+        raise JobError(
+            f"parallel.pp = {plan.pp}: train.global_batch = {batch} gives {whose} {rows} samples, and "
+            f"parallel.micro_batch = {plan.micro_batch} makes them {count} micro-batches: {reason}",
+            f"{way_out}, or parallel.schedule = 'gpipe', which runs any number",
+        )
+
+
+def _wrong_count(plan: Plan, batch: int) -> tuple[int, int, str] | None:
+    """The first data rank whose micro-batches the schedule cannot run, how many they are, and why."""
+    counts = plan.counts(batch)
+    for count in dict.fromkeys(counts):
+        if reason := wrong_micro_batches(plan.schedule, plan.pp, count):
+            return counts.index(count), count, reason
+    return None
+
+
+def admitted_micro_batches(job: Job, plan: Plan, largest: int) -> list[int]:
+    """Sizes of micro-batch with which the schedule can run every step of the job.
+
+    Returns:
+        those up to `largest`, the largest first; where there are none, the smallest above it, if any.
+    """
+    batches = global_batches(job)
+
+    def is_admitted(size: int) -> bool:
+        sized = replace(plan, micro_batch=size)
+        return plan.pp == 1 or all(_wrong_count(sized, batch) is None for batch in batches)
+
+    rows = plan.most_rows(max(batches))
+    smaller = [size for size in range(largest, 0, -1) if is_admitted(size)]
+    return smaller or [size for size in range(largest + 1, rows + 1) if is_admitted(size)][:1]
+
+
+def global_batches(job: Job) -> list[int]:
+    """The global batches of the steps that the job has."""
+    starts = {0, *(step for step, _ in job.train.batch_ramp if step < job.train.steps)}
+    return [global_batch(job.train, step) for step in sorted(starts)]
+
+
+def _check_no_stages(job: Job, plan: Plan) -> None:
+    """Stages that a job asks for are not dropped in silence where there is no pipeline."""
+    virtual = plan.virtual_stages if job.parallel.virtual_stages else 1  # else a schedule's own number
+    given = {"virtual_stages": virtual if virtual > 1 else None, "stage_cuts": list(plan.stage_cuts)}
+    for key, value in given.items():
+        if value:
+            raise JobError(
+                f"parallel.{key} = {value} with parallel.pp = 1: there is no pipeline to cut",
+                f"leave parallel.{key} out, or set parallel.pp to the number of ranks that share the layers",
+            )
+
+
+def _check_context(job: Job, plan: Plan) -> None:
+    """Sequences that the ranks of `cp` can share."""
+    key = f"parallel.cp = {plan.cp}"
+    named = job.model.huggingface is None and job.model.factory is None
+    if job.data.images is not None or (named and model_kind(job.model) == "images"):
+        raise JobError(
+            f"{key} cuts sequences, and images have none",
+            "set parallel.cp = 1 and use the ranks as dp_replicate or dp_shard",
+        )
+    if job.model.factory is not None:
+        raise JobError(
+            f"{key}: {job.model.factory} does not declare its attention, which must see what other ranks "
+            "hold of a sequence",
+            "set parallel.cp = 1; data-parallel axes (dp_replicate, dp_shard) work with any module",
+        )
+    length, unit = job.data.sequence_length, plan.sequence_unit
+    if (job.data.text or job.data.sources) and not sequence_fits(plan, length):
+        pieces = "twice as many pieces as ranks" if plan.context == "ring" else "as many pieces as ranks"
+        shared = f", each shared by parallel.tp = {plan.tp}" if plan.sequence else ""
+        raise JobError(
+            f"data.sequence_length = {length} cannot be cut evenly: {key} with parallel.context = "
+            f"'{plan.context}' needs {pieces}{shared}",
+            f"use a multiple of {unit} for data.sequence_length, or a smaller parallel.cp",
+        )
+
+
+def _check_context_heads(plan: Plan, dimensions: DecoderDimensions) -> None:
+    """All-to-all gives each context rank an equal share of the heads that `tp` leaves."""
+    if not heads_fit(dimensions, plan):
+        raise JobError(
+            f"parallel.cp = {plan.cp} with parallel.context = 'all_to_all' cannot share model.heads = "
+            f"{dimensions.heads}" + (f" after parallel.tp = {plan.tp}" if plan.tp > 1 else ""),
+            "set parallel.context = 'ring', which takes any number of heads, or use a cp × tp that divides "
+            "the heads",
+        )
+
+
+def _check_tensor(plan: Plan, dimensions: DecoderDimensions) -> None:
+    """Each tensor rank has as many heads, as much of the inner width and as many tokens as the others.
+
+    Key and value heads need not divide: where they do not, each rank computes those it looks at.
+    """
+    sizes = split_by_tensor(dimensions)
+    for key, size in sizes.items():
+        if size % plan.tp:
+            smaller = [str(tp) for tp in range(1, plan.tp) if all(n % tp == 0 for n in sizes.values())]
+            other = f"make model.{key} a multiple of {plan.tp}"
+            raise JobError(
+                f"parallel.tp = {plan.tp} does not divide model.{key} = {size}",
+                f"set parallel.tp to {' or '.join(smaller)}, or {other}",
+            )
+
+
+def _check_expert_ranks(job: Job, plan: Plan) -> None:
+    """Ranks of `ep` are data and context ranks, the innermost ones."""
+    named = job.model.huggingface is None and job.model.factory is None
+    if job.model.factory is not None or (named and model_kind(job.model) == "images"):
+        raise JobError(
+            f"parallel.ep = {plan.ep}: {job.model.factory or job.model.preset or job.model.family} has no "
+            "experts that could be spread",
+            "set parallel.ep = 1",
+        )
+    sizes = plan.allowed_ep()
+    if plan.ep not in sizes:
+        ranks = plan.data_ranks * plan.cp
+        raise JobError(
+            f"parallel.ep = {plan.ep} cannot be cut out of {ranks} data and context ranks "
+            "(dp_replicate × dp_shard × cp)"
+            + (f", of which {plan.shard_ranks} share the state" if plan.shard_ranks < ranks else ""),
+            f"set parallel.ep to {' or '.join(map(str, sizes))}, or change those axes",
+        )
+
+
+def _check_experts(plan: Plan, dimensions: DecoderDimensions) -> None:
+    """Each rank of `ep` has as many experts as the others."""
+    experts = dimensions.experts
+    if plan.ep > 1 and experts == 0:
+        raise JobError(
+            f"parallel.ep = {plan.ep}, but the model has no experts",
+            "set parallel.ep = 1, or model.experts",
+        )
+    if experts % plan.ep:
+        sizes = [str(size) for size in plan.allowed_ep() if experts % size == 0]
+        raise JobError(
+            f"parallel.ep = {plan.ep} does not divide model.experts = {experts}",
+            f"set parallel.ep to {' or '.join(sizes)}, or make model.experts a multiple of {plan.ep}",
+        )
+
+
+def _check_sequence(job: Job, plan: Plan) -> None:
+    """Between the split matrices each tensor rank holds as much of the sequence as the others."""
+    length = job.data.sequence_length
+    if plan.sequence and (job.data.text or job.data.sources) and length % plan.tp:
+        raise JobError(
+            f"data.sequence_length = {length} does not divide among parallel.tp = {plan.tp} ranks",
+            f"make it a multiple of {plan.tp}, or set parallel.sequence = false",
+        )
+
+
+def _check_memory(job: Job, plan: Plan) -> None:
+    parallel = job.parallel
+    kinds = ("parameters", "optimizer", "activations")
+    at_host = [f"parallel.offload_{kind}" for kind in kinds if getattr(plan, f"offload_{kind}") == "host"]
+    if plan.device == "cpu" and at_host:
+        raise JobError(
+            f"{' and '.join(at_host)} = 'host': on CPUs all of it is in the host's memory already",
+            "offload to 'disk', or leave the key out",
+        )
+    if parallel.recompute_share < 1 and parallel.recompute in ("none", "auto"):
+        raise JobError(
+            f"parallel.recompute_share = {parallel.recompute_share:g} with parallel.recompute = "
+            f"'{parallel.recompute}'" + (", which chooses the share" if parallel.recompute == "auto" else ""),
+            "leave parallel.recompute_share out, or set parallel.recompute = 'full' or 'selective'",
+        )
+
+
+def _check_fp8(plan: Plan, cluster: Cluster) -> None:
+    if not plan.fp8:
+        return
+    if plan.device == "cpu":
+        raise JobError(
+            "train.fp8: there are no matrix products in fp8 on CPUs",
+            "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)",
+        )
+    devices = [device for node in cluster.nodes for device in node.devices]
+    for device in devices:
+        # A rate is known for every GPU of the catalogue, and for fp8 where it computes that.
+        if device.peak_flops_per_second and "fp8" not in device.peak_flops_per_second:
+            raise JobError(
+                f"train.fp8: {device.name} computes no matrix products in fp8",
+                "leave train.fp8 out, or train on GPUs of compute capability 8.9 or more (L40S, H100, B200)",
+            )
+    if plan.precision != "bf16":
+        raise JobError(
+            f"train.fp8 with train.precision = '{plan.precision}': between the products in fp8 is bf16",
+            "set train.precision = 'bf16'",
+        )

@@ -1,0 +1,107 @@
+"""Which sizes and settings go together, as cheap questions: `rules` refuses by them, `space` lists by them.
+
+None of them raises. Pure functions, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Shard
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, wrong_micro_batches
+
+
+def split_by_tensor(dimensions: DecoderDimensions) -> dict[str, int]:
+    """Sizes of a decoder, by key of [model], of which each rank of `tp` has as much as the others.
+
+    Key and value heads need not divide: where they do not, each rank computes those it looks at.
+    """
+    sizes = {"heads": dimensions.heads}
+    if dimensions.experts == 0 or dimensions.dense_layers:
+        sizes["feed_forward"] = dimensions.feed_forward
+    if dimensions.experts:
+        sizes["expert_feed_forward"] = dimensions.expert_width
+    if dimensions.vocabulary is not None:
+        sizes["vocabulary"] = dimensions.vocabulary
+    return sizes
+
+
+def tensor_fits(dimensions: DecoderDimensions, tp: int) -> bool:
+    """Whether `tp` divides all that it splits."""
+    return all(size % tp == 0 for size in split_by_tensor(dimensions).values())
+
+
+def heads_fit(dimensions: DecoderDimensions, plan: Plan) -> bool:
+    """Whether each context rank gets an equal share of the heads that `tp` leaves, where it needs one."""
+    return plan.cp == 1 or plan.context == "ring" or dimensions.heads % (plan.tp * plan.cp) == 0
+
+
+def sequence_fits(plan: Plan, length: int) -> bool:
+    """Whether the ranks of `cp`, and of `tp` between the split matrices, can share a sequence evenly."""
+    return length % plan.sequence_unit == 0
+
+
+def experts_fit(dimensions: DecoderDimensions | None, plan: Plan) -> bool:
+    """Whether `ep` divides the experts and can be cut out of the data ranks."""
+    if plan.ep == 1:
+        return True
+    experts = dimensions.experts if dimensions is not None else 0
+    return experts > 0 and experts % plan.ep == 0 and plan.ep in plan.allowed_ep()
+
+
+def shard_fits(shard: Shard, dp_shard: int, cp: int) -> bool:
+    """Whether what is sharded has ranks to share it, and no ranks share what is not sharded."""
+    return dp_shard == 1 if shard == "nothing" else dp_shard * cp > 1
+
+
+def takes_backward_apart(plan: Plan) -> str | None:
+    """The key of [parallel] that a schedule with split backward excludes; None where there is none."""
+    if plan.pp == 1 or plan.schedule not in SPLIT_BACKWARD:
+        return None
+    if plan.compile:
+        return "compile"
+    return "recompute" if plan.recompute != "none" else None
+
+
+def micro_batches_fit(plan: Plan, batches: Sequence[int]) -> bool:
+    """Whether the schedule can run every one of these global batches."""
+    return plan.pp == 1 or not any(
+        wrong_micro_batches(plan.schedule, plan.pp, count)
+        for batch in batches
+        for count in (set(plan.counts(batch)) if plan.counts_apart else (plan.accumulation(batch),))
+    )
+
+
+def groups_are_whole(plan: Plan, batches: Sequence[int], group: int) -> bool:
+    """Whether every micro-batch of every rank holds whole groups of `group` samples."""
+    return group == 1 or all(
+        len(run) > 0 and len(run) % group == 0
+        for batch in batches
+        # Even shares differ by one at most, the larger ones first.
+        for rank in (range(plan.data_ranks) if plan.batch_shares else (0, plan.data_ranks - 1))
+        for run in plan.micro_batches(batch, rank)
+    )
+
+
+def micro_batch_sizes(rows: int) -> list[int]:
+    """Sizes of micro-batch that cut `rows` samples evenly; and where no such size is near a power of two, the
+    one that cuts them into as many micro-batches as that, as evenly as can be.
+
+    A larger one for the same number of micro-batches holds no more samples, and needs the memory of more.
+    """
+    sizes = set(divisors(rows))
+    for power in range(rows.bit_length()):
+        if not any(2**power <= size < 2 ** (power + 1) for size in sizes):
+            sizes.add(math.ceil(rows / math.ceil(rows / 2**power)))
+    return sorted(sizes)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """In rising order."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return (*small, *(number // size for size in reversed(small) if size * size != number))

@@ -1,0 +1,163 @@
+"""What a job says about its sites, as a plan has it, and what cannot be combined with that.
+
+Nothing has started when these rules are asked; each names the keys, why, and the way out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.job.plan.synchronization import Synchronization
+from wanma.job.sections.job import Job
+from wanma.job.sections.parallel import ParallelSection
+
+EVERY, OUTER_RATE, OUTER_MOMENTUM, OVERLAP_MIX, STALENESS = 100, 0.7, 0.9, 0.5, 1
+"""Where a job does not say. Rate and momentum are those of Douillard et al. 2023, section 3, mix that of
+Douillard et al. 2025, section 3; the steps are the fewest that these papers have for models of any size."""
+
+_LOCAL = ("local_sgd", "diloco")
+_KINDS_OF_KEYS: dict[str, tuple[str, ...]] = {
+    "sites": (*_LOCAL, "stale"),
+    "synchronize_every": _LOCAL,
+    "synchronous_steps": _LOCAL,
+    "outer_rate": ("diloco",),
+    "outer_momentum": ("diloco",),
+    "fragments": _LOCAL,
+    "overlap_steps": _LOCAL,
+    "overlap_mix": _LOCAL,
+    "outer_compression": _LOCAL,
+    "outer_offload": _LOCAL,
+    "staleness": ("stale",),
+}
+"""To which kinds each key of [parallel] has something to say."""
+
+
+def synchronization_of(parallel: ParallelSection) -> Synchronization | None:
+    """What sites do under a job; None where all ranks agree at every step.
+
+    Raises:
+        JobError: the keys contradict each other.
+    """
+    kind = parallel.synchronize
+    _check_keys(parallel)
+    if kind == "every_step":
+        return None
+    sites = parallel.sites or parallel.dp_replicate
+    if parallel.dp_replicate % sites:
+        raise JobError(
+            f"parallel.sites = {sites} does not divide parallel.dp_replicate = {parallel.dp_replicate}, and "
+            "each site has as many replicas as the others",
+            f"leave parallel.sites out, or make parallel.dp_replicate a multiple of {sites}",
+        )
+    if kind == "stale":
+        staleness = STALENESS if parallel.staleness is None else parallel.staleness
+        return Synchronization(kind, sites, staleness=staleness)
+    every = parallel.synchronize_every or EVERY
+    if parallel.fragments > every:
+        raise JobError(
+            f"parallel.fragments = {parallel.fragments} are exchanged in turn, one after a step at most, and "
+            f"parallel.synchronize_every = {every}",
+            f"set parallel.fragments to at most {every}, or raise parallel.synchronize_every",
+        )
+    if parallel.overlap_steps >= every:
+        raise JobError(
+            f"parallel.overlap_steps = {parallel.overlap_steps}: an exchange must be over when the "
+            f"fragment's next one begins, after parallel.synchronize_every = {every} steps",
+            f"set parallel.overlap_steps below {every}, or raise parallel.synchronize_every",
+        )
+    mix = OVERLAP_MIX if parallel.overlap_mix is None else parallel.overlap_mix
+    outer: dict[str, Any] = {}
+    if kind == "diloco":
+        momentum = parallel.outer_momentum
+        outer = {
+            "rate": parallel.outer_rate or OUTER_RATE,
+            "momentum": OUTER_MOMENTUM if momentum is None else momentum,
+        }
+    return Synchronization(
+        kind,
+        sites,
+        every,
+        parallel.synchronous_steps,
+        fragments=parallel.fragments,
+        overlap_steps=parallel.overlap_steps,
+        mix=mix if parallel.overlap_steps else 0.0,
+        compression=parallel.outer_compression,
+        offload=parallel.outer_offload,
+        **outer,
+    )
+
+
+def check_sites(job: Job, plan: Plan) -> None:
+    """What sites can be combined with.
+
+    Raises:
+        JobError: names the keys.
+    """
+    seldom = plan.synchronization
+    if seldom is None:
+        return
+    key = f"parallel.synchronize = '{seldom.kind}'"
+    if plan.compressions:
+        raise JobError(
+            f"{key} with parallel.compression: what is left out of gradients has no place in a "
+            "checkpoint of sites yet",
+            "leave parallel.compression out; parallel.outer_compression makes smaller what sites exchange",
+        )
+    if plan.offload_parameters != "nothing":
+        raise JobError(
+            f"{key} with parallel.offload_parameters = '{plan.offload_parameters}': what sites exchange is "
+            "made from weights and gradients that are on the device",
+            "leave parallel.offload_parameters out, or share them within each site (parallel.dp_shard)",
+        )
+    if seldom.is_local and plan.offload_optimizer == "disk":
+        raise JobError(
+            f"{key} with parallel.offload_optimizer = 'disk': the outer weights and their momentum would "
+            "take the memory that this is to save",
+            "leave parallel.offload_optimizer out, or share the state within each site (parallel.dp_shard)",
+        )
+    if seldom.is_local and job.train.weight_average > 0:
+        raise JobError(
+            f"{key} with train.weight_average = {job.train.weight_average:g}: what is evaluated and saved is "
+            "the average of the sites already",
+            "leave train.weight_average out",
+        )
+    if seldom.offload == "host" and plan.device == "cpu":
+        raise JobError(
+            "parallel.outer_offload = 'host': on CPUs all of it is in the host's memory already",
+            "leave parallel.outer_offload out",
+        )
+    nodes = job.cluster.nodes
+    if nodes > 1 and plan.sites > 1 and nodes % plan.sites and plan.sites % nodes:
+        raise JobError(
+            f"parallel.sites = {plan.sites} on cluster.nodes = {nodes}: a site that shares its machines with "
+            "parts of others would wait for the slow links at every step",
+            "make the number of sites (default: dp_replicate) divide the machines, or the machines the sites",
+        )
+
+
+def _check_keys(parallel: ParallelSection) -> None:
+    """A key that would do nothing is not taken in silence."""
+    kind = parallel.synchronize
+    for key, kinds in _KINDS_OF_KEYS.items():
+        default = ParallelSection.model_fields[key].default
+        if getattr(parallel, key) != default and kind not in kinds:
+            means = " or ".join(f"'{one}'" for one in kinds)
+            raise JobError(
+                f"parallel.{key} = {getattr(parallel, key)!r} says nothing with "
+                f"parallel.synchronize = '{kind}'",
+                f"leave it out, or set parallel.synchronize = {means}",
+            )
+    if parallel.overlap_mix is not None and not parallel.overlap_steps:
+        raise JobError(
+            f"parallel.overlap_mix = {parallel.overlap_mix:g} with parallel.overlap_steps = 0: no step is "
+            "taken while an exchange is waited for",
+            "leave parallel.overlap_mix out, or set parallel.overlap_steps",
+        )
+    if parallel.auto and kind != "every_step":
+        raise JobError(
+            f"parallel.synchronize = '{kind}' with parallel = 'auto', which looks only at plans whose ranks "
+            "agree at every step",
+            "give the sizes of the axes: dp_replicate for the sites, the others within each",
+        )

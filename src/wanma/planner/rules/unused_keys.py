@@ -1,0 +1,125 @@
+"""Keys of a job that change nothing in the run that it asks for, each with the reason.
+
+Only keys with another value than their default are looked at: a job file that spells out every default
+asks for nothing by it. What contradicts the rest of a job is an error elsewhere; what is merely idle is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from wanma.job.file.schema import keys
+from wanma.job.file.serialization import toml_value
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+
+_ADAMS = ("adamw", "muon")
+
+
+def without_effect(job: Job, plan: Plan) -> list[str]:
+    """One sentence for each idle key: 'train.warmup_steps = 500 is not reached: the run has 300 steps'."""
+    told = []
+    for path, reason in _idle(job, plan):
+        section, name = path.split(".")
+        value = getattr(getattr(job, section), name)
+        if not _is_default(path, value):
+            told.append(f"{path} = {toml_value(value)} has no effect: {reason}")
+    return told + list(_in_part(job, plan))
+
+
+def _idle(job: Job, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Keys that have no effect whatever their value, and why."""
+    train, parallel, checkpoint, cluster = job.train, job.parallel, job.checkpoint, job.cluster
+    ranks = plan.dp_replicate * plan.shard_ranks
+    if plan.pp == 1:
+        for name in ("schedule", "virtual_stages", "stage_cuts"):
+            yield f"parallel.{name}", "there is no pipeline (parallel.pp = 1)"
+    if plan.cp == 1:
+        yield "parallel.context", "sequences are not split (parallel.cp = 1)"
+    if plan.tp == 1:
+        yield "parallel.sequence", "matrices are not split (parallel.tp = 1)"
+    if plan.shard_ranks == 1 and not parallel.auto:
+        yield "parallel.shard", "there is one rank to hold it all (parallel.dp_shard = 1)"
+    if plan.dp_replicate == 1:
+        for name in ("bucket_bytes", "hierarchical"):
+            yield f"parallel.{name}", "there is one replica (parallel.dp_replicate = 1)"
+    if plan.world_size == 1:
+        yield "parallel.collectives", "there is one rank"
+    if ranks == 1:
+        for name in ("overlap", "compression", "balance"):
+            yield f"parallel.{name}", "no other rank has gradients to sum with (one data rank)"
+    if plan.sites == 1:
+        for name in ("outer_compression", "overlap_steps", "overlap_mix"):
+            yield f"parallel.{name}", "there is one site, which exchanges nothing"
+    if plan.recompute == "none" and parallel.recompute == "none":
+        yield "parallel.recompute_share", "nothing is recomputed (parallel.recompute = 'none')"
+    if train.optimizer not in ("sgd", "muon"):
+        yield "train.momentum", f"train.optimizer = '{train.optimizer}' has none"
+    if train.optimizer not in _ADAMS:
+        for name in ("betas", "epsilon"):
+            yield f"train.{name}", f"it is AdamW's, and train.optimizer = '{train.optimizer}'"
+    if train.precision != "fp16":
+        yield "train.loss_scale", f"only fp16 needs one, and train.precision = '{train.precision}'"
+    if train.spike == "ignore":
+        yield "train.spike_deviations", "spikes are not looked for (train.spike = 'ignore')"
+    if train.schedule == "constant":
+        yield "train.final_learning_rate_share", "the rate stays (train.schedule = 'constant')"
+    if train.stop_patience == 0:
+        for name in ("stop_metric", "stop_mode", "stop_min_delta"):
+            yield f"train.{name}", "the run does not end early (train.stop_patience = 0)"
+    if not checkpoint.keep_best:
+        for name in ("best_metric", "best_mode"):
+            yield f"checkpoint.{name}", "the best one is not kept (checkpoint.keep_best = false)"
+    if checkpoint.upload is None:
+        yield "checkpoint.upload_keep", "nothing is uploaded (checkpoint.upload)"
+    if cluster.nodes == 1:
+        for name in ("node_rank", "rendezvous", "place"):
+            yield f"cluster.{name}", "there is one machine (cluster.nodes = 1)"
+        yield "checkpoint.partner", "there is no other machine to copy to (cluster.nodes = 1)"
+    if cluster.min_nodes is None:
+        yield "cluster.join_seconds", "the start waits for all machines (cluster.nodes = 'MIN..MAX')"
+    if "disk" not in (parallel.offload_parameters, parallel.offload_optimizer, parallel.offload_activations):
+        yield "cluster.scratch", "nothing is offloaded to disk (parallel.offload_*)"
+    if job.model.lora_rank == 0:
+        for name in ("lora_alpha", "lora_targets"):
+            yield f"model.{name}", "there are no adapters (model.lora_rank = 0)"
+    if job.data.factory is not None or job.data.images is not None:
+        kind = "data.factory" if job.data.factory is not None else "data.images"
+        own_model = ("sequence_length",) if job.model.factory is not None else ()
+        for name in ("tokenizer", "document_masks", "cache", *own_model):
+            yield f"data.{name}", f"it is for text, and the data are {kind}'s"
+
+
+def _in_part(job: Job, plan: Plan) -> Iterator[str]:
+    """Keys that do less than they say, above all what would begin after the last step."""
+    if plan.synchronization is not None and plan.sites == 1:
+        kind = plan.synchronization.kind
+        yield f"parallel.synchronize = '{kind}': there is one site (one replica), which exchanges nothing"
+    steps = job.train.steps
+    end = f"the run has {steps:,} steps"
+    if job.train.warmup_steps >= steps:
+        yield (
+            f"train.warmup_steps = {job.train.warmup_steps:,} is not reached: {end}, and the learning rate "
+            "rises through all of them"
+        )
+    if job.train.validate_every_steps > steps:
+        every = job.train.validate_every_steps
+        yield f"train.validate_every_steps = {every:,}: {end}, so it validates at the end only"
+    best = job.checkpoint
+    if best.keep_best and best.best_metric != "loss" and job.train.validate_every_steps == 0:
+        yield (
+            f"checkpoint.best_metric = '{best.best_metric}' compares nothing: it validates at the end only "
+            "(train.validate_every_steps = 0)"
+        )
+    every = job.checkpoint.every_steps
+    if every > steps and not _is_default("checkpoint.every_steps", every):
+        yield f"checkpoint.every_steps = {every:,}: {end}, so it saves at the end only"
+    if late := [step for step, _ in job.train.batch_ramp if step >= steps]:
+        yield f"train.batch_ramp: step {late[0]:,} is not reached: {end}"
+    if job.parallel.compression_from_step >= steps:
+        yield f"parallel.compression_from_step = {job.parallel.compression_from_step:,} is not reached: {end}"
+
+
+def _is_default(path: str, value: Any) -> bool:
+    return bool(value == keys()[path].default)

@@ -1,0 +1,193 @@
+"""Plans that differ only in recompute, and in how ranks share their state: all of them at once, as arrays.
+
+Of each its memory, and the least time of a step; playing a pipeline's schedule then gives the time itself, of
+all plans with the same recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.parallel import Recompute
+from wanma.planner.cost.data_parallel import INTERFERENCE
+from wanma.planner.cost.offload import is_moving
+from wanma.planner.forecast.plan_forecast import anatomy, memory_setting, software, unknown_rates
+from wanma.planner.forecast.step_overhead import around
+from wanma.planner.memory.vectorized import States, memory_grid
+from wanma.planner.pipeline.lower_bounds import busy_seconds, least_seconds
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages
+from wanma.planner.search.cost_cache import Array, Integers, Line, Tables, UnitCost, counts_of
+from wanma.planner.search.recompute_options import Recomputes
+
+
+class Core:
+    """Arrays are (recomputes, states). Memory is there at once, times after `bound`.
+
+    Args:
+        plan: all that its plans share.
+        states: ways to share the state among the plan's data ranks.
+    """
+
+    def __init__(self, tables: Tables, plan: Plan, recomputes: Recomputes, states: States) -> None:
+        self.plan, self.recomputes, self.states = plan, recomputes, states
+        problem = tables.problem
+        setting = memory_setting(problem, plan)
+        self.memory = memory_grid(tables.memory(plan), plan, recomputes.all, states, setting)
+        """Bytes of the fullest rank."""
+        self.least = np.zeros(self.memory.shape)
+        """No step is shorter; zero where the machine's rates are unknown, and where `bound` was not asked."""
+        self._alone = np.zeros(self.memory.shape)
+        """The same without waiting for data, and without saving."""
+        self._around = around(problem, plan)
+        self._tables = tables
+        self._variants: list[tuple[list[int], _Variant]] = []
+
+    def bound(self, wanted: npt.NDArray[np.bool_]) -> None:
+        """Fill `least` for these states, and for all that one of them is computed with."""
+        problem, states = self._tables.problem, self.states
+        if unknown_rates(problem, self.plan) is not None:
+            return
+        for alike in states.alike:
+            columns = [column for column in alike if wanted[column]]
+            if not columns:
+                continue
+            variant = _Variant(self._tables, states.applied(columns[0], self.plan), self.recomputes)
+            plans = [states.plans[column] for column in columns]
+            self._alone[:, columns] = variant.step_seconds(self._tables, plans)
+            self.least[:, columns] = self._around.with_both(self._alone[:, columns])
+            self._variants.append((columns, variant))
+
+    def play(self, row: int) -> Array:
+        """Seconds of a step under the recompute of that number, of every state."""
+        for columns, variant in self._variants:
+            if not variant.is_played[row]:
+                more = variant.more_when_played(self._tables, row, self.plan_of(row, columns[0]))
+                self._alone[row, columns] += more
+                self.least[row, columns] = self._around.with_both(self._alone[row, columns])
+        seconds: Array = self.least[row]
+        return seconds
+
+    def plan_of(self, row: int, column: int) -> Plan:
+        recompute, share = self.recomputes[row]
+        return self.states.applied(column, self.plan.but(recompute=recompute, recompute_share=share))
+
+
+class _Variant:
+    """Stages' costs of states whose blocks cost the same, under every recompute."""
+
+    def __init__(self, tables: Tables, plan: Plan, recomputes: Recomputes) -> None:
+        self._plan = plan
+        self._micro_batches = plan.accumulation(tables.problem.global_batch)
+        kinds = {
+            kind: tables.blocks(plan, kind, self._micro_batches) for kind in {kind for kind, _ in recomputes}
+        }
+        ends = tables.ends(plan, self._micro_batches)
+        numbers = tables.block_numbers(plan)
+        sizes = np.array(blocks_of_stages(sum(numbers), plan) if plan.pp > 1 else [sum(numbers)])
+        counts = counts_of(sizes, numbers)  # (stages, kinds)
+        some = kinds[recomputes[0][0]]
+        nothing = [0.0] * len(some)
+        if not is_moving(plan):
+            forward = _of_stages([block.forward_alone for block in some], counts, ends, "forward_alone")
+        else:
+            forward = _of_stages(nothing, counts, ends, "forward_alone")
+            lines = {kind: [block.forward for block in kinds[kind]] for kind in kinds}
+            forward = forward + self._of_blocks(recomputes, lines, counts, sizes)
+        backward = _of_stages(nothing, counts, ends, "backward_alone")
+        lines = {kind: [block.backward for block in kinds[kind]] for kind in kinds}
+        backward = backward + self._of_blocks(recomputes, lines, counts, sizes)
+        send = tables.boundary(plan) if plan.pp > 1 else 0.0
+        if software(tables.problem, plan).waits_for_sends and plan.virtual_stages > 1:
+            forward, backward, send = forward + send, backward + send, 0.0
+        ahead: Array = np.broadcast_to(forward, backward.shape)
+        costs: tuple[Array, Array, Array | None] = (ahead, backward, None)
+        if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
+            weights = _of_stages([block.weights for block in some], counts, ends, "weights")
+            apart = np.broadcast_to(weights, backward.shape)
+            costs = (ahead, backward - apart, apart)
+        busy = busy_seconds(plan.schedule, forward + backward, plan.pp, self._micro_batches)
+        self._busy = busy.mean(axis=1)
+        self._shared = tables.problem.machine.shared
+        least = least_seconds(plan.schedule, *costs, plan.pp, self._micro_batches, send)
+        self._least = np.array([self._on_shared_cores(*of_one) for of_one in enumerate(least)])
+        self.is_played = np.full(len(recomputes), plan.pp == 1)
+        """Of every recompute, whether its least is what it takes."""
+        every, busiest = np.arange(len(recomputes)), busy.argmax(axis=1)
+        self._busiest_forward = busy_seconds(plan.schedule, ahead, plan.pp, 1)[every, busiest]
+        self._busiest_backward = busy[every, busiest] / self._micro_batches - self._busiest_forward
+        parameters = _of_stages([block.parameters for block in some], counts, ends, "parameters")
+        self._parameters = float(busy_seconds(plan.schedule, parameters[None], plan.pp, 1).max())
+
+    @staticmethod
+    def _of_blocks(
+        recomputes: Recomputes,
+        lines_of: dict[Recompute, list[tuple[Line, Line]]],
+        counts: Integers,
+        sizes: Integers,
+    ) -> Array:
+        """One way through every stage's blocks, with what runs again; (recomputes, stages).
+
+        Args:
+            lines_of: each kind of block by its share.
+        """
+        share = recomputes.of_stages(tuple(sizes.tolist()))
+        total = np.zeros(share.shape)
+        for number in range(counts.shape[1]):
+            lines = np.array([lines_of[kind][number] for kind, _ in recomputes])
+            first, second = (lines[:, line, :1] + lines[:, line, 1:] * share for line in (0, 1))
+            total += counts[:, number] * np.maximum(first, second)
+        return total
+
+    def step_seconds(self, tables: Tables, states: Sequence[Plan]) -> Array:
+        """Of a step, at least; (recomputes, states)."""
+        exchanges = np.array([tables.exchange(state, self._parameters) for state in states])
+        reduce, gather, optimizer = exchanges.T
+        hidden = np.array([tables.is_overlapped(state) for state in states])
+        if hidden.any():
+            reduce = np.where(hidden, _exposed(reduce, self._busiest_backward[:, None]), reduce)
+            gather = np.where(hidden, _exposed(gather, self._busiest_forward[:, None]), gather)
+        seconds: Array = self._least[:, None] + reduce + gather + optimizer
+        return seconds
+
+    def more_when_played(self, tables: Tables, row: int, plan: Plan) -> float:
+        """Seconds that the pipelined part takes beyond its least: what is to be added once.
+
+        Args:
+            plan: under the recompute of that number, with the state of one of the variant's plans.
+        """
+        self.is_played[row] = True
+        # The costs are the forecast's to the last bit, so that this is what it plays.
+        parts = anatomy(tables.problem, plan)
+        played = tables.play(
+            plan.schedule, parts.costs, plan.pp, parts.micro_batches, parts.boundary_seconds, parts.in_flight
+        )
+        return self._on_shared_cores(row, played.seconds) - float(self._least[row])
+
+    def _on_shared_cores(self, row: int, seconds: float) -> float:
+        """As of `step.step_of`: ranks that wait leave their cores to the others."""
+        return seconds if self._shared <= 1 else max(seconds / self._shared, float(self._busy[row]))
+
+
+def _of_stages(
+    blocks: Sequence[float],
+    counts: Integers,
+    ends: tuple[tuple[UnitCost, ...], tuple[UnitCost, ...]],
+    name: str,
+) -> Array:
+    """What blocks and ends make of every stage; (stages,)."""
+    total: Array = np.asarray(counts @ np.array(blocks), dtype=np.float64)
+    for stage, of_stage in ((0, ends[0]), (-1, ends[1])):
+        total[stage] += sum(getattr(end, name) for end in of_stage)
+    return total
+
+
+def _exposed(communication: Array, compute: Array) -> Array:
+    """As `data_parallel.exposed`."""
+    exposed: Array = np.maximum(0.0, communication - compute) + INTERFERENCE * np.minimum(
+        communication, compute
+    )
+    return exposed

@@ -1,0 +1,191 @@
+"""Bounds on all plans of one schedule at once, before any is forecast: a least time and a least memory.
+
+Time counts what computes, and what computing waits for: a cheap bound first, on average over the ranks and on
+the last rank, which begins late; then, where that leaves plans in question, one by all ranks of the pipeline.
+Memory counts what the first rank holds, which goes ahead farthest. Arrays are (micro-batches, recomputes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from wanma.job.plan.plan import Plan
+from wanma.planner.forecast.plan_forecast import software
+from wanma.planner.memory.peak import (
+    Setting,
+    boundary_bytes,
+    kept_of_stages,
+    parameters_of,
+    stage_counts,
+    unused_shares,
+)
+from wanma.planner.memory.vectorized import States
+from wanma.planner.pipeline.lower_bounds import busy_seconds, least_seconds
+from wanma.planner.pipeline.schedules import SPLIT_BACKWARD, blocks_of_stages
+from wanma.planner.search.cost_cache import Adding, Bare, Tables, counts_of
+from wanma.planner.search.recompute_options import Recomputes
+
+Array = npt.NDArray[np.float64]
+
+
+class Sketch:
+    """Of a schedule with its stages, whatever the micro-batch.
+
+    Args:
+        plan: in micro-batches of one sample.
+        states: ways to share the state among the plan's data ranks.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        plan: Plan,
+        recomputes: Recomputes,
+        states: States,
+    ) -> None:
+        self.plan, self.recomputes, self.states = plan, recomputes, states
+        self._tables = tables
+        self._table = tables.memory(plan)
+        stages = stage_counts(self._table, plan)
+        self._numbers = plan.stages_of(0) if plan.pp > 1 else (0,)
+        self._mine = parameters_of(0, self._table, plan, stages)
+        self._kept = self._kept_bytes([stages[number] for number in self._numbers])
+
+    def _kept_bytes(self, mine: list[tuple[int, ...]]) -> Array:
+        """Of one sample in each stage of the first rank; (stages, recomputes)."""
+        shares = self.recomputes.of_stages(tuple(sum(counts) for counts in mine)).T
+        parts = [kind.bytes for kind in self._table.kinds]
+        costly = shares * self.recomputes.is_selective
+        stays = self.plan.offload_activations == "nothing"
+        kept = np.zeros(shares.shape)
+        for kind, part in enumerate(parts):
+            blocks = np.array([[counts[kind]] for counts in mine])
+            plain = (1 - shares) * part.kept + shares * part.inputs
+            kept += blocks * (plain * stays + costly * part.costly)
+        return kept
+
+    def least_seconds(self, bare: Bare, adding: Adding | None, micro_batches: Array) -> Array:
+        """Of a step.
+
+        Args:
+            bare: of one micro-batch of each size.
+            adding: of as many; None where there is one stage, whose ranks may add parts.
+            micro_batches: of a step; (micro-batches, 1).
+        """
+        plan = self.plan
+        numbers = self._tables.block_numbers(plan)
+        whole = without_bubbles(numbers, bare, adding)[:, None] + self._again(bare, np.array(numbers))
+        average = micro_batches * whole / plan.pp
+        if plan.pp == 1:
+            return average
+        counts = counts_of(np.array(blocks_of_stages(sum(numbers), plan)), numbers)
+        last = list(plan.stages_of(plan.pp - 1))
+        before_last, on_last = counts[: plan.pp - 1].sum(axis=0), counts[last].sum(axis=0)
+        ends = bare.after[:, :2].sum(axis=1) if plan.stages - 1 in last else np.zeros(len(bare.after))
+        busy = micro_batches * self._with_again(bare, ends, on_last)
+        if plan.schedule in SPLIT_BACKWARD:
+            late: Array = (bare.forward @ before_last + bare.before[:, 0])[:, None]
+        else:
+            late = self._with_again(bare, bare.before[:, :2].sum(axis=1), before_last)
+        # Ranks that share cores have more of them while others wait.
+        return np.maximum(average, (busy + late) / max(self._tables.problem.machine.shared, 1.0))
+
+    def pipelined_seconds(self, bare: Bare, adding: Adding, micro_batches: Array, sends: Array) -> Array:
+        """Of a step, what its pipeline takes at least; as `least_seconds`, and as close as `cost.bounds` is.
+
+        Args:
+            sends: seconds from one stage to the next; (micro-batches, 1).
+        """
+        plan, numbers = self.plan, self._tables.block_numbers(self.plan)
+        sizes = blocks_of_stages(sum(numbers), plan)
+        counts = counts_of(np.array(sizes), numbers).T.astype(np.float64)  # (kinds, stages)
+        forward = bare.forward @ counts
+        backward = (bare.backward + adding.blocks) @ counts
+        weights = (bare.weights + adding.blocks) @ counts
+        for stage, ends, added in ((0, bare.before, adding.before), (-1, bare.after, adding.after)):
+            forward[:, stage] += ends[:, 0]
+            backward[:, stage] += ends[:, 1] + added
+            weights[:, stage] += ends[:, 2] + added
+        habits = software(self._tables.problem, plan)
+        if habits.waits_for_sends and plan.virtual_stages > 1:
+            forward, backward, sends = forward + sends, backward + sends, np.zeros_like(sends)
+        again = self.recomputes.of_stages(tuple(sizes))  # (recomputes, stages)
+        selective = (bare.selective @ counts)[:, None] * (again * self.recomputes.is_selective[:, None])
+        full = (bare.full @ counts)[:, None] * (again * self.recomputes.is_full[:, None])
+        backward = backward[:, None] + selective + full
+        shape, rows = backward.shape, len(self.recomputes)
+
+        def flat(array: Array) -> Array:
+            """Of each variant, (micro-batches × recomputes, …)."""
+            return np.repeat(array, rows, axis=0)
+
+        both = flat(forward), backward.reshape(-1, shape[2])
+        number, send = flat(micro_batches), flat(sends)
+        if plan.schedule in SPLIT_BACKWARD:
+            apart = flat(weights)
+            costs: tuple[Array, Array, Array | None] = (both[0], both[1] - apart, apart)
+        else:
+            costs = (*both, None)
+        least = least_seconds(plan.schedule, *costs, plan.pp, number, send)
+        shared = self._tables.problem.machine.shared
+        if shared > 1:  # as of `step.step_of`
+            busy = busy_seconds(plan.schedule, both[0] + both[1], plan.pp, number).mean(axis=1)
+            least = np.maximum(least / shared, busy)
+        return least.reshape(shape[:2])
+
+    def _with_again(self, bare: Bare, ends: Array, counts: npt.NDArray[np.int64]) -> Array:
+        """Of `counts` blocks of each kind, and of `ends`; (micro-batches, recomputes)."""
+        blocks = (bare.forward + bare.backward) @ counts + ends
+        total: Array = blocks[:, None] + self._again(bare, counts)
+        return total
+
+    def _again(self, bare: Bare, counts: npt.NDArray[np.int64]) -> Array:
+        """What recompute adds; (micro-batches, recomputes)."""
+        again = (bare.selective @ counts)[:, None] * self.recomputes.is_selective
+        again += (bare.full @ counts)[:, None] * self.recomputes.is_full
+        total: Array = self.recomputes.shares * again
+        return total
+
+    def least_bytes(self, sizes: Sequence[int], settings: Sequence[Setting]) -> Array:
+        """Of the fullest rank.
+
+        Args:
+            sizes: of micro-batches.
+            settings: with their numbers in a step; all else is the same.
+        """
+        plan, more = self.plan, 1 + unused_shares(self.plan, settings[0].software).passing
+        flights = np.array([kept_of_stages(0, plan, setting) for setting in settings], dtype=np.float64)
+        one = boundary_bytes(self._table, plan, settings[0]._replace(micro_batches=1), self._numbers)
+        counts = np.array([setting.micro_batches for setting in settings])
+        boundary = one * counts if settings[0].software.boundary_buffers else np.full(len(counts), one)
+        passing = (flights @ self._kept + boundary[:, None]) * np.array(sizes)[:, None]
+        accumulating = {setting.micro_batches > 1: setting for setting in settings}
+        by_kind = {accumulates: self._always(setting) for accumulates, setting in accumulating.items()}
+        always = np.where(counts > 1, by_kind.get(True, 0.0), by_kind.get(False, 0.0))
+        least: Array = always[:, None] + more * passing
+        return least
+
+    def _always(self, setting: Setting) -> float:
+        unused = unused_shares(self.plan, setting.software)
+        held = self.states.held(self._mine, setting)
+        state = held["parameters"] + held["optimizer"] + held["buffers"] + held["runtime"]
+        passing = held["accumulated"] * (1 + unused.passing)
+        return float((state + passing + held["gathered"] * unused.gathered).min())
+
+
+def without_bubbles(numbers: Sequence[int], bare: Bare, adding: Adding | None) -> Array:
+    """Seconds of a micro-batch of each size in the whole model, nothing of which runs twice.
+
+    Args:
+        numbers: blocks of each kind in the model.
+        bare: of a micro-batch of each size.
+        adding: of as many; None where it may be next to nothing.
+    """
+    counts = np.array(numbers)
+    whole: Array = (bare.forward + bare.backward) @ counts + (bare.before + bare.after)[:, :2].sum(axis=1)
+    if adding is not None:
+        whole = whole + adding.blocks @ counts + adding.before + adding.after
+    return whole

@@ -1,0 +1,1 @@
+"""Components of HTML pages: document, cards, tables, and charts as SVG."""

@@ -1,0 +1,87 @@
+"""The pieces of a page: one file that asks the network for nothing, with our style, cards, bars and numbers.
+
+Text is escaped where it enters; what is called HTML is taken as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One key number."""
+
+    label: str
+    value: str
+    aside: str = ""
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page of HTML `parts`; empty ones are left out."""
+    style, script = (
+        files("wanma.report.components").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js")
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+        f"<title>{escape(title)} · wanma</title><style>{style}</style></head>\n<body><main>\n"
+        + "\n".join(part for part in parts if part)
+        + f"\n</main><script>{script}</script></body></html>\n"
+    )
+
+
+def tiles(numbers: Iterable[Tile]) -> str:
+    """Key numbers side by side."""
+    each = (
+        f'<div class="tile"><span class="label">{escape(tile.label)}</span>'
+        f'<span class="value">{escape(tile.value)}</span>'
+        f'<span class="aside">{escape(tile.aside)}</span></div>'
+        for tile in numbers
+    )
+    return f'<section class="tiles">{"".join(each)}</section>'
+
+
+def card(title: str, body: str) -> str:
+    """`body` is HTML."""
+    return f'<div class="card"><h2>{escape(title)}</h2>{body}</div>'
+
+
+def bar(segments: Iterable[tuple[str, float]]) -> str:
+    """Segments of (CSS class, share of the whole width)."""
+    inside = "".join(
+        f'<span class="{css}" style="width:{100 * share:.2f}%"></span>' for css, share in segments
+    )
+    return f'<div class="bar">{inside}</div>'
+
+
+def under_bar(label: str, number: str) -> str:
+    return f'<p class="under"><span>{escape(label)}</span><b>{escape(number)}</b></p>'
+
+
+def key(name: str, colour: int) -> str:
+    """A name with its colour beside it."""
+    return f'<span class="key c{colour}">{escape(name)}</span>'
+
+
+def row(first: str, *numbers: str) -> str:
+    """Of a table. `first` is HTML."""
+    cells = "".join(f'<td class="n">{escape(number)}</td>' for number in numbers)
+    return f"<tr><td>{first}</td>{cells}</tr>"
+
+
+def heads(names: Iterable[str], numbers: Collection[str] = ()) -> str:
+    """The first row of a table; those of `numbers` stand right."""
+    cells = (f"<th{' class=n' if name in numbers else ''}>{escape(name)}</th>" for name in names)
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def reasons(texts: Iterable[str]) -> str:
+    """Sentences to be folded out; empty where there are none."""
+    items = "".join(f"<li>{escape(str(text))}</li>" for text in texts)
+    return f"<details><summary>Reasons</summary><ul>{items}</ul></details>" if items else ""

@@ -1,0 +1,279 @@
+"""Line charts and stacked charts as hand-written SVG: readable without scripts, hover text with one.
+
+A chart says what to show; `figure` draws it. Colours are classes of page.css (`c1` to `c6`), so one
+drawing serves light and dark. What the pointer shows travels as JSON beside the drawing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
+
+from wanma.observe.units import number_text
+from wanma.report.components.axis import Scale, log_span, span, tick_text
+from wanma.report.components.downsampling import Bucket, to_buckets
+
+HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 250, 10, 28, 62, 14
+FULL_WIDTH, HALF_WIDTH = 1120, 548
+MOST_BUCKETS = 500
+FEW = 40
+"""Up to so many points each is drawn as a dot, or as a bar in a stacked chart."""
+OUTLIER = 3.0
+"""A stacked chart leaves out what exceeds its 95th percentile so many times: a slow first step must
+not flatten the rest."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series. Colour 1 to 6."""
+
+    name: str
+    colour: int
+    xs: Sequence[float]
+    ys: Sequence[float]
+    dots: bool = False
+    """Draw every point, also where there are many: for values that are rare."""
+    is_joined: bool = True
+    """Draw a line through the points."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What one figure shows."""
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+    value_text: Callable[[float], str] = number_text
+    axis_text: Callable[[float], str] = tick_text
+    axis_unit: float = 1.0
+    """Ticks are round multiples of this: 2³⁰ for GiB."""
+    wide: bool = False
+    stacked: bool = False
+    from_zero: bool = True
+    log_choice: bool = False
+    """Offer a logarithmic axis beside the linear one."""
+    limits: Sequence[tuple[str, float]] = ()
+    """Horizontal lines: name and value."""
+    marks: Sequence[tuple[str, float]] = ()
+    """Vertical lines: CSS class and step."""
+    note: str = ""
+    across_ticks: Sequence[float] | None = None
+    """Where to write on the horizontal axis; None: at round whole numbers, which are steps."""
+    across_text: Callable[[float], str] = tick_text
+    across_is_log: bool = False
+    point_text: Callable[[Bucket], str] | None = None
+    """What the pointer is told of a position; None: its step."""
+
+    @property
+    def width(self) -> int:
+        return FULL_WIDTH if self.wide else HALF_WIDTH
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A line reduced to what is drawn."""
+
+    line: Line
+    buckets: list[Bucket]
+    base: list[float] = field(default_factory=list)
+    """Stacked: where each bucket's share begins."""
+
+
+def figure(chart: Chart) -> str:
+    """The chart as an HTML `<figure>`."""
+    drawn = [_Drawn(line, to_buckets(line.xs, line.ys, MOST_BUCKETS)) for line in chart.lines]
+    if chart.stacked:
+        drawn = _stack(drawn)
+    xs = [bucket.middle for one in drawn for bucket in one.buckets]
+    low, high = min(xs), max(xs)
+    few = max(len(one.buckets) for one in drawn) <= FEW
+    # Room for half a bar at both ends, which also gives a single step an axis.
+    air = 0.5 * ((high - low) / max(len(drawn[0].buckets) - 1, 1) or 1.0) if few else 0.0
+    across = Scale(low - air, high + air, LEFT, chart.width - RIGHT)
+    if chart.across_is_log:
+        across = Scale(*log_span(xs), LEFT, chart.width - RIGHT, logarithmic=True)
+
+    positive = [v for one in drawn for b in one.buckets for v in (b.low, b.high) if v > 0]
+    log = chart.log_choice and len(positive) > 0 and max(positive) > 1.5 * min(positive)
+    note = chart.note
+    axis, outside = _linear_axis(chart, drawn)
+    if outside:
+        note = f"{note} {outside}".strip()
+    drawings = _drawing(chart, drawn, across, axis, few, "linear" if log else "")
+    if log:
+        drawings += _drawing(
+            chart,
+            drawn,
+            across,
+            Scale(*log_span(positive), HEIGHT - BOTTOM, TOP, logarithmic=True),
+            few,
+            "log",
+        )
+    switch = '<button type="button" class="switch" hidden>log</button>' if log else ""
+    unit = f' <span class="unit">{escape(chart.unit)}</span>' if chart.unit else ""
+    return (
+        f'<figure class="chart{" wide" if chart.wide else ""}">'
+        f"<figcaption><b>{escape(chart.title)}</b>{unit}{_legend(chart)}{switch}</figcaption>"
+        f"{drawings}"
+        f'<script type="application/json">{_hover(chart, drawn, across)}</script>'
+        + (f'<p class="note">{escape(note)}</p>' if note else "")
+        + "</figure>"
+    )
+
+
+def _stack(drawn: list[_Drawn]) -> list[_Drawn]:
+    """Put the lines on top of one another, in their order; they share their steps."""
+    base = [0.0] * len(drawn[0].buckets)
+    stacked = []
+    for one in drawn:
+        stacked.append(_Drawn(one.line, one.buckets, base))
+        base = [
+            at + (bucket.mean if math.isfinite(bucket.mean) else 0.0)
+            for at, bucket in zip(base, one.buckets, strict=True)
+        ]
+    return stacked
+
+
+def _linear_axis(chart: Chart, drawn: list[_Drawn]) -> tuple[Scale, str]:
+    """The vertical scale, and a sentence when something lies above it."""
+    if not chart.stacked:
+        values = [v for one in drawn for b in one.buckets for v in (b.low, b.high) if math.isfinite(v)]
+        low, high = span(values + [value for _, value in chart.limits], chart.from_zero)
+        return Scale(low, high, HEIGHT - BOTTOM, TOP), ""
+    top = drawn[-1]
+    pairs = zip(top.base, top.buckets, strict=True)
+    totals = [at + (bucket.mean if math.isfinite(bucket.mean) else 0.0) for at, bucket in pairs]
+    usual = sorted(totals)[int(0.95 * (len(totals) - 1))]
+    above = [index for index, total in enumerate(totals) if total > OUTLIER * usual > 0]
+    kept = [total for index, total in enumerate(totals) if index not in set(above)]
+    outside = ""
+    if above:
+        highest = max(above, key=lambda index: totals[index])
+        outside = (
+            f"{len(above)} beyond the top, the highest at {_step_text(top.buckets[highest])}: "
+            f"{chart.value_text(totals[highest])}."
+        )
+    return Scale(*span(kept, True), HEIGHT - BOTTOM, TOP), outside
+
+
+def _drawing(chart: Chart, drawn: list[_Drawn], across: Scale, up: Scale, few: bool, kind: str) -> str:
+    parts = [
+        f'<svg viewBox="0 0 {chart.width} {HEIGHT}" role="img" aria-label="{escape(chart.title)}"'
+        + (f' data-kind="{kind}"' if kind else "")
+        + (" hidden" if kind == "log" else "")
+        + ">"
+    ]
+    for tick in up.ticks(chart.axis_unit):
+        y = up(tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(chart.axis_text(tick))}</text>'
+        )
+    whole = [tick for tick in across.ticks() if tick == int(tick)]
+    for tick in whole if chart.across_ticks is None else chart.across_ticks:
+        parts.append(
+            f'<text x="{across(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">'
+            f"{escape(chart.across_text(tick))}</text>"
+        )
+    for css, step in chart.marks:
+        if across.low <= step <= across.high:
+            parts.append(f'<path class="{escape(css)}" d="M{across(step):.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+    for name, value in chart.limits:
+        y = up(value)
+        above = any(bucket.high >= value for one in drawn for bucket in one.buckets)
+        label = y + 15 if above else y - 5  # on the side where the line is not
+        parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
+        parts.append(
+            f'<text class="limit" x="{chart.width - RIGHT - 4}" y="{label:.1f}" text-anchor="end">'
+            f"{escape(name)}</text>"
+        )
+    for one in drawn:
+        if chart.stacked:
+            parts.append(_bars(one, across, up) if few else _area(one, across, up))
+        else:
+            parts.append(_line(one, across, up, few))
+    parts.append('<path class="cursor" d=""/></svg>')
+    return "".join(parts)
+
+
+def _line(one: _Drawn, across: Scale, up: Scale, few: bool) -> str:
+    """The mean as a line; where buckets hold more than one value, their range as a band behind it."""
+    colour = one.line.colour
+    parts = []
+    for finite, run in groupby(one.buckets, key=lambda bucket: math.isfinite(bucket.mean)):
+        buckets = list(run)
+        if not finite:
+            continue
+        points = [(across(bucket.middle), up(bucket.mean)) for bucket in buckets]
+        if any(bucket.first != bucket.last for bucket in buckets):
+            high = [f"{across(b.middle):.1f},{up(b.high):.1f}" for b in buckets]
+            low = [f"{across(b.middle):.1f},{up(b.low):.1f}" for b in reversed(buckets)]
+            parts.append(f'<polygon class="band c{colour}" points="{" ".join(high + low)}"/>')
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        if one.line.is_joined:
+            parts.append(f'<polyline class="line c{colour}" points="{path}"/>')
+        if few or one.line.dots or len(points) == 1:
+            parts.extend(
+                f'<circle class="dot c{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points
+            )
+    return "".join(parts)
+
+
+def _bars(one: _Drawn, across: Scale, up: Scale) -> str:
+    count = len(one.buckets)
+    width = min((across.end - across.start) / count * 0.7, 60)
+    rectangles = []
+    for bucket, base in zip(one.buckets, one.base, strict=True):
+        if bucket.mean > 0:
+            bottom, top = max(up(base), TOP), max(up(base + bucket.mean), TOP)
+            x = across(bucket.middle) - width / 2
+            rectangles.append(
+                f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"/>'
+            )
+    return f'<g class="area c{one.line.colour}">{"".join(rectangles)}</g>'
+
+
+def _area(one: _Drawn, across: Scale, up: Scale) -> str:
+    upper, lower = [], []
+    for bucket, base in zip(one.buckets, one.base, strict=True):
+        share = bucket.mean if math.isfinite(bucket.mean) else 0.0
+        x = across(bucket.middle)
+        upper.append(f"{x:.1f},{max(up(base + share), TOP):.1f}")
+        lower.append(f"{x:.1f},{max(up(base), TOP):.1f}")
+    return f'<polygon class="area c{one.line.colour}" points="{" ".join(upper + lower[::-1])}"/>'
+
+
+def _legend(chart: Chart) -> str:
+    if len(chart.lines) < 2:
+        return ""
+    keys = (f'<span class="key c{line.colour}">{escape(line.name)}</span>' for line in chart.lines)
+    return f'<span class="legend">{"".join(keys)}</span>'
+
+
+def _hover(chart: Chart, drawn: list[_Drawn], across: Scale) -> str:
+    """Positions and texts for the script, one entry per step or bucket that has something to show."""
+    name = chart.point_text or _step_text
+    entries: dict[float, tuple[str, list[str]]] = {}
+    for one in drawn:
+        for bucket in one.buckets:
+            _, texts = entries.setdefault(round(across(bucket.middle), 1), (name(bucket), []))
+            if math.isfinite(bucket.mean):
+                text = f"{one.line.name} {chart.value_text(bucket.mean)}"
+                if bucket.low != bucket.high:
+                    text += f" ({chart.value_text(bucket.low)} to {chart.value_text(bucket.high)})"
+                texts.append(text)
+            else:
+                texts.append(f"{one.line.name}: no finite number")
+    points = [[x, step, *texts] for x, (step, texts) in sorted(entries.items())]
+    return json.dumps(points, ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _step_text(bucket: Bucket) -> str:
+    if bucket.first == bucket.last:
+        return f"step {bucket.first:,.0f}"
+    return f"steps {bucket.first:,.0f} to {bucket.last:,.0f}"

@@ -1,0 +1,203 @@
+"""What was forecast beside what was measured: a step's time by kind, and the memory of the fullest rank.
+
+A run that another version planned, or whose machine's rates were unknown, promised no time; one of a few
+steps has not shown how long they take.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from wanma.job.forecast.forecast import StepTime
+from wanma.job.forecast.step_phases import measured_phases, phases_of
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.units import bytes_text, duration_text
+from wanma.report.run_report import Report
+
+STEP, MEMORY, OTHER = "step", "memory", "other"
+
+WARM_UP = 2
+"""First steps of a run, in which kernels are built and memory is taken."""
+LEAST_STEPS = 3
+"""After these, that say how long a step takes."""
+LOG_BYTES = 1 << 14
+"""Of the end of a rank's log, where its newest line with its memory is looked for."""
+
+_PEAK = re.compile(rb"^step \d+/\d+ .*  peak memory (\d+) bytes$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One promise."""
+
+    name: str
+    """`STEP`, a phase, `OTHER` (of a step, what no phase holds), `MEMORY`, or 'memory of rank 3'."""
+    forecast: float
+    """Seconds; of memory bytes."""
+    measured: float
+
+    @property
+    def deviation(self) -> float:
+        """Measured over forecast, less one."""
+        return self.measured / self.forecast - 1 if self.forecast else math.inf
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """(forecast, measured, deviation) as people read them."""
+        write = bytes_text if self.name.startswith(MEMORY) else duration_text
+        apart = f"{100 * self.deviation:+.0f} %" if self.forecast else "–"
+        return write(self.forecast), write(self.measured), apart
+
+
+def kept(report: Report) -> list[Kept]:
+    """All that was promised and measured: the step, its phases, the longest first, and memory."""
+    return [*_step(report), *_memory(report)]
+
+
+def phase_medians(report: Report) -> dict[str, float]:
+    """Seconds of a usual step by phase, warm-up left out; what few steps do (saving) counts its share."""
+    found = {}
+    for key, column in report.steps.items():
+        name = key.removeprefix("phases.")
+        values = [value for value in column[first_row(report) :] if math.isfinite(value)]
+        if name != key and values:
+            found[name] = (fmean if name == "checkpoint" else median)(values)
+    return found
+
+
+def usual_step_seconds(report: Report) -> float | None:
+    """The median step, warm-up left out; None while there are too few."""
+    column = report.steps.get("step_seconds", [])[first_row(report) :]
+    values = [value for value in column if math.isfinite(value)]
+    return median(values) if len(values) >= LEAST_STEPS else None
+
+
+def first_row(report: Report) -> int:
+    """Row of the first step that counts: after warm-up, and under the plan that the report has."""
+    changed = [event["step"] for event in report.recoveries if event.get("change")]
+    before = sum(step <= changed[-1] for step in report.steps["step"]) if changed else 0
+    return before + WARM_UP
+
+
+def peak_memory_bytes(report: Report) -> tuple[int, int] | None:
+    """(bytes, rank) of the rank that held most, as its log says; of rank 0 where the logs do not."""
+    found = rank_memory_bytes(report.run)
+    if found:
+        rank = max(found, key=lambda rank: found[rank])
+        return found[rank], rank
+    highest = report.highest("memory_bytes")
+    return None if highest is None else (int(highest), 0)
+
+
+def ranks_kept(report: Report) -> list[Kept]:
+    """Memory of each rank whose log is here, beside its forecast: that of its stages, where there is a
+    pipeline; else that of the fullest rank."""
+    plan, whole = _plan(report), report.forecast
+    key = _memory_key(report)
+    stages = whole.get("pipeline_ranks") or []
+    if plan is None or not whole.get(key) or (plan.pp > 1 and len(stages) != plan.pp):
+        return []
+    found = []
+    for rank, measured in sorted(rank_memory_bytes(report.run).items()):
+        if rank >= plan.world_size:
+            continue
+        of_rank = stages[plan.coordinates(rank)["pp"]] if plan.pp > 1 else whole
+        found.append(Kept(f"{MEMORY} of rank {rank}", float(of_rank[key]), float(measured)))
+    return found
+
+
+def rank_memory_bytes(run: RunDirectory) -> dict[int, int]:
+    """Peak memory by rank, of the ranks whose logs are here."""
+    found = {}
+    for path in run.log(0).parent.glob("rank-*.log"):
+        number = path.stem.removeprefix("rank-")
+        try:
+            with path.open("rb") as log:
+                log.seek(max(0, log.seek(0, 2) - LOG_BYTES))
+                peaks = _PEAK.findall(log.read())
+        except OSError:
+            continue  # a log that cannot be read tells nothing; the report lists logs on their own
+        if peaks and number.isdigit():
+            found[int(number)] = int(peaks[-1])
+    return found
+
+
+def step_of(report: Report) -> StepTime | None:
+    """The promised step; None where there is none, or another version wrote it."""
+    told = report.forecast.get("step")
+    try:
+        return StepTime(**told) if isinstance(told, dict) else None
+    except TypeError:
+        return None
+
+
+def sentence(report: Report) -> str:
+    """'step 1.12 s of 1.00 s forecast (+12 %, sure to ±10 %: forward and backward +0.11 s), memory ...'.
+
+    Empty where nothing was promised, or measured.
+    """
+    promises = kept(report)
+    texts = []
+    for one in promises:
+        if one.name not in (STEP, MEMORY):
+            continue
+        forecast, measured, apart = one.texts
+        why = ""
+        if one.name == STEP:
+            why = _why(one, [other for other in promises if other.name not in (STEP, MEMORY)], report)
+        texts.append(f"{one.name} {measured} of {forecast} forecast ({apart}{why})")
+    return ", ".join(texts)
+
+
+def _why(step: Kept, phases: list[Kept], report: Report) -> str:
+    """How sure the forecast was, and which kind misses most in the step's direction."""
+    promised = step_of(report)
+    sure = promised.uncertainty if promised is not None else 0.0
+    apart = step.measured - step.forecast
+    if abs(step.deviation) <= sure or not phases:
+        return f", inside its ±{100 * sure:.0f} %" if sure else ""
+    most = max(phases, key=lambda one: (one.measured - one.forecast) * math.copysign(1.0, apart))
+    missed = most.measured - most.forecast
+    name = most.name.replace("_", " and ")
+    sign = "+" if missed > 0 else "−"
+    return f", sure to ±{100 * sure:.0f} %: {name} {sign}{duration_text(abs(missed))}"
+
+
+def _step(report: Report) -> list[Kept]:
+    promised, measured = step_of(report), usual_step_seconds(report)
+    plan = _plan(report)
+    if promised is None or measured is None or plan is None:
+        return []
+    forecast, found = phases_of(promised, plan), measured_phases(phase_medians(report), plan)
+    phases = [
+        Kept(name, forecast.get(name, 0.0), found.get(name, 0.0))
+        for name in dict.fromkeys([*forecast, *found])
+        if forecast.get(name) or found.get(name)
+    ]
+    phases.sort(key=lambda one: -max(one.forecast, one.measured))
+    rest = max(measured - sum(one.measured for one in phases), 0.0)
+    return [Kept(STEP, promised.seconds, measured), *phases, Kept(OTHER, 0.0, rest)]
+
+
+def _memory(report: Report) -> list[Kept]:
+    promised, peak = report.forecast.get(_memory_key(report)), peak_memory_bytes(report)
+    if not promised or peak is None:
+        return []
+    return [Kept(MEMORY, float(promised), float(peak[0]))]
+
+
+def _memory_key(report: Report) -> str:
+    """Of a forecast, what a recorder counts: on a GPU what torch allocates, not what CUDA and its own
+    allocator hold besides."""
+    return "tensor_bytes" if report.plan.get("device") == "cuda" else "memory_bytes"
+
+
+def _plan(report: Report) -> Plan | None:
+    try:
+        return Plan.from_json(report.plan) if report.plan else None
+    except (TypeError, ValueError):  # written by another version
+        return None

@@ -1,0 +1,130 @@
+"""The sentences and numbers of a report that page and terminal share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from wanma.job.run.worker import Event
+from wanma.observe.console.progress import (
+    checkpoint_text,
+    finish_text,
+    growth_text,
+    recovery_text,
+    validation_text,
+)
+from wanma.observe.sinks.jsonl import START_FAILED
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.report.components.html_elements import Tile
+from wanma.report.run_report import Report
+
+REFUSED = "a later start failed before its first step, and left the run as it was"
+
+PHASE_COLOURS = dict(
+    zip(
+        ("forward_backward", "optimizer", "communication", "data", "checkpoint", "validation"),
+        range(1, 7),
+        strict=True,
+    )
+)
+"""Stacked in this order, the largest at the bottom."""
+
+
+@dataclass(frozen=True)
+class PhaseShare:
+    """What a phase took of the whole run."""
+
+    name: str
+    colour: int
+    seconds: float
+
+
+def state_sentence(report: Report) -> str:
+    """How the run stands, in one sentence."""
+    steps = f"{report.last_step:,} of {count_text(report.total_steps, 'step')}" if report.total_steps else ""
+    quiet = duration_text(time.time() - report.last_sign) if report.last_sign else ""
+    sentences = {
+        "new": "Nothing was recorded yet.",
+        "running": f"Going on: {steps} done; last sign of life {quiet} ago." if quiet else "Going on.",
+        "finished": f"Finished: {steps}.",
+        "interrupted": f"Stopped on request after {steps}; the same command carries on.",
+        "failed": f"Failed after {steps}; the same command carries on from the last checkpoint.",
+        "died": f"Ended without a word after {steps}; the same command carries on from the last checkpoint.",
+    }
+    return sentences[report.state]
+
+
+def size_text(report: Report) -> str:
+    """'10.2M parameters'; empty when unknown."""
+    count = report.parameters
+    if count is None:
+        return ""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.3g}{letter} parameters"
+    return count_text(count, "parameter")
+
+
+def key_numbers(report: Report) -> list[Tile]:
+    """What one wants to know first."""
+    loss = report.last("loss")
+    tiles = [Tile("loss", number_text(loss), f"step {report.last_step:,}" if loss is not None else "")]
+    best = report.best_validation
+    if best is not None:
+        extra = []
+        if best.get("perplexity") is not None:
+            extra.append(f"perplexity {number_text(best['perplexity'])}")
+        if best.get("accuracy") is not None:
+            extra.append(f"accuracy {share_text(best['accuracy'])}")
+        extra += [f"{name} {number_text(value)}" for name, value in best.get("metrics", {}).items()]
+        extra.append(f"step {best['step']:,}")
+        tiles.append(Tile("best validation", number_text(best["loss"]), ", ".join(extra)))
+    tiles.append(Tile(report.rate_unit, number_text(report.median("tokens_per_second")), "median"))
+    tiles.append(Tile("seconds per step", number_text(report.median("step_seconds")), "median"))
+    mfu = report.median("mfu")
+    tiles.append(Tile("MFU", share_text(mfu), "median" if mfu is not None else "peak or model FLOPs unknown"))
+    memory, forecast = report.highest("memory_bytes"), report.forecast.get("memory_bytes")
+    tiles.append(
+        Tile("peak memory", bytes_text(memory), f"forecast {bytes_text(forecast)}" if forecast else "rank 0")
+    )
+    pauses = f"in {count_text(len(report.starts), 'start')}" if len(report.starts) > 1 else "wall clock"
+    tiles.append(
+        Tile("time", duration_text(report.seconds) if report.starts else "–", pauses if report.starts else "")
+    )
+    return tiles
+
+
+def phase_shares(report: Report) -> list[PhaseShare]:
+    """Seconds by phase over all recorded steps, those that took any."""
+    shares = []
+    for name, colour in PHASE_COLOURS.items():
+        seconds = sum(value for value in report.steps.get(f"phases.{name}", []) if value > 0)
+        if seconds > 0:
+            shares.append(PhaseShare(name.replace("_", " and "), colour, seconds))
+    return shares
+
+
+def event_text(event: Event) -> str:
+    """What happened, in words."""
+    kind = event["kind"]
+    if kind == "validation":
+        return validation_text(event)
+    if kind == "checkpoint":
+        stall = event.get("stall_seconds")
+        return checkpoint_text(event) + (
+            f"; training waited {duration_text(stall)}" if stall is not None else ""
+        )
+    if kind == "recovery":
+        return recovery_text(event)
+    if kind == "growth":
+        return growth_text(event)
+    if kind == "finish":
+        return finish_text(event)
+    if kind == "start":
+        done = event.get("step", 0)
+        source = f" ({event['source']})" if event.get("source") else ""
+        plan = event.get("plan", "")
+        return f"carrying on from step {done:,}{source}" if done else f"start, {plan}".rstrip(", ")
+    if kind in ("message", "slow_rank", "shares", "health", START_FAILED):
+        return str(event.get("text", ""))
+    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))

@@ -1,0 +1,260 @@
+"""`report.html`: one page that says at a glance how a run went; it asks the network for nothing.
+
+Everything that comes from the run (names, job file, messages) is escaped where it enters the page.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from wanma.job.errors import WanmaError
+from wanma.job.forecast.forecast import MEMORY_KINDS
+from wanma.job.run.run_directory import RunDirectory, write_atomically
+from wanma.job.run.worker import Event
+from wanma.observe.units import bytes_text, count_text, duration_text
+from wanma.report.components.html_elements import bar, card, document, key, reasons, row, tiles, under_bar
+from wanma.report.components.line_chart import figure
+from wanma.report.exposed_communication import exposures
+from wanma.report.forecast_comparison import MEMORY, kept, peak_memory_bytes, ranks_kept, sentence
+from wanma.report.key_figures import (
+    REFUSED,
+    event_text,
+    key_numbers,
+    phase_shares,
+    size_text,
+    state_sentence,
+)
+from wanma.report.run_charts import charts
+from wanma.report.run_report import Report, read_report
+
+MOST_EVENTS = 200
+MOST_RANKS = 64
+NO_METRICS = (
+    '<section class="empty"><b>This run has no metrics.</b> No step was finished; '
+    "what each rank said is in its log.</section>"
+)
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Write `run.report` from what the run directory holds now.
+
+    Raises:
+        WanmaError: the page cannot be written.
+    """
+    text = page(read_report(run))
+    try:
+        write_atomically(run.report, text)
+    except OSError as error:
+        raise WanmaError(
+            f"cannot write {run.report}: {error.strerror or error}",
+            "make the run directory writable, or free some space",
+        ) from error
+    return run.report
+
+
+def page(report: Report) -> str:
+    """The whole page as HTML."""
+    return document(
+        report.run.name,
+        [
+            _header(report),
+            _problems(report),
+            *([_numbers(report), _charts(report)] if report.steps["step"] else [NO_METRICS]),
+            _comparison(report),
+            _details(report),
+            _events(report),
+        ],
+    )
+
+
+def _header(report: Report) -> str:
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    started = (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(report.starts[0]["time"]))
+        if report.starts
+        else "not started"
+    )
+    facts = " · ".join(
+        escape(text)
+        for text in (report.plan_text, size_text(report), f"started {started}", f"page written {written}")
+        if text
+    )
+    return (
+        f'<header><h1>{escape(report.run.name)} <span class="state {report.state}">{report.state}</span></h1>'
+        f"<p>{escape(state_sentence(report))}</p><p class=facts>{facts}</p></header>"
+    )
+
+
+def _problems(report: Report) -> str:
+    """Errors and what could not be read, before anything else."""
+    texts = [report.failure] if report.failure else []
+    texts += [f"{REFUSED}: {report.refusal}"] if report.refusal else []
+    texts += [str(event.get("text", "")) for event in report.messages if event.get("level") == "error"]
+    texts += [f"could not be read: {problem}" for problem in report.problems]
+    return "".join(f'<p class="problem">{escape(text)}</p>' for text in texts)
+
+
+def _numbers(report: Report) -> str:
+    return tiles(key_numbers(report))
+
+
+def _charts(report: Report) -> str:
+    return f'<section class="charts">{"".join(figure(chart) for chart in charts(report))}</section>'
+
+
+def _comparison(report: Report) -> str:
+    """Time and memory as forecast beside as measured; time by phase."""
+    parts = [_promise(report), _memory(report), _phases(report), _exposed(report)]
+    shown = "".join(part for part in parts if part)
+    return f'<section class="pair">{shown}</section>' if shown else ""
+
+
+def _promise(report: Report) -> str:
+    """A step by kind, as it was forecast and as it was."""
+    lines = [one for one in kept(report) if one.name != MEMORY]
+    if not lines:
+        return ""
+    rows = "".join(row(escape(one.name.replace("_", " and ")), *one.texts) for one in lines)
+    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
+    return card(
+        "A step: forecast and measured",
+        f"<table><tr>{heads}</tr>{rows}</table><p class=note>{escape(sentence(report))}</p>",
+    )
+
+
+def _memory(report: Report) -> str:
+    forecast, peak = report.forecast, peak_memory_bytes(report)
+    total = forecast.get("memory_bytes")
+    if not total:
+        return ""
+    full = max(total, peak[0] if peak is not None else 0)
+    named = enumerate(MEMORY_KINDS.items(), 1)
+    kinds = [(colour, label, forecast.get(key, 0)) for colour, (key, label) in named]
+    rows = "".join(row(key(label, colour), bytes_text(size)) for colour, label, size in kinds if size)
+    parts = [
+        bar((f"c{colour}", size / full) for colour, _, size in kinds),
+        under_bar("forecast, fullest rank", bytes_text(total)),
+    ]
+    if peak is not None:
+        measured, rank = peak
+        parts += [
+            bar([("measured", measured / full)]),
+            under_bar(f"measured, rank {rank}{_counted(report)}", bytes_text(measured)),
+        ]
+    parts.append(f"<table>{rows}</table>")
+    parts.append(_ranks(report))
+    parts.append(reasons(forecast.get("reasons") or ()))
+    return card("Memory: forecast and measured", "".join(parts))
+
+
+def _counted(report: Report) -> str:
+    return ", what torch allocated" if report.plan.get("device") == "cuda" else ""
+
+
+def _ranks(report: Report) -> str:
+    """Each rank beside its forecast, where there are several."""
+    ranks = ranks_kept(report)
+    if len(ranks) < 2:
+        return ""
+    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "measured", ""))
+    rows = "".join(row(one.name.removeprefix(f"{MEMORY} of "), *one.texts) for one in ranks[:MOST_RANKS])
+    rest = len(ranks) - MOST_RANKS
+    more = f"<p class=note>and {rest} more ranks</p>" if rest > 0 else ""
+    return f"<table><tr>{heads}</tr>{rows}</table>{more}"
+
+
+def _phases(report: Report) -> str:
+    shares = phase_shares(report)
+    if not shares:
+        return ""
+    total = sum(share.seconds for share in shares)
+    rows = "".join(
+        row(
+            key(share.name, share.colour),
+            duration_text(share.seconds),
+            f"{100 * share.seconds / total:.1f} %",
+        )
+        for share in shares
+    )
+    return card(
+        "Where the time went",
+        bar((f"c{share.colour}", share.seconds / total) for share in shares)
+        + under_bar(count_text(len(report.steps["step"]), "recorded step"), duration_text(total))
+        + f"<table>{rows}</table>",
+    )
+
+
+def _exposed(report: Report) -> str:
+    """Communication: what a usual step waited for, of what was under way beside its computing."""
+    kinds = exposures(report)
+    if not kinds:
+        return ""
+    heads = "".join(f"<th>{head}</th>" for head in ("", "forecast", "waited for", "under way", ""))
+    rows = "".join(
+        row(
+            escape(one.name),
+            "–" if one.forecast is None else duration_text(one.forecast),
+            duration_text(one.waited),
+            duration_text(one.under_way),
+            f"{100 * one.share:.0f} %",
+        )
+        for one in kinds
+    )
+    return card("Communication in a usual step, rank 0", f"<table><tr>{heads}</tr>{rows}</table>")
+
+
+def _details(report: Report) -> str:
+    logs = sorted(report.run.path.glob("logs/rank-*.log"), key=lambda path: (len(path.name), path.name))
+    links = "".join(f'<li><a href="logs/{escape(path.name)}">{escape(path.name)}</a></li>' for path in logs)
+    parts = [
+        ("Job", f"<pre>{escape(report.job_text)}</pre>" if report.job_text else ""),
+        ("Plan", _table(report.plan)),
+        ("Environment", _table(report.environment)),
+        ("Logs", f"<ul>{links}</ul>" if links else ""),
+    ]
+    cards = "".join(card(title, body) for title, body in parts if body)
+    return f'<section class="pair details">{cards}</section>' if cards else ""
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in _flat(values, "")
+    )
+    return f"<table>{rows}</table>" if rows else ""
+
+
+def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
+    """Nested values as lines: 'devices.0.name'."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{name}.{index}")
+    elif isinstance(value, list):
+        yield name, " ".join(str(inner) for inner in value) or "none"
+    else:
+        yield name, str(value)
+
+
+def _events(report: Report) -> str:
+    if not report.events:
+        return ""
+    begin = report.events[0]["time"]
+    shown = report.events[-MOST_EVENTS:]
+    rows = "".join(_event_row(event, begin) for event in shown)
+    left_out = len(report.events) - len(shown)
+    note = f'<p class="note">{count_text(left_out, "earlier event")} in events.jsonl.</p>' if left_out else ""
+    return f'<section class="card"><h2>Events</h2>{note}<table class="events">{rows}</table></section>'
+
+
+def _event_row(event: Event, begin: float) -> str:
+    level = escape(str(event.get("level", "info")))
+    return (
+        f'<tr class="{level}"><td class="n">+{duration_text(event["time"] - begin)}</td>'
+        f"<td>{escape(event['kind'])}</td><td>{escape(event_text(event))}</td></tr>"
+    )

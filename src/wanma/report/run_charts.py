@@ -1,0 +1,102 @@
+"""Which charts a report shows, and what goes into each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.report.components.axis import tick_text
+from wanma.report.components.line_chart import Chart, Line
+from wanma.report.key_figures import PHASE_COLOURS
+from wanma.report.run_report import Report
+
+
+def charts(report: Report) -> list[Chart]:
+    """The charts of a report that has steps; a chart without a single number is left out."""
+    every = [
+        _loss(report),
+        _throughput(report),
+        _phases(report),
+        _memory(report),
+        _gradient(report),
+        _rate(report),
+        Chart("MFU", [_column(report, "mfu", "MFU", 3)], "", share_text, _percent),
+        Chart("GPU utilisation", [_column(report, "gpu_utilization", "busy", 1)], "", share_text, _percent),
+        Chart("GPU power", [_column(report, "gpu_power_watts", "power", 2)], "W"),
+    ]
+    shown = [chart for chart in every if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
+    if shown and sum(not chart.wide for chart in shown) % 2:  # two in a row, and none alone in the last
+        shown[-1] = replace(shown[-1], wide=True)
+    return shown
+
+
+def _column(report: Report, key: str, name: str, colour: int) -> Line:
+    return Line(name, colour, report.steps["step"], report.steps.get(key, []))
+
+
+def _loss(report: Report) -> Chart:
+    lines = [_column(report, "loss", "train", 1)]
+    known = [event for event in report.validations if event.get("loss") is not None]
+    if known:
+        steps = [float(event["step"]) for event in known]
+        lines.append(Line("validation", 2, steps, [float(event["loss"]) for event in known], dots=True))
+    resumes = [("resume", event.get("step", 0) + 0.5) for event in report.starts if event.get("step", 0) > 0]
+    bad = [("bad", float(step)) for step in report.non_finite]
+    notes = []
+    if resumes:
+        notes.append("Dashed: the run carried on from a checkpoint.")
+    if bad:
+        notes.append(
+            f"Red: {count_text(len(bad), 'step')} with a NaN or infinite number, "
+            f"the first at {report.non_finite[0]:,}."
+        )
+    return Chart(
+        "Loss",
+        lines,
+        wide=True,
+        from_zero=False,
+        log_choice=True,
+        marks=[*resumes, *bad[:200]],
+        note=" ".join(notes),
+    )
+
+
+def _throughput(report: Report) -> Chart:
+    line = _column(report, "tokens_per_second", report.rate_unit, 3)
+    return Chart("Throughput", [line], report.rate_unit)
+
+
+def _phases(report: Report) -> Chart:
+    """Time of a step by phase, without validation, which happens between steps."""
+    lines = [
+        _column(report, f"phases.{name}", name.replace("_", " and "), colour)
+        for name, colour in PHASE_COLOURS.items()
+        if name != "validation" and any(value > 0 for value in report.steps.get(f"phases.{name}", []))
+    ]
+    lines = lines or [_column(report, "step_seconds", "step", 1)]
+    return Chart("Time per step", lines, "s", duration_text, stacked=True)
+
+
+def _memory(report: Report) -> Chart:
+    line = _column(report, "memory_bytes", "peak", 5)
+    forecast = report.forecast.get("memory_bytes")
+    limits = [(f"forecast {bytes_text(forecast)}", float(forecast))] if forecast else []
+    highest = max([report.highest("memory_bytes") or 1.0, *(value for _, value in limits)])
+    unit = 1024.0 ** max(0, math.floor(math.log(highest, 1024)))
+    return Chart("Memory", [line], "", bytes_text, bytes_text, axis_unit=unit, limits=limits)
+
+
+def _gradient(report: Report) -> Chart:
+    clip = report.job.get("train", {}).get("gradient_clip", 0)
+    line = _column(report, "grad_norm", "norm", 4)
+    note = f"Clipped at {number_text(clip)}; the norm is that before clipping." if clip else ""
+    return Chart("Gradient norm", [line], log_choice=True, note=note)
+
+
+def _rate(report: Report) -> Chart:
+    return Chart("Learning rate", [_column(report, "learning_rate", "rate", 6)], axis_text=tick_text)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

@@ -1,0 +1,311 @@
+"""Read a run directory into a `Report`, whatever state the run is in: going on, ended, or died half-way.
+
+What cannot be read is listed in `Report.problems` and shown; it never stops the rest from being told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Event
+from wanma.observe.sinks.jsonl import START_FAILED
+
+State = Literal["new", "running", "finished", "interrupted", "failed", "died"]
+"""new: nothing was recorded yet; died: began, and neither goes on nor said how it ended."""
+
+BRIEF_BYTES = 1 << 16
+"""How much of the end of metrics.jsonl a brief report reads: at least a hundred steps."""
+DEFAULT_HANG_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run, as its directory tells it. Times are unix seconds."""
+
+    run: RunDirectory
+    job_text: str
+    """job.toml as it stands."""
+    job: dict[str, Any]
+    plan: dict[str, Any]
+    forecast: dict[str, Any]
+    cluster: dict[str, Any]
+    """The machines that the run was planned for."""
+    parameters: int | None
+    """Of the whole model; None when the plan does not know."""
+    environment: dict[str, Any]
+    steps: dict[str, list[float]]
+    """Column by key of metrics.jsonl, those of objects as 'phases.NAME'; NaN where a step has no number.
+    'step' is always there; all columns are equally long."""
+    non_finite: tuple[int, ...]
+    """Steps with a NaN or infinite number."""
+    starts: tuple[Event, ...]
+    validations: tuple[Event, ...]
+    """One per step: what a resumed run repeated counts once."""
+    checkpoints: tuple[Event, ...]
+    messages: tuple[Event, ...]
+    recoveries: tuple[Event, ...]
+    """Failures that did not end the run, and when it grew."""
+    events: tuple[Event, ...]
+    """All events as written."""
+    state: State
+    problems: tuple[str, ...]
+    """What could not be read, in words."""
+
+    def __repr__(self) -> str:
+        return f"<report of {self.run.path}: {self.state}, {self.last_step} of {self.total_steps} steps>"
+
+    @property
+    def total_steps(self) -> int:
+        """Steps the run was to have; 0 when unknown."""
+        return (
+            int(self.starts[-1]["steps"]) if self.starts else int(self.job.get("train", {}).get("steps", 0))
+        )
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps["step"][-1]) if self.steps["step"] else 0
+
+    @property
+    def plan_text(self) -> str:
+        """The plan in one line; empty when there is none."""
+        try:
+            return str(Plan.from_json(self.plan)) if self.plan else ""
+        except (TypeError, ValueError):  # written by another version
+            return str(self.starts[-1].get("plan", "")) if self.starts else ""
+
+    @property
+    def rate_unit(self) -> str:
+        """Unit of `tokens_per_second`, which counts targets: "samples/s" where a sample has one."""
+        older = "samples/s" if self.job.get("data", {}).get("images") else "tokens/s"
+        return str(self.starts[-1].get("rate_unit", older)) if self.starts else older
+
+    def last(self, key: str) -> float | None:
+        """The newest finite number of a column."""
+        return next((value for value in reversed(self.steps.get(key, [])) if math.isfinite(value)), None)
+
+    def median(self, key: str) -> float | None:
+        """The median of a column's finite numbers: the first, slow steps do not move it."""
+        values = [value for value in self.steps.get(key, []) if math.isfinite(value)]
+        return median(values) if values else None
+
+    def highest(self, key: str) -> float | None:
+        return max((value for value in self.steps.get(key, []) if math.isfinite(value)), default=None)
+
+    @property
+    def failure(self) -> str:
+        """Why a failed run failed; empty for any other."""
+        ends = [event for event in self.events if event["kind"] == "finish"]
+        return str(ends[-1].get("text", "")) if self.state == "failed" else ""
+
+    @property
+    def refusal(self) -> str:
+        """Why the newest start failed before it began and left the run as it was; empty when it did not."""
+        newest = [event for event in self.events if event["kind"] in ("start", "finish", START_FAILED)][-1:]
+        return "".join(str(event.get("text", "")) for event in newest if event["kind"] == START_FAILED)
+
+    @cached_property
+    def best_validation(self) -> Event | None:
+        """The validation with the lowest loss."""
+        known = [event for event in self.validations if event.get("loss") is not None]
+        return min(known, key=lambda event: float(event["loss"]), default=None)
+
+    @cached_property
+    def last_sign(self) -> float | None:
+        """When the run last wrote a step or an event."""
+        times = [event["time"] for event in _lived(self.events)[-1:]] + self.steps.get("time", [])[-1:]
+        return max((stamp for stamp in times if math.isfinite(stamp)), default=None)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Wall-clock time of the run, summed over its starts; the pauses between them do not count."""
+        stamps = sorted(
+            [event["time"] for event in _lived(self.events)]
+            + [stamp for stamp in self.steps.get("time", []) if math.isfinite(stamp)]
+        )
+        begins = [event["time"] for event in self.starts]
+        total = 0.0
+        for begin, end in zip(begins, [*begins[1:], math.inf], strict=True):
+            inside = [stamp for stamp in stamps if begin <= stamp < end]
+            total += inside[-1] - begin if inside else 0.0
+        return total
+
+
+def read_report(run: RunDirectory, brief: bool = False) -> Report:
+    """Read what `run` holds.
+
+    Args:
+        brief: read only the last steps, for lists of many runs.
+    """
+    problems: list[str] = []
+    job_text = _text(run.job, problems)
+    job = _parse(run.job, job_text, tomllib.loads, problems)
+    planned = _parse(run.plan, _text(run.plan, problems), json.loads, problems)
+    environment = _parse(run.environment, _text(run.environment, problems), json.loads, problems)
+    records = _records(run.metrics, problems, last_bytes=BRIEF_BYTES if brief else None)
+    events = _since_its_beginning(_records(run.events, problems))
+    steps, non_finite = _columns(records)
+    validations, checkpoints = _of_this_history(events)
+    return Report(
+        run=run,
+        job_text=job_text,
+        job=job,
+        plan=planned.get("plan") or {},
+        forecast=planned.get("forecast") or {},
+        cluster=planned.get("cluster") or {},
+        parameters=planned.get("parameters"),
+        environment=environment,
+        steps=steps,
+        non_finite=non_finite,
+        starts=tuple(event for event in events if event["kind"] == "start"),
+        validations=validations,
+        checkpoints=checkpoints,
+        messages=tuple(event for event in events if event["kind"] == "message"),
+        recoveries=tuple(event for event in events if event["kind"] in ("recovery", "growth")),
+        events=tuple(events),
+        state=_state(_lived(events), records, job),
+        problems=tuple(problems),
+    )
+
+
+def _since_its_beginning(events: list[Event]) -> list[Event]:
+    """Without what an earlier run in the same place did, before `--fresh` began anew."""
+    begins = [
+        index
+        for index, event in enumerate(events)
+        if event["kind"] == "start" and not event.get("step") and not event.get("again")
+    ]
+    return events[begins[-1] :] if begins else events
+
+
+def _lived(events: Sequence[Event]) -> list[Event]:
+    """Without the starts that failed before they began: they are no part of the run's life."""
+    return [event for event in events if event["kind"] != START_FAILED]
+
+
+def _state(events: list[Event], records: list[Event], job: dict[str, Any]) -> State:
+    ends = [event for event in events if event["kind"] in ("start", "finish")]
+    if not ends:
+        return "running" if records else "new"
+    newest = ends[-1]
+    if newest["kind"] == "finish":
+        outcome = newest.get("outcome")
+        return outcome if outcome in ("finished", "failed") else "interrupted"
+    if newest.get("host") == socket.gethostname():
+        return "running" if is_alive(newest.get("process")) else "died"
+    silence = time.time() - max(entry.get("time", 0.0) for entry in [newest, *records[-1:], *events[-1:]])
+    patience = job.get("cluster", {}).get("hang_seconds", DEFAULT_HANG_SECONDS)
+    return "running" if silence <= patience else "died"
+
+
+def is_alive(process: Any) -> bool:
+    """Return whether a process of this machine lives, by its number as a record has it."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, TypeError, ValueError):
+        return False
+    except PermissionError:
+        return True  # somebody else's, but there
+    return True
+
+
+def _of_this_history(events: list[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    """Validations and checkpoints by step; a start from step S overrules what came after S before it."""
+    kept: dict[str, dict[int, Event]] = {"validation": {}, "checkpoint": {}}
+    for event in events:
+        kind = event["kind"]
+        if kind == "start":
+            done = event.get("step", 0)
+            kept = {name: {s: e for s, e in found.items() if s <= done} for name, found in kept.items()}
+        elif kind in kept and "step" in event:
+            kept[kind][event["step"]] = event
+    validations, checkpoints = (
+        tuple(found[step] for step in sorted(found)) for found in (kept["validation"], kept["checkpoint"])
+    )
+    return validations, checkpoints
+
+
+_GROUPS = ("phases", "waited", "under_way")
+"""Keys of a record that hold seconds by name."""
+
+
+def _columns(records: list[Event]) -> tuple[dict[str, list[float]], tuple[int, ...]]:
+    """Turn records into columns of equal length, and list the steps with a non-finite number."""
+    columns: dict[str, list[float]] = {"step": []}
+    for index, record in enumerate(records):
+        flat = dict(record)
+        for group in _GROUPS:
+            flat |= {f"{group}.{name}": seconds for name, seconds in (record.get(group) or {}).items()}
+        for key, value in flat.items():
+            if isinstance(value, int | float):
+                if key not in columns:
+                    columns[key] = [math.nan] * index
+                columns[key].append(float(value))
+        for column in columns.values():
+            if len(column) <= index:
+                column.append(math.nan)
+    return columns, tuple(record["step"] for record in records if record.get("non_finite"))
+
+
+def _records(path: Path, problems: list[str], last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; a torn last line is what a kill leaves and no problem."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - last_bytes) if last_bytes is not None else 0
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror or error}")
+        return []
+    whole = lines[1 if start else 0 : -1]
+    needed = {"step"} if path.name == "metrics.jsonl" else {"kind", "time"}
+    records, damaged = [], 0
+    for line in whole:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            damaged += 1
+            continue
+        if isinstance(record, dict) and needed <= record.keys():
+            records.append(record)
+        else:
+            damaged += 1
+    if damaged:
+        problems.append(f"{path.name}: {damaged} damaged lines were left out")
+    return records
+
+
+def _text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        problems.append(f"{path.name}: not there")
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror or error}")
+    return ""
+
+
+def _parse(path: Path, text: str, parse: Any, problems: list[str]) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        value = parse(text)
+    except ValueError as error:
+        problems.append(f"{path.name}: {error}")
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,117 @@
+"""A run of `wanma launch` without a session: a script of which nothing is known but how it went."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.units import count_text, duration_text
+from wanma.report.run_report import State, is_alive
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """Content of script.json. Times are unix seconds."""
+
+    run: RunDirectory
+    script: str
+    arguments: tuple[str, ...]
+    ranks: int
+    """On all machines together."""
+    nodes: int
+    started: float
+    ended: float | None
+    exit_code: int | None
+    failure: str
+    state: State
+    restarts: int = 0
+    """Starts of the ranks after the first one."""
+    restarted_after: str = ""
+    """Failure before the newest of these."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time so far; of one that died, until its last sign, the newest line of a log."""
+        end = self.ended
+        if end is None:
+            end = time.time() if self.state == "running" else self.last_sign
+        return max(end - self.started, 0.0)
+
+    @property
+    def last_sign(self) -> float:
+        """Time at which a rank last wrote into its log, or the script ended."""
+        logs = [path.stat().st_mtime for path in self.run.path.glob("logs/rank-*.log")]
+        return max([self.started, self.ended or 0.0, *logs])
+
+
+def read_script(run: RunDirectory) -> ScriptRun | None:
+    """The script that has run in a directory where no session was opened; None: there is no such thing."""
+    if run.job.is_file():
+        return None
+    try:
+        value = json.loads(run.script.read_text(encoding="utf-8"))
+        nodes = int(value["nodes"])
+        return ScriptRun(
+            run=run,
+            script=str(value["script"]),
+            arguments=tuple(value["arguments"]),
+            ranks=nodes * int(value["ranks_per_node"]),
+            nodes=nodes,
+            started=float(value["started"]),
+            ended=value["ended"],
+            exit_code=value["exit_code"],
+            failure=str(value["failure"]),
+            state=_state(value),
+            restarts=int(value.get("restarts", 0)),  # runs of older versions have none
+            restarted_after=str(value.get("restarted_after", "")),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def script_summary(script: ScriptRun) -> str:
+    """Summary of a script's run: plain text of some ten lines."""
+    took = duration_text(script.seconds)
+    sentences = {
+        "running": f"Going on for {took}.",
+        "finished": f"Finished after {took}.",
+        "interrupted": f"Stopped on request after {took}.",
+        "failed": f"Failed after {took}.",
+        "died": f"Ended without a word, {took} after its start.",
+    }
+    where = "" if script.nodes == 1 else f" on {count_text(script.nodes, 'machine')}"
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(script.started))
+    code = "–" if script.exit_code is None else str(script.exit_code)
+    lines = [
+        f"{script.run.name}: {sentences[script.state]}",
+        f"  {script.run.path}",
+        f"  script     {shlex.join([script.script, *script.arguments])}",
+        f"  ranks      {script.ranks}{where}",
+        f"  started    {started}",
+        f"  restarts   {script.restarts}",
+        f"  exit code  {code}",
+        f"  logs       {script.run.log(0)}"
+        + (f" to {script.run.log(script.ranks - 1).name}" * (script.ranks > 1)),
+    ]
+    if script.restarted_after:
+        lines += [
+            "",
+            *(f"  {line}" for line in f"started again after: {script.restarted_after}".splitlines()),
+        ]
+    if script.failure:
+        lines += ["", *(f"  {line}" for line in script.failure.splitlines())]
+    lines += ["", "  It opened no wanma.session, so nothing is known of its steps."]
+    return "\n".join(lines)
+
+
+def _state(value: dict[str, Any]) -> State:
+    code = value["exit_code"]
+    if code is not None:
+        return "finished" if code == 0 else "interrupted" if not value["failure"] else "failed"
+    here = value["host"] == socket.gethostname()
+    return "running" if not here or is_alive(value["process"]) else "died"

@@ -1,0 +1,148 @@
+"""A run, and a list of runs, in the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from wanma.job.forecast.forecast import MEMORY_KINDS
+from wanma.job.run.run_directory import RunDirectory
+from wanma.observe.console.progress import Curve, sparkline
+from wanma.observe.units import bytes_text, count_text, duration_text, number_text, share_text
+from wanma.report.exposed_communication import exposure_text, exposures
+from wanma.report.forecast_comparison import ranks_kept, sentence
+from wanma.report.key_figures import (
+    REFUSED,
+    event_text,
+    key_numbers,
+    phase_shares,
+    size_text,
+    state_sentence,
+)
+from wanma.report.run_report import Report, read_report
+from wanma.report.script_run import read_script
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STATE_STYLES = {
+    "new": "dim",
+    "running": "cyan",
+    "finished": "green",
+    "interrupted": "yellow",
+    "failed": "red",
+    "died": "red",
+}
+SPARKLINE_WIDTH = 60
+LAST_MESSAGES = 10
+SHOWN_RANKS = 8
+
+
+def summary(report: Report) -> str:
+    """How a run went, beside its forecast: plain text of some twenty lines."""
+    lines = [f"{report.run.name}: {state_sentence(report)}", f"  {report.run.path}"]
+    if report.failure:
+        lines += [f"  {line}" for line in report.failure.splitlines()]
+    if described := [text for text in (report.plan_text, size_text(report)) if text]:
+        lines.append("  " + ", ".join(described))
+    if report.steps["step"]:
+        curve = Curve()
+        for loss in report.steps.get("loss", []):
+            if loss == loss:  # not NaN
+                curve.add(loss)
+        lines += ["", f"  loss  {sparkline(curve.points, SPARKLINE_WIDTH)}"]
+        tiles = key_numbers(report)
+        width = max(len(tile.label) for tile in tiles)
+        for tile in tiles:
+            aside = f"  ({tile.aside})" if tile.aside else ""
+            lines.append(f"  {tile.label:<{width}}  {tile.value}{aside}")
+        lines += _phase_lines(report) + _forecast_lines(report)
+    else:
+        lines += [
+            "",
+            "  This run has no metrics: no step was finished. See its logs: " + str(report.run.log(0)),
+        ]
+    if report.checkpoints:
+        lines += ["", f"  last: {event_text(report.checkpoints[-1])}"]
+    if report.recoveries:
+        lines += ["", *(textwrap.indent(event_text(one), "  ") for one in report.recoveries[-LAST_MESSAGES:])]
+    if report.refusal:
+        lines += ["", f"  {REFUSED}:", *(f"    {line}" for line in report.refusal.splitlines())]
+    told = [event for event in report.events if event.get("level") in ("warning", "error")]
+    if told:
+        lines += ["", *(f"  {event['level']}: {event_text(event)}" for event in told[-LAST_MESSAGES:])]
+    lines += [f"  could not be read: {problem}" for problem in report.problems]
+    return "\n".join(lines)
+
+
+def runs_table(runs: Iterable[RunDirectory]) -> Table:
+    """One line per run; reads only the end of each run's metrics."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("steps", "loss", "tokens/s", "MFU", "memory", "last sign"):
+        # On a narrow terminal these give way, not the names alone.
+        table.add_column(name, justify="right", no_wrap=name not in ("steps", "last sign"))
+    for run in runs:
+        if (script := read_script(run)) is not None:
+            age = duration_text(time.time() - script.last_sign) + " ago"
+            steps = f"script, {duration_text(script.seconds)}"
+            if script.restarts:
+                steps += f", {count_text(script.restarts, 'restart')}"
+            state = Text(script.state, STATE_STYLES[script.state])
+            table.add_row(Text(run.name), state, steps, *["–"] * 4, age)
+            continue
+        report = read_report(run, brief=True)
+        age = duration_text(time.time() - report.last_sign) + " ago" if report.last_sign else "–"
+        table.add_row(
+            Text(run.name),
+            Text(report.state, STATE_STYLES[report.state]),
+            f"{report.last_step:,}/{report.total_steps:,}",
+            number_text(report.last("loss")),
+            number_text(report.median("tokens_per_second")),
+            share_text(report.median("mfu")),
+            bytes_text(report.highest("memory_bytes")),
+            age,
+        )
+    return table
+
+
+def _phase_lines(report: Report) -> list[str]:
+    shares = phase_shares(report)
+    total = sum(share.seconds for share in shares)
+    parts = ", ".join(f"{share.name} {100 * share.seconds / total:.0f} %" for share in shares)
+    if not shares:
+        return []
+    waited = ", ".join(exposure_text(one) for one in exposures(report))
+    return [f"  time: {parts}", *([f"  waited for, in a usual step: {waited}"] if waited else [])]
+
+
+def _rank_lines(report: Report) -> list[str]:
+    ranks = ranks_kept(report)
+    if len(ranks) < 2:
+        return []
+    told = []
+    for one in ranks[:SHOWN_RANKS]:
+        forecast, measured, apart = one.texts
+        told.append(f"{one.name.removeprefix('memory of ')} {measured} of {forecast} ({apart})")
+    rest = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    return [f"  memory by rank, of its forecast: {', '.join(told)}{rest}"]
+
+
+def _forecast_lines(report: Report) -> list[str]:
+    """What was promised beside what came, or the forecast alone where nothing can be set beside it."""
+    if told := sentence(report):
+        return [f"  promise: {told}", *_rank_lines(report)]
+    if not report.forecast.get("memory_bytes"):
+        return []
+    parts = ", ".join(
+        f"{label} {bytes_text(report.forecast.get(key))}"
+        for key, label in MEMORY_KINDS.items()
+        if report.forecast.get(key)
+    )
+    return [f"  forecast of memory: {bytes_text(report.forecast['memory_bytes'])} ({parts})"]

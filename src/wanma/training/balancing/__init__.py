@@ -1,0 +1,1 @@
+"""Load balancing: rank timing, and shares of the batch that follow the speed of the ranks."""

@@ -1,0 +1,164 @@
+"""Checkpoints at a URL, as a run sees them: sent in the background by rank 0, fetched where none is here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from wanma.checkpoint.remote.remote_checkpoints import Remote
+from wanma.checkpoint.remote.remote_storage import Storage
+from wanma.checkpoint.remote.uploader import Upload, Uploader
+from wanma.checkpoint.store.checkpoint_folder import Keep
+from wanma.job.errors import WanmaError
+from wanma.job.run.worker import Worker
+from wanma.job.sections.checkpoint import CheckpointSection
+from wanma.observe.units import bytes_text, duration_text
+from wanma.training.loss.best_metric import best_rule
+
+Result = TypeVar("Result")
+
+KEY = "checkpoint.upload"
+TICK_SECONDS = 5.0
+"""Between two signs of life while a transfer goes on."""
+LAST_UPLOAD_SECONDS = {"finished": 3600.0, "interrupted": 60.0}
+"""How long a run waits at its end for what is still being uploaded; who interrupts it will not wait long."""
+LEAVE_SECONDS = 3.0
+"""Before the time at which who asked for the end kills the ranks: to end in order."""
+
+
+class Uploads:
+    """Of one run; does nothing where the job names no URL, and on other ranks than 0."""
+
+    def __init__(self, section: CheckpointSection, worker: Worker) -> None:
+        self._uploader: Uploader | None = None
+        self._worker = worker
+        if section.upload is not None and worker.rank == 0:
+            keep = None
+            if section.upload_keep:
+                keep = Keep(
+                    section.upload_keep, section.keep_best, section.keep_every_steps, best_rule(section)
+                )
+            self._uploader = Uploader(worker.run_directory / "checkpoints", section.upload, keep)
+
+    def in_use(self) -> list[Path]:
+        """The checkpoint that is being read."""
+        return [] if self._uploader is None else self._uploader.in_use()
+
+    def wake(self, step: int) -> None:
+        """A checkpoint of `step` was committed, or taken up."""
+        if self._uploader is not None and step > 0:
+            self._uploader.wake(step)
+
+    def tell(self, message: Callable[[str, str], None], next_try: str = "the next checkpoint") -> None:
+        """Say what has become of uploads since the last call: text and level."""
+        if self._uploader is not None:
+            for upload in self._uploader.take():
+                message(*_text(upload, next_try))
+
+    def finish(self, step: int, outcome: str, message: Callable[[str, str], None]) -> None:
+        """Wait for what is under way; what does not succeed is told, and fails nothing."""
+        if self._uploader is None:
+            return
+        limit = LAST_UPLOAD_SECONDS[outcome]
+        if (killed_at := self._worker.control.stop_until()) is not None:
+            limit = max(killed_at - LEAVE_SECONDS - time.monotonic(), 0.0)
+        until = time.monotonic() + limit
+        while not self._uploader.wait(_tick(until)) and time.monotonic() < until:
+            self._worker.control.progress(step, "uploading a checkpoint")
+        self.tell(message, "the same command")
+        if not self._uploader.close():
+            told = f"the last upload did not end within {duration_text(limit)}; the same command tries again"
+            message(told, "warning")
+
+    def close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.close()
+
+
+def fetch_newest(folder: Path, url: str, worker: Worker, messages: list[str]) -> Path | None:
+    """Fetch the newest whole checkpoint at `url` into the folder that all ranks share; every rank calls it.
+
+    Raises:
+        WanmaError: nobody can tell whether there is one, or the disk failed.
+    """
+
+    def fetch() -> tuple[Path | None, list[str]]:
+        told: list[str] = []
+        return Remote(Storage(url, key=KEY)).newest(folder, told.append), told
+
+    began = time.monotonic()
+    try:
+        path, told = _on_rank_zero(fetch, worker, f"fetching a checkpoint from {url}")
+    except WanmaError as error:
+        raise WanmaError(
+            f"no checkpoint is here, and that of {KEY} cannot be had: {error.message}",
+            f"{error.hint}; or start anew: --fresh with another {KEY}".lstrip("; "),
+        ) from error
+    messages += told
+    if path is not None:
+        messages.append(f"{path.name} fetched from {url} in {duration_text(time.monotonic() - began)}")
+    return path
+
+
+def refuse_taken(url: str, worker: Worker) -> None:
+    """A run that starts anew must not mix its checkpoints with those of an earlier one; every rank calls it.
+
+    Raises:
+        WanmaError: there are some at `url`.
+    """
+    steps = _on_rank_zero(lambda: Remote(Storage(url, key=KEY)).steps(), worker, f"looking at {url}")
+    if steps:
+        raise WanmaError(
+            f"{KEY} = '{url}' holds the checkpoints of an earlier run, up to step {steps[0]}",
+            "name another URL for the run that starts anew, or remove those",
+        )
+
+
+def _on_rank_zero(work: Callable[[], Result], worker: Worker, what: str) -> Result:
+    """The result of `work`, which rank 0 does, for all ranks; its error too.
+
+    It may take longer than a collective or the supervisor waits: the ranks tell each other that it goes on.
+    """
+    outcome: list[tuple[Result | None, Exception | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except Exception as error:  # raised on every rank
+            outcome.append((None, error))
+
+    thread = Thread(target=run, name="checkpoint-fetch", daemon=True)
+    if worker.rank == 0:
+        thread.start()
+    while True:
+        worker.control.progress(0, what)
+        said: list[tuple[Result | None, Exception | None] | None] = [None]
+        if worker.rank == 0:
+            thread.join(TICK_SECONDS)
+            said = [outcome[0] if outcome else None]
+        if worker.world_size > 1:
+            dist.broadcast_object_list(said, src=0)
+        if said[0] is not None:
+            result, error = said[0]
+            if error is not None:
+                raise error
+            return result  # type: ignore[return-value]  # without an error it is there
+
+
+def _tick(until: float) -> float:
+    return min(TICK_SECONDS, max(until - time.monotonic(), 0.0))
+
+
+def _text(upload: Upload, next_try: str) -> tuple[str, str]:
+    if upload.error is not None:
+        told = WanmaError(f"{upload.error.message}; {next_try} tries again", upload.error.hint)
+        return str(told), "warning"
+    if not upload.bytes:
+        return f"the checkpoint of step {upload.step} is at {upload.url} already", "info"
+    took = f"{bytes_text(upload.bytes)} in {duration_text(upload.seconds)}"
+    return f"checkpoint of step {upload.step} uploaded to {upload.url}, {took}", "info"

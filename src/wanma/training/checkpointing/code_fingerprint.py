@@ -1,0 +1,170 @@
+"""Fingerprint of a user's code: functions and modules by what they compute, not by where they are written.
+
+Lines, comments and docstrings do not count; constants, closures and the functions called from the same
+program do. Of libraries the name alone counts, so that an upgrade is no change of the user's.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from wanma.data.datasets.fingerprint import digest, sampled
+
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen"}
+)
+_PACKAGES = ("site-packages", "dist-packages")
+_PARTS = 100
+"""Most items of a container that count."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def code_fingerprint(thing: object) -> str:
+    """Hash of a function, a callable object or a module, the same in another process of the same Python."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"{version}:{digest(*_texts(thing, set()))}"
+
+
+def same_code(one: str, other: str) -> bool:
+    """Say whether two fingerprints are equal, or of different Pythons, which compile to different code."""
+    return one == other or one.split(":")[0] != other.split(":")[0]
+
+
+def module_texts(module: nn.Module, seen: set[int]) -> Iterator[str]:
+    """Classes of a module and its children, the code of those that are the user's, and their settings."""
+    for name, part in module.named_modules():
+        kind = parametrize.type_before_parametrizations(part)
+        yield f"{name}: {kind.__qualname__}"
+        if not _of_library(kind):
+            yield from _class_texts(kind, seen)
+            yield from _settings(part, seen)
+        elif not kind.__module__.startswith("wanma."):
+            yield _ADDRESS.sub("", part.extra_repr())
+
+
+def _texts(thing: Any, seen: set[int]) -> Iterator[str]:
+    if thing is None or isinstance(thing, bool | int | float | complex | str | bytes):
+        yield repr(thing)
+        return
+    if isinstance(thing, Tensor):
+        yield sampled(thing)
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, functools.partial):
+        yield from _texts([thing.func, list(thing.args), thing.keywords], seen)
+    elif isinstance(thing, MethodType):
+        yield from _texts([thing.__func__, thing.__self__], seen)
+    elif isinstance(thing, FunctionType):
+        yield from _function_texts(thing, seen)
+    elif isinstance(thing, type):
+        yield thing.__qualname__
+        if not _of_library(thing):
+            yield from _class_texts(thing, seen)
+    elif isinstance(thing, nn.Module):
+        yield from module_texts(thing, seen)
+        for name, value in thing.state_dict().items():
+            yield f"{name} {sampled(value) if isinstance(value, Tensor) else type(value).__name__}"
+        yield from _settings(thing, seen)
+    elif isinstance(thing, Mapping):
+        for key in list(thing)[:_PARTS]:
+            yield str(key)
+            yield from _texts(thing[key], seen)
+    elif isinstance(thing, list | tuple):
+        for part in thing[:_PARTS]:
+            yield from _texts(part, seen)
+    else:
+        yield getattr(thing, "__qualname__", type(thing).__qualname__)
+        if not isinstance(thing, type(sys)) and not _of_library(type(thing)):
+            yield from _class_texts(type(thing), seen)
+            yield from _settings(thing, seen)
+
+
+def _function_texts(function: FunctionType, seen: set[int]) -> Iterator[str]:
+    yield function.__qualname__
+    code = function.__code__
+    if _is_library(code.co_filename) or function.__module__.startswith("wanma."):
+        return
+    yield from _code_texts(code, function.__doc__)
+    yield from _texts(list(function.__defaults__ or ()), seen)
+    yield from _texts(function.__kwdefaults__ or {}, seen)
+    for cell in function.__closure__ or ():
+        try:
+            yield from _texts(cell.cell_contents, seen)
+        except ValueError:  # not yet filled
+            yield "empty"
+    for name in sorted(_names(code)):
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType | functools.partial | bool | int | float | str):
+            yield name
+            yield from _texts(value, seen)
+
+
+def _class_texts(kind: type, seen: set[int]) -> Iterator[str]:
+    """Methods and plain attributes of a class and of those of its bases that are the user's."""
+    for one in kind.__mro__:
+        if _of_library(one) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        for name, value in sorted(vars(one).items()):
+            plain: Any = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            plain = plain.fget if isinstance(plain, property) else plain
+            is_plain = isinstance(plain, bool | int | float | str) and not name.startswith("__")
+            if isinstance(plain, FunctionType) or is_plain:
+                yield name
+                yield from _texts(plain, seen)
+
+
+def _code_texts(code: CodeType, docstring: str | None) -> Iterator[str]:
+    yield code.co_code.hex()
+    yield repr((code.co_names, code.co_freevars))  # locals go by number
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code_texts(constant, None)
+        elif isinstance(constant, frozenset):
+            yield repr(sorted(map(repr, constant)))  # a set's own order differs between processes
+        elif docstring is None or constant != docstring:
+            yield repr(constant)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Global names and attributes that a function and those inside it use."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _settings(thing: Any, seen: set[int]) -> Iterator[str]:
+    """Plain attributes of an object, and functions that it holds."""
+    for name, value in sorted(getattr(thing, "__dict__", {}).items()):
+        is_plain = isinstance(value, bool | int | float | str | FunctionType | functools.partial)
+        if is_plain and not name.startswith("_") and name != "training":
+            yield name
+            yield from _texts(value, seen)
+
+
+def _of_library(kind: type) -> bool:
+    if kind.__module__ in ("builtins", "typing", "abc") or kind.__module__.startswith("wanma."):
+        return True
+    file: str | None = None
+    for value in vars(kind).values():
+        function: Callable[..., Any] | None = getattr(value, "__func__", value)
+        if isinstance(function, FunctionType) and function.__module__ == kind.__module__:
+            file = function.__code__.co_filename
+            break
+    if file is None:  # no method of its own: by its module
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and _is_library(file)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(name in file for name in _PACKAGES)

@@ -1,0 +1,117 @@
+"""What compressed exchanges have left out of gradients, where a run carries on.
+
+A checkpoint holds, for each parameter whose method keeps errors, a tensor of one row per rank that took part
+(`parallel.compressed`). Where as many ranks take part again it is loaded like other state, and the run
+goes on bit for bit. Else the sum over the rows, which is all that the model is still owed, is divided
+among the ranks of now. PowerSGD's matrices are where an iteration begins: of another shape they begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from wanma.checkpoint.format.local_shards import local_box, local_part
+from wanma.checkpoint.format.manifest import Box, TensorEntry
+from wanma.checkpoint.load.reader import Saved, Source
+from wanma.job.errors import JobError, did_you_mean
+from wanma.job.plan.plan import Plan
+from wanma.parallel.gradients.gradient_compression import ERROR
+from wanma.training.checkpointing.training_state import COMPRESSION
+
+_ERRORS = f"{COMPRESSION}{ERROR}."
+_ANY_ROWS = 1 << 30
+_NAMED = 3
+"""Parameters in one message, at most."""
+
+
+def check_compressed(names: Iterable[str], plan: Plan) -> None:
+    """Refuse a pattern that matches no parameter of the whole model: it is a typing error.
+
+    Raises:
+        JobError: names the pattern.
+    """
+    names = list(names)
+    for index, (pattern, _) in enumerate(plan.compression_groups):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise JobError(
+                f"parallel.compression_groups[{index}].match = '{pattern}' matches no parameter."
+                f"{did_you_mean(pattern, names)}",
+                f"parameters are named like '{names[0]}'" if names else "",
+            )
+
+
+def split_remainders(
+    tensors: Mapping[str, Tensor], source: Source, elsewhere: Collection[str]
+) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """Tell what can be loaded as it was saved from what cannot.
+
+    Args:
+        tensors: all that this rank is to fill.
+        elsewhere: names that only other ranks hold.
+
+    Returns:
+        the tensors to load; saved names that are none of these; and what to tell the user.
+    """
+    saved = source.manifest.tensors
+    alike = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(COMPRESSION) or (name in saved and saved[name].shape == tuple(tensor.shape))
+    }
+    others = [name for name in saved if name.startswith(COMPRESSION) and name not in alike]
+    errors = [name for name in others if name.startswith(_ERRORS) and name not in elsewhere]
+    shared = [
+        name for name in errors if name in tensors and _is_of_same_parameter(saved[name], tensors[name])
+    ]
+    dropped = [name.removeprefix(_ERRORS) for name in errors if name not in shared]
+    notes = []
+    if shared:
+        before, now = saved[shared[0]].shape[0], tensors[shared[0]].shape[0]
+        notes.append(f"what compression left out of gradients on {before} ranks is shared among {now} now")
+    if dropped:
+        more = f" and {len(dropped) - _NAMED} more" if len(dropped) > _NAMED else ""
+        notes.append(
+            f"what compression left out of the gradients of {', '.join(dropped[:_NAMED])}{more} is dropped: "
+            "they are no longer exchanged in a way that keeps it"
+        )
+    return alike, others, notes
+
+
+def take_over_remainders(tensors: Mapping[str, Tensor], source: Source) -> None:
+    """Give each row of these tensors its share of the sum of the rows that were saved.
+
+    Args:
+        tensors: what is kept here and was saved in another shape.
+
+    Raises:
+        WanmaError: the source is damaged.
+    """
+    saved = Saved(source)
+    for name, tensor in tensors.items():
+        entry = saved.tensors[name]
+        box = local_box(name, tensor)
+        if not name.startswith(_ERRORS) or box is None or not _is_of_same_parameter(entry, tensor):
+            continue
+        local = local_part(tensor)
+        with torch.no_grad():
+            local.zero_()
+            for row in range(entry.shape[0]):
+                part = Box((row, *box.offset[1:]), (1, *box.shape[1:]))
+                local.add_(saved.read(name, part).to(local.device))
+            local.div_(tensor.shape[0])
+
+
+def with_all_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For asking what of a saved state this rank needs: of errors the rows of all ranks, however many."""
+    return {
+        name: torch.empty(_ANY_ROWS, *tensor.shape[1:], device="meta") if name.startswith(_ERRORS) else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _is_of_same_parameter(entry: TensorEntry, tensor: Tensor) -> bool:
+    return entry.shape[1:] == tuple(tensor.shape[1:])

@@ -1,0 +1,222 @@
+"""Start from published weights: each rank reads the boxes that it holds, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wanma.checkpoint.conversion.huggingface_weights import PublishedWeights
+from wanma.checkpoint.format.local_shards import local_box, local_part
+from wanma.checkpoint.format.manifest import Box, overlap
+from wanma.job.errors import EXIT_USAGE, WanmaError, did_you_mean
+from wanma.job.run.worker import Worker
+from wanma.models.config.huggingface_config import FILE, read_config_file
+from wanma.models.state_dict.module_adapter import published_of
+from wanma.models.state_dict.tensor_mapping import Alternative, Piece, Published, choose, published_shapes
+from wanma.parallel.parallelize import Parallel
+
+READ_BYTES = 64 << 20
+"""Read at once, about: what a rank holds of the files beside its own parameters."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_SHOWN = 8
+
+
+def start_from_published(parallel: Parallel, folder: Path, worker: Worker) -> int:
+    """Fill the parameters of `parallel` from the published checkpoint in `folder`; every rank calls it.
+
+    Parameters that no published checkpoint has, such as adapters, keep their values.
+
+    Returns:
+        bytes that this rank read.
+
+    Raises:
+        WanmaError: names, shapes or settings differ; one message, the same on every rank, names them.
+    """
+    with PublishedWeights(folder) as weights:
+        found = [_compare(part, weights) for part in parallel.parts]
+        _require_agreement(found, weights, parallel, worker)
+        with torch.no_grad():
+            for part, comparison in zip(parallel.parts, found, strict=True):
+                for name, parameter in part.named_parameters():
+                    if pieces := comparison.pieces.get(name):
+                        box = local_box(name, parameter)
+                        assert box is not None  # parameters lie on this rank's own mesh
+                        fill(local_part(parameter), box, pieces, weights)
+                for name, buffer in _own_buffers(part):
+                    buffer.copy_(weights.read(name, (0,) * buffer.ndim, tuple(buffer.shape)))
+        return weights.bytes_read
+
+
+def published_names(parallel: Parallel) -> set[str]:
+    """Parameters here that a published checkpoint fills, and that need no initial value before."""
+    return {
+        name
+        for part in parallel.parts
+        if hasattr(part, "published")
+        for name, parameter in part.named_parameters()
+        if cast(Published, part).published(name, tuple(parameter.shape))
+    }
+
+
+@dataclass
+class _Comparison:
+    """One stage's parameters beside the tensors of the files."""
+
+    pieces: dict[str, Alternative] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    ignored: set[str] = field(default_factory=set)
+
+    @property
+    def known(self) -> set[str]:
+        """Tensors of the files that the stage fills, or leaves alone knowingly."""
+        return self.ignored | {piece.tensor for pieces in self.pieces.values() for piece in pieces}
+
+
+def _compare(part: nn.Module, weights: PublishedWeights) -> _Comparison:
+    model = published_of(part)
+    found = _Comparison()
+    if (weights.folder / FILE).is_file():
+        config = read_config_file(weights.folder, "checkpoint.start_from")
+        found.differences += model.published_differences(config)
+    for name, parameter in part.named_parameters():
+        alternatives = model.published(name, tuple(parameter.shape))
+        pieces = choose(alternatives, weights.files)
+        if pieces is not None:
+            found.pieces[name] = pieces
+        elif alternatives:
+            tensor = next(p.tensor for p in alternatives[0] if p.tensor not in weights.files)
+            found.differences.append(f"{tensor}: missing.{did_you_mean(tensor, weights.files)}")
+    for tensor, shape in published_shapes(found.pieces.values()).items():
+        if weights.shape(tensor) != shape:
+            found.differences.append(f"{tensor}: shape {shape} here, {weights.shape(tensor)} in the files")
+        elif weights.dtype(tensor) not in _FLOATS:
+            found.differences.append(f"{tensor}: dtype {weights.dtype(tensor)}, of quantized weights")
+    found.ignored = {tensor for tensor in weights.files if model.published_ignores(tensor)}
+    for name, buffer in _own_buffers(part):
+        if name not in weights.files:
+            found.differences.append(f"{name}: missing.{did_you_mean(name, weights.files)}")
+        elif weights.shape(name) != tuple(buffer.shape):
+            found.differences.append(
+                f"{name}: shape {tuple(buffer.shape)} here, {weights.shape(name)} in the files"
+            )
+    if not found.differences:
+        found.differences += _untied(found, model, weights)
+    return found
+
+
+def _own_buffers(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that the state dict of a module of one's own has; other models know theirs without files."""
+    if hasattr(part, "published"):
+        return []
+    saved = part.state_dict().keys()
+    return [(name, buffer) for name, buffer in part.named_buffers() if name in saved]
+
+
+def _untied(found: _Comparison, model: Published, weights: PublishedWeights) -> Iterator[str]:
+    """Tensors that this model holds once, but the files twice and unequal."""
+    for kept, other in model.published_ties:
+        used = {piece.tensor for pieces in found.pieces.values() for piece in pieces}
+        if not {kept, other} <= weights.files.keys() or not used & {kept, other}:
+            continue
+        shape = weights.shape(kept)
+        rows = max(READ_BYTES // (4 * max(shape[1], 1)), 1)
+        boxes = [((at, 0), (min(rows, shape[0] - at), shape[1])) for at in range(0, shape[0], rows)]
+        if weights.shape(other) != shape or not all(
+            torch.equal(weights.read(kept, *box), weights.read(other, *box)) for box in boxes
+        ):
+            yield f"{other}: differs from {kept}, but the model ties them (tie_word_embeddings)"
+
+
+def _require_agreement(
+    found: list[_Comparison], weights: PublishedWeights, parallel: Parallel, worker: Worker
+) -> None:
+    differences = [difference for comparison in found for difference in comparison.differences]
+    known = {tensor for comparison in found for tensor in comparison.known}
+    mine = (differences, known)
+    everyones = [mine] * worker.world_size
+    if worker.world_size > 1:
+        dist.all_gather_object(everyones, mine)
+    differences = list(dict.fromkeys(text for texts, _ in everyones for text in texts))
+    known = {tensor for _, tensors in everyones for tensor in tensors}
+    _refuse(differences, known, weights, type(parallel.parts[0]).__name__, parallel.parameter_names)
+
+
+def check_published(model: nn.Module, folder: Path) -> None:
+    """Compare a whole model, which may be on the meta device, with the published checkpoint in `folder`.
+
+    Raises:
+        WanmaError: as of `start_from_published`.
+    """
+    with PublishedWeights(folder) as weights:
+        found = _compare(model, weights)
+        names = [name for name, _ in model.named_parameters()]
+        _refuse(found.differences, found.known, weights, type(model).__name__, names)
+
+
+def _refuse(
+    differences: Sequence[str],
+    known: Collection[str],
+    weights: PublishedWeights,
+    model: str,
+    parameter_names: Collection[str],
+) -> None:
+    """Refuse files that differ from the model, or hold tensors that it has no place for.
+
+    Args:
+        known: tensors of the files that the model has a place for.
+    """
+    folder = weights.folder
+    extra = sorted(weights.files.keys() - set(known))
+    differences = [*differences, *(f"{tensor}: only in the files" for tensor in extra)]
+    if differences:
+        more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+        way_out = f"describe the model that was published: model.huggingface = '{folder}'"
+        if weights.files.keys() >= set(parameter_names):
+            way_out = (
+                "it has wanma's own names, as `wanma checkpoint convert --format safetensors` writes them: "
+                "start from the checkpoint itself, or from what `convert --weights` makes of it"
+            )
+        raise WanmaError(
+            f"checkpoint.start_from = '{folder}' holds another model than {model} as the job describes "
+            "it:\n    " + "\n    ".join(differences[:_SHOWN] + more),
+            way_out,
+            EXIT_USAGE,
+        )
+
+
+def fill(local: Tensor, box: Box, pieces: Alternative, weights: PublishedWeights) -> None:
+    """Copy into `local`, which is `box` of one parameter, some rows at a time."""
+    if not pieces[0].shape:  # a parameter that is one number
+        local.copy_(weights.read(pieces[0].tensor, (), ()))
+        return
+    for piece in pieces:
+        begin = (piece.first, *(0 for _ in piece.shape[1:]))
+        common = overlap(box, Box(begin, piece.shape))
+        if common is None:
+            continue
+        into, inside = common
+        for rows in _runs(inside[0], piece):
+            offset = (rows.start, *(cut.start for cut in inside[1:]))
+            shape = (len(rows), *(cut.stop - cut.start for cut in inside[1:]))
+            start = into[0].start + rows.start - inside[0].start
+            target = local[(slice(start, start + len(rows)), *into[1:])]
+            # Not kept under a name, which would hold it while the next is read.
+            target.copy_(
+                piece.to_parameter(offset, shape, weights.read(piece.tensor, *piece.region(offset, shape)))
+            )
+
+
+def _runs(rows: slice, piece: Piece) -> Iterator[range]:
+    """Rows of about `READ_BYTES` each; whole heads where they are turned."""
+    row_bytes = 4 * max(torch.Size(piece.shape[1:]).numel(), 1)
+    step = max(READ_BYTES // row_bytes, 1)
+    if piece.head_width is not None:
+        step = max(step // piece.head_width, 1) * piece.head_width
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))

@@ -1,0 +1,207 @@
+"""Fingerprints of a run's model, data and loss, which its checkpoints keep: one that carries on has the same.
+
+Weights are compared because a run that has ended returns its own, whatever model it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanma.data.datasets.fingerprint import digest, sampled
+from wanma.job.errors import WanmaError
+from wanma.job.run.run_directory import RunDirectory, write_json
+from wanma.models.model_spec import ModelSpec
+from wanma.models.user_modules.validation import check_ready
+from wanma.training.checkpointing.code_fingerprint import code_fingerprint, module_texts, same_code
+
+DEFAULT_LOSS = "default"
+_SEEDS = 1 << 32
+"""Seeds that people choose lie below; one that torch draws for itself has 53 bits."""
+_WAYS_OUT = (
+    "give the new run a name of its own (observe.name, or run_directory= in Python), or begin anew in its "
+    "place with checkpoint.resume = false (--fresh), which keeps the earlier checkpoints beside the new "
+    "ones; either may take that run's weights with checkpoint.start_from"
+)
+CHANGED = "changed"
+"""`checkpoint.resume` of a run that carries on with what has been changed meanwhile."""
+_CARRY_ON = "; if the change is meant, as of a mended error, carry on with checkpoint.resume = 'changed'"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Fingerprints of a run's data, model and loss; an empty one is not known and not compared."""
+
+    data: str = ""
+    model: str = ""
+    """Hash of its classes, settings, parameters' names and shapes."""
+    weights: str = ""
+    """Hash of the initial weights of an object that the user's program has made; "SEED:HASH" of what
+    `model.factory` makes under the job's seed."""
+    loss: str = ""
+    seeded: bool = False
+    """The weights are drawn under a seed: run again, the program makes the same ones."""
+
+    def values(self) -> dict[str, Any]:
+        """As a checkpoint keeps them."""
+        return {"data_fingerprint": self.data, "identity": asdict(replace(self, data=""))}
+
+
+UNKNOWN = Identity()
+"""Identity of a run of which nothing is compared."""
+
+
+def identity_of(model: nn.Module, *, seeded: bool) -> Identity:
+    """The part of a run's identity that its model has, as the user's program has made it.
+
+    Raises:
+        JobError: as of `check_ready`.
+    """
+    check_ready(model)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors]
+    structure = digest(*module_texts(model, set()), *shapes, _config(model))
+    # The code in it is compiled by a version of Python. "/2": attributes are part of it.
+    versioned = f"{code_fingerprint(None).split(':')[0]}/2:{structure}"
+    return Identity(model=versioned, weights=weights_fingerprint(model), seeded=seeded)
+
+
+def noting_identity(spec: ModelSpec, seed: int) -> tuple[ModelSpec, Callable[[], Identity]]:
+    """`spec` of a factory's model, and a function that returns the identity of what it has made.
+
+    Args:
+        seed: under which it is made.
+    """
+    found = UNKNOWN
+
+    def make() -> nn.Module:
+        nonlocal found
+        model = spec.make()
+        found = identity_of(model, seeded=True)
+        found = replace(found, weights=f"{seed}:{found.weights}")
+        return model
+
+    return replace(spec, make=make), lambda: found
+
+
+def _config(model: nn.Module) -> str:
+    """Config of a model of transformers as text, without the keys about where and how it was loaded."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_dict", None)):
+        return ""
+    loading = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "problem_type"}
+    return str(sorted((key, str(value)) for key, value in config.to_dict().items() if key not in loading))
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """Hash of a few elements of each parameter and of each buffer that is saved."""
+    saved = model.state_dict(keep_vars=True)
+    return digest(*(f"{n} {sampled(t)}" for n, t in saved.items() if isinstance(t, torch.Tensor)))
+
+
+def is_seeded() -> bool:
+    """Say whether this process has seeded torch with a number of somebody's choice."""
+    return torch.initial_seed() < _SEEDS
+
+
+def note_returned(run: RunDirectory, model: nn.Module) -> None:
+    """Keep the fingerprint of the weights that a run has put into the user's module: it may come back."""
+    write_json(_returned(run.path), {"weights": weights_fingerprint(model)})
+
+
+def check_identity(
+    mine: Identity,
+    values: Mapping[str, Any],
+    name: str,
+    directory: Path,
+    *,
+    is_over: bool,
+    is_retry: bool,
+    accepts: bool = False,
+) -> tuple[Identity, list[str]]:
+    """Compare with what a checkpoint keeps.
+
+    Args:
+        values: of the checkpoint.
+        name: of the checkpoint.
+        is_over: the run has no step left.
+        is_retry: the same program has been started again after a failure.
+        accepts: the run carries on with another model of the same tensors, other data or another loss, unless
+            it is over.
+
+    Returns:
+        the identity that the run's next checkpoints keep, and what to tell.
+
+    Raises:
+        WanmaError: the run is of another model, of other data or with another loss.
+    """
+    saved = Identity(**{**values.get("identity", {}), "data": values["data_fingerprint"]})
+    changed = dict(_changed(mine, saved))
+    if changed and (is_over or not accepts):
+        what, words = next(iter(changed.items()))
+        carry_on = "" if is_over else _CARRY_ON
+        way_out = f"put the {what} back as it was; or {_WAYS_OUT}{carry_on}"
+        raise WanmaError(f"{name} was saved while training {words}", way_out)
+    told = [f"{name} was saved while training {words}; carrying on" for words in changed.values()]
+    if accepts and not is_over:
+        known = {field: value for field, value in asdict(mine).items() if value}
+        return Identity(**{**asdict(saved), **known, "seeded": mine.seeded}), told
+    kept = Identity(
+        mine.data or saved.data,
+        mine.model or saved.model,
+        saved.weights or mine.weights,
+        mine.loss or saved.loss,
+        mine.seeded if mine.weights else saved.seeded,
+    )
+    if not saved.weights or not mine.weights or saved.weights == mine.weights or is_retry:
+        return kept, []
+    if mine.weights == _returned_weights(directory):
+        return kept, []
+    if not is_over and _seed(saved.weights) != _seed(mine.weights):
+        return kept, []
+    if is_over or (saved.seeded and mine.seeded):
+        of_factory = bool(_seed(mine.weights))
+        how = "model.factory, train.seed" if of_factory else "seed torch before the model is made"
+        raise WanmaError(
+            f"{name} is of a model that began with other weights than this one has"
+            + (", and its run has ended" if is_over else ""),
+            f"put the initial weights back as they were ({how}); or {_WAYS_OUT}",
+        )
+    return kept, [
+        "the model begins with other weights than at this run's first start, as one does that is drawn "
+        f"without a seed; the run goes on from {name}"
+    ]
+
+
+def _changed(mine: Identity, saved: Identity) -> Iterator[tuple[str, str]]:
+    """(what differs, words for what was trained on or with)."""
+    if saved.data and mine.data and saved.data != mine.data:
+        yield "data", "on other data than there are now"
+    if saved.model and mine.model and not same_code(saved.model, mine.model):
+        yield "model", "another model than this one"
+    if saved.loss and mine.loss and not same_code(saved.loss, mine.loss):
+        yield "loss", "with another loss than this one"
+
+
+def _seed(weights: str) -> str:
+    """Seed of a factory's weights; empty for those of an object."""
+    return weights.rpartition(":")[0]
+
+
+def _returned_weights(directory: Path) -> str | None:
+    path = _returned(directory)
+    try:
+        found = json.loads(path.read_text())["weights"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _returned(directory: Path) -> Path:
+    return directory / "returned.json"

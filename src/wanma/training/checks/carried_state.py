@@ -1,0 +1,381 @@
+"""A check before the first step that no forward pass leaves behind what depends on how the batch is cut.
+
+A plain loop has one pass per step, over the global batch. A counter that each pass raises, running statistics
+of the samples or a moving average of weights become others where a step has several passes, or each rank its
+own. Where that shows in buffers, weights or outputs, it is refused.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.data.datasets.dataset import Data
+from wanma.job.errors import AgreedError, JobError
+from wanma.models.layers.batch_norm import GroupedBatchNorm, noting_modules
+from wanma.parallel.data_parallel.global_batch import GlobalBatch
+from wanma.training.checks.sample_coupling import is_cut, refuse_together
+from wanma.training.checks.state_restoration import Undisturbed, undisturbed
+from wanma.training.loss.model_outputs import tensors_of
+from wanma.training.run.trainer import Trainer
+from wanma.training.step.forward_backward import ForwardBackward
+
+Forward = Callable[[Tensor], Any]
+"""From the numbers of some rows of a batch, (rows,), to what the model puts out for them."""
+
+_DRAWN = "what numpy.random or random draw in a forward"
+_ROWS = 4
+"""Samples that are enough to see it."""
+_SAME = 1e-5, 1e-2
+"""Relative difference that rounding may make between passes over the same rows, in fp32 and in 16 bits."""
+_OTHER_SHAPE = 5e-2
+"""Likewise between batches of other sizes."""
+
+
+def model_passes(trainer: Trainer, data: Data, forward_backward: ForwardBackward) -> tuple[Forward, int]:
+    """Forward passes of the model over the first samples to come, and how many these are."""
+    plan, samples = trainer.plan, trainer.job.train.global_batch
+    pipelined = plan.pp > 1
+    rows = plan.micro_batch if pipelined else min(samples, max(plan.micro_batch, 2))
+    first = trainer.state.samples
+    batch = data.batch(range(first, first + rows)).to(trainer.grid.device)
+
+    def forward(chosen: Tensor) -> Any:
+        part = replace(
+            batch,
+            inputs=tuple(x[chosen] for x in batch.inputs),
+            targets=batch.targets[chosen],
+            samples=batch.samples[: len(chosen)],
+            real=batch.real[: len(chosen)],
+            keywords={name: x[chosen] for name, x in batch.keywords.items()},
+        )
+        if not pipelined:
+            return forward_backward.output(part)
+        return [total.view(1) for total in forward_backward.evaluate_losses([part])]
+
+    return forward, rows
+
+
+def refuse_carried_state(
+    trainer: Trainer, forward: Forward, rows: int, *, others: tuple[object, ...] = (), whole: bool = True
+) -> None:
+    """Compare passes over rows of a batch after different passes before them; every rank calls it.
+
+    Nothing of it stays, and nothing is computed where a step is one pass of one rank.
+
+    Args:
+        rows: of the batch; a few of them are looked at.
+        others: objects beside the model that a forward may change.
+        whole: `forward` takes any number of rows; False: all of them only.
+
+    Raises:
+        JobError: the passes differ; all ranks raise it.
+    """
+    if not is_cut(trainer):
+        return
+    found = ""
+    with _quiet(trainer), undisturbed(trainer.state.parallel.parts, others) as kept:
+        passes = _Passes(trainer, forward, kept)
+        with suppress(_FailedError):
+            found = _found(passes, min(rows, _ROWS) if whole else rows, halves=whole and rows > 1)
+    trainer.state.parallel.begin_steps()
+    _refuse(trainer, found)
+
+
+class FirstForward:
+    """The same check in a user's own loop, with the arguments of the model's first call.
+
+    It also checks that outputs for a sample do not depend on the others of its micro-batch.
+    """
+
+    def __init__(self, trainer: Trainer, gathering: GlobalBatch, samples: Callable[[], Tensor]) -> None:
+        self._trainer, self._gathering, self._samples = trainer, gathering, samples
+        module = trainer.state.parallel.module
+        # Outside what is compiled.
+        check = torch.compiler.disable(self._check)
+        self._hook = module.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+
+    def _check(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._hook.remove()
+        samples, draws = self._samples(), self._trainer.state.parallel.draws
+        given, has_company = (arguments, keywords), len(samples) > 1
+        if not has_company:
+            given = tree_map_only(Tensor, lambda x: _with_company(x) if _is_by_row(x, 1) else x, given)
+            samples = torch.cat([samples, samples + 1])
+
+        def forward(rows: Tensor) -> Any:
+            def select(x: Tensor) -> Tensor:
+                return x[rows] if _is_by_row(x, len(samples)) else x
+
+            with draws.forward(module, samples[: len(rows)]) as drawing:
+                chosen, named = tree_map_only(Tensor, select, given)
+                output = module(*chosen, **named)
+                drawing.end()
+            return output
+
+        coupled = self._coupled(forward, len(samples), is_real=has_company)
+        if not self._gathering.is_used:
+            refuse_together(self._trainer, *coupled)
+            refuse_carried_state(self._trainer, forward, len(samples) if has_company else 1)
+
+    def _coupled(self, forward: Forward, rows: int, *, is_real: bool) -> tuple[bool, bool]:
+        """Return whether outputs depend on which other rows there are, and on how many."""
+        trainer, half = self._trainer, max(rows // 2, 1)
+        with _quiet(trainer), undisturbed(trainer.state.parallel.parts) as kept:
+            passes = _Passes(trainer, forward, kept)
+            try:
+                number = torch.arange(rows)
+                together = passes.run(number, is_real=is_real).outputs
+                if self._gathering.is_used:
+                    return False, False
+                # Ranks may have unlike numbers of rows, but gather parameters equally often.
+                repeated = passes.run(torch.where(number < half, number, number % half)).outputs
+                fewer = passes.run(number[:half]).outputs
+            except _FailedError:
+                return False, False
+            finally:
+                trainer.state.parallel.begin_steps()
+        of_rows = [
+            (one[:half], other[:half], alone)
+            for one, other, alone in zip(together, repeated, fewer, strict=False)
+            # A matrix of pairs is for the loss to use or not: `Dependence` sees it.
+            if len(one) == rows and len(alone) == half and one.shape[1:] == alone.shape[1:]
+        ]
+        by_content = any(_differ(one, other, passes.tolerance) for one, other, _ in of_rows)
+        return by_content, any(_differ(one, alone, _OTHER_SHAPE) for one, _, alone in of_rows)
+
+
+def _is_by_row(x: Tensor, rows: int) -> bool:
+    return x.ndim > 0 and len(x) == rows
+
+
+def _with_company(x: Tensor) -> Tensor:
+    """A sample, (1, ...), and another made of it: backwards, and a little smaller; flags stay as they are."""
+    if x.dtype == torch.bool:
+        return torch.cat([x, x])
+    other = x.flip(-1) if x.ndim > 1 else x
+    return torch.cat([x, other * 0.9 if x.is_floating_point() else other])
+
+
+class _FailedError(Exception):
+    """A user's code takes no other rows than those that it was given."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Output of a pass, and the tensors that are no longer as before the first."""
+
+    outputs: list[Tensor]
+    changes: dict[str, Tensor]
+    attributes_changed: bool
+
+    @property
+    def changes_anything(self) -> bool:
+        return bool(self.changes) or self.attributes_changed
+
+
+class _Passes:
+    """Forward passes that begin from the same state."""
+
+    def __init__(self, trainer: Trainer, forward: Forward, kept: Undisturbed) -> None:
+        self.trainer, self._forward, self._kept = trainer, forward, kept
+        plan = trainer.plan
+        self.draws = False
+        """A pass has drawn by numpy.random or random, whose numbers no sample keys."""
+        self.tolerance = _SAME[plan.precision in ("bf16", "fp16") or plan.fp8]
+        self.ranks = plan.data_ranks > 1
+        self.several = plan.pp > 1 or plan.accumulation(trainer.job.train.global_batch) > 1
+
+    @contextmanager
+    def on_other_weights(self) -> Iterator[_Passes]:
+        """From other weights: what follows the weights has arrived there before the first step."""
+        parts = self.trainer.state.parallel.parts
+        _move(weight for part in parts for weight in part.parameters())
+        with undisturbed(parts) as kept:
+            yield _Passes(self.trainer, self._forward, kept)
+
+    def run(self, *history: Tensor, is_real: bool = False) -> _Left:
+        """The last of several passes, one after the other.
+
+        Args:
+            is_real: the rows are those of a step, so that its refusal is theirs.
+
+        Raises:
+            _FailedError: one of them fails.
+            AgreedError: a real one uses other parts of the model than other ranks do.
+        """
+        output: Any = None
+        try:
+            for rows in history:
+                torch.manual_seed(0)
+                np.random.seed(0)
+                random.seed(0)
+                before = np.random.get_state(legacy=False)["state"]["pos"], random.getstate()
+                try:
+                    output = self._forward(rows)
+                except AgreedError:
+                    self._clear()  # some ranks may have come to `settle`: all have left it
+                    raise
+                except Exception:
+                    self._clear()
+                    self.trainer.state.parallel.settle()
+                    raise
+                finally:
+                    self.draws |= before != (
+                        np.random.get_state(legacy=False)["state"]["pos"],
+                        random.getstate(),
+                    )
+                self._clear()
+                self.trainer.state.parallel.settle()
+            outputs = [x.detach().clone() for x in tensors_of(output) if x.ndim > 0]
+            return _Left(outputs, self._kept.changes(), self._kept.attributes_changed)
+        except JobError:
+            raise
+        except Exception as error:
+            if is_real and isinstance(error, AgreedError):
+                raise
+            raise _FailedError from error
+        finally:
+            self._kept.put_back()
+
+    def _clear(self) -> None:
+        """Let go of what a pass has left: noted statistics, and parameters that it has made whole."""
+        for part in self.trainer.state.parallel.parts:
+            for module in noting_modules(part).values():
+                module.take()
+        self.trainer.state.parallel.rest()
+
+
+@torch.no_grad()
+def _move(weights: Iterable[nn.Parameter]) -> None:
+    """Change weights as steps would, the same way on all ranks that hold the same part of them."""
+    for weight in weights:
+        if weight.requires_grad:
+            part = local_part(weight)
+            places = torch.arange(part.numel(), device=part.device).view(part.shape)
+            part.mul_(1 + 0.05 * places.cos().to(part.dtype))
+
+
+def _found(passes: _Passes, rows: int, *, halves: bool) -> str:
+    """The name of what depends on the passes of a step; nothing where all is well."""
+    every = torch.arange(rows)
+    first, second = (every[: rows // 2], every[rows // 2 :]) if halves else (every, torch.zeros_like(every))
+    changes = passes.run(every).changes_anything
+    if _anywhere(passes.trainer, passes.draws):
+        return _DRAWN
+    if not _anywhere(passes.trainer, changes):
+        return ""
+    with passes.on_other_weights() as passes:
+        return _difference(passes, every, first, second, halves=halves)
+
+
+def _difference(passes: _Passes, every: Tensor, first: Tensor, second: Tensor, *, halves: bool) -> str:
+    whole, tolerance = passes.run(every), passes.tolerance
+    ones = {name: passes.run(*history) for name, history in _histories(every, first, second).items()}
+    found = ""
+    if passes.several:
+        found = _unlike(whole, ones["both"], tolerance) or _outputs(ones["second"], ones["both"], tolerance)
+        found = found or _outputs(ones["both, first"], ones["whole, first"], tolerance)
+    if passes.ranks or not halves:  # a rank sees its own rows only
+        found = found or _unlike(ones["first"], ones["second"], tolerance)
+        found = found or _unlike(whole, ones["first"], tolerance)
+        found = found or _outputs(ones["first, first"], ones["whole, first"], tolerance)
+    return found
+
+
+def _histories(every: Tensor, first: Tensor, second: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    return {
+        "first": (first,),
+        "second": (second,),
+        "both": (first, second),
+        "first, first": (first, first),
+        "whole, first": (every, first),
+        "both, first": (first, second, first),
+    }
+
+
+def _unlike(one: _Left, other: _Left, tolerance: float) -> str:
+    """The first tensor that two histories leave with unlike values."""
+    a, b = one.changes, other.changes
+    for name in dict.fromkeys((*a, *b)):
+        if name not in a or name not in b or _differ(a[name], b[name], tolerance):
+            return name
+    return ""
+
+
+def _outputs(one: _Left, other: _Left, tolerance: float) -> str:
+    pairs = zip(one.outputs, other.outputs, strict=False)
+    return "what the model puts out" if any(_differ(a, b, tolerance) for a, b in pairs) else ""
+
+
+def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return True
+    kind = torch.complex128 if one.is_complex() else torch.float64
+    a, b = one.to(kind), other.to(kind)
+    if not bool(a.isfinite().all()) or not bool(b.isfinite().all()):
+        return False
+    return bool((a - b).abs().sum() > tolerance * torch.maximum(a.abs(), b.abs()).sum())
+
+
+def _anywhere(trainer: Trainer, found: bool) -> bool:
+    verdict = torch.tensor(float(found), device=trainer.grid.device)
+    if trainer.plan.world_size > 1:
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    return bool(verdict)
+
+
+def _refuse(trainer: Trainer, found: str) -> None:
+    if not _anywhere(trainer, bool(found)):
+        return
+    plan, samples = trainer.plan, trainer.job.train.global_batch
+    names: list[str] = [found] * plan.world_size
+    if plan.world_size > 1:
+        dist.all_gather_object(names, found)
+    name = next(name for name in names if name)
+    count = plan.accumulation(samples)
+    cut = f"{plan.data_ranks} data ranks" if plan.data_ranks > 1 else f"one rank in {count} micro-batches"
+    remedy = (
+        "change nothing of the model in its forward, or only what no sample and no number of passes decides"
+    )
+    if name == _DRAWN:
+        remedy = "draw by torch, whose numbers wanma keys by sample"
+    raise JobError(
+        f"{name} depends on the forward passes before: a loop over the global batch of {samples} samples has "
+        f"one per step, and {cut} would train another model",
+        f"{remedy}; or train on one rank with parallel.micro_batch = {samples}",
+    )
+
+
+@contextmanager
+def _quiet(trainer: Trainer) -> Iterator[None]:
+    """Without gradients, uncompiled, and with grouped normalisation in evaluation mode."""
+    norms = [
+        (module, module.training)
+        for part in trainer.state.parallel.parts
+        for module in part.modules()
+        if isinstance(module, GroupedBatchNorm)
+    ]
+    with ExitStack() as stack:
+        if trainer.plan.compile or "torch._dynamo" in sys.modules:
+            # Compiled code is made for the shapes of the steps.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.no_grad())
+        for module, _ in norms:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, training in norms:
+                module.training = training

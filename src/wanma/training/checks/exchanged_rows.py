@@ -1,0 +1,222 @@
+"""Values of other micro-batches beside those of the first one, computed by a user's own loop as it runs.
+
+A loop gives losses, and no function from a batch to them that could be called again. So each operator that it
+runs outside of the model on the batch, or on what follows from it, is run on three further batches as well.
+With the halves A and B of the batch A B, these are B A, A A and B B. If losses add up, f(AB) + f(BA) =
+f(AA) + f(BB), also where only targets, or values without a gradient, tie a sample to others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from wanma.training.checkpointing.training_state import random_state, restore_random_state
+
+OTHERS = 3
+"""Batches beside the loop's own."""
+_OPERATORS_BETWEEN_LOOKS = 16
+"""Operators after which the memory of what the loop no longer holds is let go."""
+
+
+class ExchangedRows(TorchDispatchMode):
+    """Dispatch mode that follows the content of a batch through the operators of a loop.
+
+    Collectives and custom operators are not followed: what they give counts as the same in all batches. Nor
+    is what leaves torch, as a number of Python's.
+
+    Args:
+        tensors: the batch, each (rows, ...).
+    """
+
+    def __init__(self, rows: int, tensors: Iterable[Tensor], device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        half = rows // 2
+        self.rows, self._half = rows, half
+        first, second, rest = torch.arange(rows, device=device).split([half, half, rows - 2 * half])
+        self.halves = tuple(
+            torch.cat([one, other, rest])
+            for one, other in ((second, first), (first, first), (second, second))
+        )
+        self.is_active = True
+        """False in the model, of which a sample's output is known to depend on no other sample."""
+        self.is_unknown = rows < 2
+        """The loop has run what cannot be followed."""
+        self._others: dict[int, tuple[StorageWeakRef, list[torch.UntypedStorage]]] = {}
+        self._operators = 0
+        if not self.is_unknown:
+            self.follow(tensors, self.halves)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions be compiled, which torch would skip under another mode."""
+        return True
+
+    def follow(self, tensors: Iterable[Tensor], rows: Sequence[Tensor]) -> None:
+        """Begin to follow tensors (rows, ...), whose content in each other batch is that of some rows."""
+        for tensor in tensors:
+            if _is_plain(tensor) and tensor.ndim > 0 and len(tensor) == self.rows:
+                plain = tensor.detach()
+                try:
+                    self._keep(plain, [plain[chosen] for chosen in rows])
+                except (RuntimeError, ValueError):  # rows that share their memory
+                    self.is_unknown = True
+
+    def of(self, tensor: Any) -> list[Tensor] | None:
+        """Its values in the other batches; None where they are its own."""
+        found = self._storages(tensor)
+        return None if found is None else [_view(tensor, storage) for storage in found]
+
+    def rows_of_arguments(self, arguments: Any) -> Sequence[Tensor] | None:
+        """Rows of the model's output that belong to the other batches, by its arguments.
+
+        None where they belong to no batch: an argument of a sample is made of several samples.
+        """
+        pairs = [
+            (tensor.detach(), others)
+            for tensor in tree_leaves(arguments)
+            if isinstance(tensor, Tensor)
+            if (others := self.of(tensor)) is not None
+            if tensor.ndim > 0 and len(tensor) == self.rows
+        ]
+        if all(self._by_place(tensor, others) for tensor, others in pairs):
+            return self.halves
+        found = []
+        for number in range(OTHERS):  # samples in another order, such as sorted by length
+            same = torch.stack([_same_rows(others[number], tensor) for tensor, others in pairs]).all(0)
+            if not bool(same.any(1).all()):
+                return None
+            found.append(same.int().argmax(1))
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_active or self.is_unknown or func.namespace != "aten":
+            return func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(self._storages(x) is not None for x in tensors) or not all(map(_is_plain, tensors)):
+            return func(*args, **kwargs)
+        self._let_go()
+        try:
+            with torch.no_grad():
+                for tensor in _written(func, args, kwargs):
+                    if self._storages(tensor) is None:
+                        self._keep(tensor, [tensor] * OTHERS)
+        except Exception:
+            self.is_unknown = True
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        before = random_state() if draws else None
+        result = func(*args, **kwargs)
+        after = random_state() if draws else None
+        try:
+            self._run_others(func, args, kwargs, result, before)
+        except Exception:  # it cannot compute these: an index out of range, another number of elements
+            self.is_unknown = True
+        if after is not None:
+            restore_random_state(after)
+        return result
+
+    def _run_others(self, func: Any, args: Any, kwargs: Any, result: Any, random: Any) -> None:
+        results: list[list[Any]] = []
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for number in range(OTHERS):
+
+                def other(tensor: Tensor, number: int = number) -> Tensor:
+                    storages = self._storages(tensor)
+                    return tensor if storages is None else _view(tensor, storages[number])
+
+                given, named = tree_map_only(Tensor, other, (args, kwargs))
+                if random is not None:
+                    restore_random_state(random)
+                results.append(tree_leaves(func(*given, **named)))
+            for index, tensor in enumerate(tree_leaves(result)):
+                if isinstance(tensor, Tensor) and self._storages(tensor) is None:
+                    self._keep(tensor, [made[index] for made in results])
+
+    def _keep(self, tensor: Tensor, others: Sequence[Tensor]) -> None:
+        """Note the values of a tensor in the other batches, and of all in its memory."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return
+        found = self._storages(tensor)
+        made = found if found is not None else [storage.clone() for _ in others]
+        for one, values in zip(made, others, strict=True):
+            if values.shape != tensor.shape:
+                raise ValueError("another number of elements")
+            _view(tensor, one).copy_(values)
+        self._others[storage.data_ptr()] = StorageWeakRef(storage), made
+
+    def _storages(self, tensor: Any) -> list[torch.UntypedStorage] | None:
+        if not _is_plain(tensor):
+            return None
+        known = self._others.get(tensor.untyped_storage().data_ptr())
+        return None if known is None or known[0].expired() else known[1]
+
+    def _let_go(self) -> None:
+        self._operators += 1
+        if self._operators % _OPERATORS_BETWEEN_LOOKS == 0:
+            self._others = {key: known for key, known in self._others.items() if not known[0].expired()}
+
+    def _by_place(self, tensor: Tensor, others: list[Tensor]) -> bool:
+        """Return whether each row depends on its own sample and its place alone."""
+        second_first, first_first, second_second = others
+        half = self._half
+        return (
+            _equal(tensor[:half], first_first[:half])
+            and _equal(second_first[:half], second_second[:half])
+            and _equal(tensor[half : 2 * half], second_second[half : 2 * half])
+            and _equal(second_first[half : 2 * half], first_first[half : 2 * half])
+        )
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether it is a tensor whose memory can be looked at."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """The part of another storage that a tensor is of its own."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Arguments that an operator writes to."""
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [
+        (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
+    ]
+    return [
+        tensor
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tree_leaves(value)
+        if isinstance(tensor, Tensor)
+    ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_floating_point():
+        return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return torch.equal(one, other)
+
+
+def _same_rows(one: Tensor, other: Tensor) -> Tensor:
+    """(rows, rows) bool: which row of the one equals which row of the other."""
+    return torch.stack([(row == other).flatten(1).all(1) if other.ndim > 1 else row == other for row in one])

@@ -1,0 +1,41 @@
+"""A check in a user's own loop that has one sample per micro-batch: the first step has a gradient at all.
+
+A loss that compares samples has nothing to compare a lone one with. Most then depend on nothing: a softmax
+over one similarity is 1, and a mean over the batch is the sample itself. No other check sees it, because
+there is no second row to exchange. By chance, hardly ever do all samples of a step have no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.job.errors import JobError
+from wanma.parallel.data_parallel.global_batch import GlobalBatch
+from wanma.training.checks.sample_coupling import any_rank, is_cut
+from wanma.training.run.trainer import Trainer
+
+
+def has_lone_samples(trainer: Trainer) -> bool:
+    """Return whether steps are to come whose samples are computed one at a time."""
+    plan, samples = trainer.plan, trainer.job.train.global_batch
+    return is_cut(trainer) and math.ceil(plan.most_rows(samples) / plan.accumulation(samples)) == 1
+
+
+def refuse_lone_samples(trainer: Trainer, gathering: GlobalBatch) -> None:
+    """After the last backward of the first step; every rank calls it.
+
+    Raises:
+        JobError: no rank has a gradient other than zero.
+    """
+    gradients = (parameter.grad for parameter in trainer.state.updater.parameters.values())
+    found = any(bool(local_part(gradient).any()) for gradient in gradients if gradient is not None)
+    if any_rank(found or gathering.is_used, trainer):
+        return
+    raise JobError(
+        "no loss of the first step depends on the weights: each was computed of one sample alone "
+        f"(parallel.micro_batch = {trainer.plan.micro_batch}), with no others to compare it with",
+        "let the loss see all samples by wanma.global_batch (docs/python.md), or train on one rank with "
+        f"parallel.micro_batch = {trainer.job.train.global_batch}; if a sample is enough for the loss, see "
+        "that it follows the model's output",
+    )

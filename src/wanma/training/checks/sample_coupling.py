@@ -1,0 +1,344 @@
+"""A check before the first step that losses add up, however the global batch is cut into micro-batches.
+
+A plain loop computes the loss of a sample beside all others of the global batch. A layout that cuts the batch
+computes it beside others. Where that changes their sum, it would train another model: it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wanma.data.batch import Batch
+from wanma.data.datasets.dataset import Data
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.models.layers.batch_norm import GroupedBatchNorm, noting_modules
+from wanma.models.user_modules.forward_error import ForwardError, is_users
+from wanma.observe.units import count_text
+from wanma.parallel.data_parallel.global_batch import GlobalBatch, announce
+from wanma.parallel.parallelize import Parallel
+from wanma.training.checks.state_restoration import Undisturbed, undisturbed
+from wanma.training.run.trainer import Trainer
+
+Losses = Callable[[Batch], tuple[Tensor, Tensor]]
+"""From a batch to (sum of the losses of its real rows, their number)."""
+Sums = tuple[float, float]
+
+_ROWS = 4
+"""Samples that are enough to see it."""
+_SAME_SHAPE, _SAME_SHAPE_LOW = 1e-5, 1e-2
+"""Relative difference that rounding may make between batches of one shape, in fp32 and in 16 bits."""
+_OTHER_SHAPE = 5e-2
+"""Likewise between batches of other sizes: what depends on their size at all differs by far more."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A user's code, as it is to be checked."""
+
+    losses: Losses
+    model_is_own: bool = True
+    """False: the model is one of wanma's, of which only the loss is in question."""
+    others: tuple[object, ...] = ()
+    """Objects beside the model that a forward may change."""
+
+
+def refuse_coupling(trainer: Trainer, data: Data, checked: Checked, gathering: GlobalBatch) -> None:
+    """Compare sums of losses of some samples in different company.
+
+    Every rank computes the same few samples, without gradients, and nothing of it stays. Nothing is computed
+    where one rank has the whole global batch in one micro-batch: there any loss is that of a plain loop.
+
+    Raises:
+        JobError: the sums do not add up; all ranks raise it.
+    """
+    if not is_cut(trainer):
+        return
+    plan, state, samples = trainer.plan, trainer.state, trainer.job.train.global_batch
+    found: tuple[bool, bool] | None = None
+    failures: list[Exception] = []
+    usual = _usual_rows(plan, samples)
+    with ExitStack() as stack:
+        if plan.compile or "torch._dynamo" in sys.modules:
+            # Compiled code is made for the shapes of the steps.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.no_grad())
+        for rows in _rows(plan, samples):
+            batch = data.batch(range(state.samples, state.samples + rows)).to(trainer.grid.device)
+            recorded = _Recorded(lambda: gathering.refuse(plan, samples))
+            with undisturbed(state.parallel.parts, checked.others) as kept, announce(recorded):
+                failures.clear()  # of fewer rows: those of more decide
+                passes = _Passes(state.parallel, checked, recorded, kept, usual, failures)
+                found = _compare(trainer, batch, passes)
+                passes.end()
+            if found is not None:
+                break
+    refuse_together(trainer, *(found or (False, False)))
+    if failures and usual > 1:  # a sample alone has no others
+        trainer.message(_unchecked(failures[0], trainer, found is None), "warning")
+
+
+def is_cut(trainer: Trainer) -> bool:
+    """Return whether steps are to come whose samples are not all computed beside each other."""
+    plan, samples = trainer.plan, trainer.job.train.global_batch
+    whole = plan.data_ranks == 1 and plan.accumulation(samples) == 1
+    return not whole and samples > 1 and not trainer.state.is_over(trainer.job.train)
+
+
+def _rows(plan: Plan, samples: int) -> list[int]:
+    """Numbers of rows to try: few, and as many as a micro-batch has, if a user's code takes no others."""
+    largest = max(_usual_rows(plan, samples), 2)
+    if plan.pp > 1:  # whose stages are told their shapes
+        return [largest]
+    largest = min(largest, samples)
+    return list(dict.fromkeys((min(_ROWS, largest), largest)))
+
+
+def _usual_rows(plan: Plan, samples: int) -> int:
+    """Rows of a step's micro-batch, at most."""
+    if plan.pp > 1:
+        return plan.micro_batch
+    return math.ceil(plan.most_rows(samples) / plan.accumulation(samples))
+
+
+def _compare(trainer: Trainer, batch: Batch, passes: _Passes) -> tuple[bool, bool] | None:
+    """Return whether the sum of losses depends on which samples are together, and on how many.
+
+    With two halves A and B of a batch, sums that add up have f(AB) + f(BA) = f(AA) + f(BB), whatever is drawn
+    for each row, and f(AB) = f(A) + f(B). The first is of batches of one shape, and so exact to rounding. An
+    average over the micro-batch that is added to each of its losses adds up as well.
+
+    None where a user's code does not take so many rows.
+    """
+    plan, half = trainer.plan, batch.rows // 2
+    rows = torch.arange(batch.rows, device=batch.samples.device)
+    first, second, rest = rows.split([half, half, batch.rows - 2 * half])
+    if plan.pp > 1:
+        passes.run(batch, rows)  # before the first, stages are run once more, to tell each other their shapes
+    sums = [
+        passes.run(batch, torch.cat([one, other, rest]))
+        for one, other in ((first, second), (second, first), (first, first), (second, second))
+    ]
+    if sums[0] is None:
+        return None
+    ab, ba, aa, bb = sums
+    by_content = content_couples((ab, ba), (aa, bb), plan)
+    if plan.pp > 1:
+        return by_content, False
+    together = passes.run(batch, rows[: 2 * half]) if len(rest) else ab
+    parts = passes.run(batch, first), passes.run(batch, second, start=half)
+    by_number = _differ((together,), parts, _OTHER_SHAPE)
+    if any_rank(by_number, trainer):  # or by draws that no sample keys
+        by_number = by_number and not _differ(parts[:1], (passes.run(batch, first, seed=1),), _SAME_SHAPE)
+    return by_content, by_number
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Forwards that leave no trace."""
+
+    parallel: Parallel
+    checked: Checked
+    recorded: _Recorded
+    kept: Undisturbed
+    usual_rows: int
+    """Rows of a step's micro-batch."""
+    failures: list[Exception]
+    """Exceptions of passes that the user's code did not take."""
+
+    def run(self, batch: Batch, rows: Tensor, *, start: int = 0, seed: int = 0) -> Sums | None:
+        """The losses of `rows` of a batch, in the places from `start` on; None where that fails.
+
+        Args:
+            seed: of generators, so that all ranks draw the same.
+
+        Raises:
+            WanmaError: what training would raise, or what fails and is not the user's model or loss.
+        """
+        given = _selected(batch, rows, start)
+        self.recorded.begin(start)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        try:
+            with _uncoupling(self.parallel.parts, evaluates=not self.checked.model_is_own):
+                total, count = self.checked.losses(given)
+            return float(total), float(count)
+        except Exception as error:
+            if isinstance(error, WanmaError) and not isinstance(error, ForwardError):
+                raise
+            if not self._is_expected(error, len(rows)):
+                raise _broken(error, len(rows)) from error
+            self.failures.append(error)
+            return None
+        finally:
+            for part in self.parallel.parts:
+                for module in noting_modules(part).values():
+                    module.take()
+            self.kept.put_back()
+
+    def _is_expected(self, error: Exception, rows: int) -> bool:
+        """Return whether a pass may fail so: the user's model or loss does not take these rows, or a split
+        not so many."""
+        if is_users(error):
+            return True
+        if isinstance(error, torch.OutOfMemoryError) or rows == self.usual_rows:
+            return False
+        return isinstance(error, RuntimeError | ValueError)
+
+    def end(self) -> None:
+        """After the last one; every rank calls it."""
+        self.parallel.rest()
+        self.parallel.settle()
+        self.parallel.begin_steps()
+
+
+class _Recorded:
+    """Answers `global_batch` with the rows at hand, and in later passes with those of the first: losses that
+    gather the global batch then depend on nothing else of the batch."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+        self._given: list[Tensor] = []
+        self._next = self._start = 0
+
+    def begin(self, start: int) -> None:
+        """Begin the next pass, of rows in the places from `start` on."""
+        self._next, self._start = 0, start
+
+    def gather(self, x: Tensor) -> Tensor:
+        self._refuse()
+        if self._next == len(self._given):
+            self._given.append(x.detach().clone())
+        self._next += 1
+        return self._given[self._next - 1]
+
+    def indices(self, x: Tensor) -> Tensor:
+        self._refuse()
+        return torch.arange(self._start, self._start + len(x), device=x.device)
+
+
+@contextmanager
+def _uncoupling(parts: Iterable[nn.Module], *, evaluates: bool) -> Iterator[None]:
+    """Put in evaluation mode what couples samples by groups that the job fixes; `evaluates`: everything."""
+    were = [(module, module.training) for part in parts for module in part.modules()]
+    for module, _ in were:
+        if evaluates or isinstance(module, GroupedBatchNorm):
+            module.training = False
+    try:
+        yield
+    finally:
+        for module, training in were:
+            module.training = training
+
+
+def _selected(batch: Batch, rows: Tensor, start: int) -> Batch:
+    """The content of some rows in the places from `start` on, by which draws are keyed."""
+    places = slice(start, start + len(rows))
+    return replace(
+        batch,
+        inputs=tuple(tensor[rows] for tensor in batch.inputs),
+        targets=batch.targets[rows],
+        samples=batch.samples[places],
+        real=batch.real[places],
+        keywords={name: tensor[rows] for name, tensor in batch.keywords.items()},
+        named_targets=None
+        if batch.named_targets is None
+        else {name: tensor[rows] for name, tensor in batch.named_targets.items()},
+    )
+
+
+def _are_finite(sums: Iterable[Sums | None]) -> bool:
+    return all(one is not None and all(map(math.isfinite, one)) for one in sums)
+
+
+def _differ(ones: Sequence[Sums | None], others: Sequence[Sums | None], tolerance: float) -> bool:
+    """Return whether two sums of sums differ; false where one of them is not known."""
+    known = [sums for sums in (*ones, *others) if sums is not None and all(map(math.isfinite, sums))]
+    if len(known) < len(ones) + len(others):
+        return False
+    totals = zip(*known[: len(ones)], strict=True), zip(*known[len(ones) :], strict=True)
+    return any(
+        abs(sum(a) - sum(b)) > tolerance * max(sum(map(abs, a)), sum(map(abs, b)))
+        for a, b in zip(*totals, strict=True)
+    )
+
+
+def _broken(error: Exception, rows: int) -> WanmaError:
+    """Error of a check that fails for another reason than the user's code."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        hint = "it needs no more than a micro-batch without gradients: lower parallel.micro_batch"
+    else:
+        hint = "nothing was trained; the rank's log has the whole traceback"
+    return WanmaError(
+        f"the check that losses add up over micro-batches failed on {count_text(rows, 'sample')}: "
+        f"{type(error).__name__}: {error}",
+        hint,
+    )
+
+
+def _unchecked(error: Exception, trainer: Trainer, is_whole: bool) -> str:
+    """Warning of a check that could not be made, wholly or of some samples."""
+    what = "whether" if is_whole else "in part whether"
+    cause = (str(error).splitlines() or [""])[0]
+    if not isinstance(error, WanmaError):
+        cause = f"{type(error).__name__}: {cause}"
+    return (
+        f"it could not be checked {what} the loss of a sample depends on others of its micro-batch, for the "
+        f"model or the loss does not take the samples that are compared ({cause}); where it depends on them, "
+        "this layout trains another model: compare some steps with those of one rank and "
+        f"parallel.micro_batch = {trainer.job.train.global_batch}"
+    )
+
+
+def content_couples(ones: Sequence[Sums | None], others: Sequence[Sums | None], plan: Plan) -> bool:
+    """Return whether sums over batches of one shape, f(AB) + f(BA) and f(AA) + f(BB), differ.
+
+    Those of samples beside copies of themselves differ, too, if they alone are not finite.
+    """
+    if None not in (*ones, *others) and _are_finite(ones) and not _are_finite(others):
+        return True
+    low = plan.precision in ("bf16", "fp16") or plan.fp8
+    return _differ(ones, others, _SAME_SHAPE_LOW if low else _SAME_SHAPE)
+
+
+def any_rank(found: bool, trainer: Trainer) -> bool:
+    """Return whether any rank has found something; every rank calls it."""
+    trainer.state.parallel.meet()
+    verdict = torch.tensor(float(found), device=trainer.grid.device)
+    if trainer.plan.world_size > 1:
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+    return bool(verdict)
+
+
+def refuse_together(trainer: Trainer, by_content: bool, by_number: bool) -> None:
+    """Refuse what any rank has found; every rank calls it.
+
+    Args:
+        by_content: losses depend on which other samples there are.
+        by_number: they depend on how many.
+    """
+    plan, samples = trainer.plan, trainer.job.train.global_batch
+    by_content, by_number = any_rank(by_content, trainer), any_rank(by_number, trainer)
+    if not by_content and not by_number:
+        return
+    what = "which other samples share" if by_content else "how many samples share"
+    count = plan.accumulation(samples)
+    cut = f"{plan.data_ranks} data ranks" if plan.data_ranks > 1 else f"one rank in {count} micro-batches"
+    raise JobError(
+        f"the loss of a sample depends on {what} its micro-batch, and {cut} would train another model than a "
+        f"loop over the global batch of {samples} samples",
+        "let the loss or the model see all of it by wanma.global_batch (docs/python.md), and divide by no "
+        "number of rows: wanma divides once by all targets; or train on one rank with "
+        f"parallel.micro_batch = {samples}",
+    )

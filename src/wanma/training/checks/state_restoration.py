@@ -1,0 +1,182 @@
+"""Forwards before the first step that leave no trace: weights, buffers, attributes and generators return."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wanma.checkpoint.format.local_shards import local_part
+from wanma.models.user_modules.user_attributes import ATTRIBUTES_OF_MODULES, is_users
+from wanma.training.checkpointing.training_state import random_state, restore_random_state
+
+_SMALL_BYTES = 64 << 20
+
+
+class Undisturbed:
+    """The state of modules and of this process's generators, to be put back any number of times.
+
+    It covers parameters and their `requires_grad`, buffers, training mode, the generators of torch, numpy and
+    Python, and attributes of users' classes: numbers, tensors, arrays and containers of Python, of which
+    copies are made.
+
+    Args:
+        modules: with all that is in them.
+        others: further objects of users, such as a loss.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[object] = ()) -> None:
+        roots = [*modules, *(one for one in others if isinstance(one, nn.Module))]
+        held = list(dict.fromkeys(one for root in roots for one in root.modules()))
+        self._tensors = [(tensor, local_part(tensor).detach().clone()) for tensor in _kept(held)]
+        self._places = {
+            f"{path}.{name}" if path else name: (module, name)
+            for root in roots
+            for path, module in root.named_modules()
+            for name in (*module._parameters, *module._buffers)
+        }
+        self._names = [(one, dict(one._buffers), one.training) for one in held]
+        parameters = _once(parameter for one in held for parameter in one._parameters.values())
+        self._trained = [(parameter, parameter.requires_grad) for parameter in parameters]
+        plain = [one for one in others if not isinstance(one, nn.Module)]
+        users = [one for one in (*held, *plain) if is_users(one)]
+        self._attributes = [(one, _copied(vars(one))) for one in users]
+        self._generators = random_state(), np.random.get_state(), random.getstate()
+
+    @torch.no_grad()
+    def changes(self) -> dict[str, Tensor]:
+        """This rank's parts of the parameters and buffers that are not what they were, by name."""
+        values = {id(tensor): value for tensor, value in self._tensors}
+        buffers = {id(module): before for module, before, _ in self._names}
+        found: dict[str, Tensor] = {}
+        for full_name, (module, name) in self._places.items():
+            now = module._parameters.get(name, module._buffers.get(name))
+            before = buffers[id(module)].get(name, now)
+            value = values.get(id(before))
+            if now is None or value is None:
+                continue
+            part = local_part(now).detach()
+            if part.shape != value.shape or not torch.equal(part, value):
+                found[full_name] = part.clone()
+        return found
+
+    @property
+    def attributes_changed(self) -> bool:
+        """Return whether an attribute of a user's class is not what it was."""
+        return any(_is_changed(one, attributes) for one, attributes in self._attributes)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for module, buffers, training in self._names:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.training = training
+        for parameter, is_trained in self._trained:
+            parameter.requires_grad_(is_trained)
+        for tensor, value in self._tensors:
+            _write(local_part(tensor), value)
+        for one, attributes in self._attributes:
+            _restore(one, attributes)
+        of_torch, of_numpy, of_python = self._generators
+        restore_random_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+@contextmanager
+def undisturbed(modules: Iterable[nn.Module], others: Iterable[object] = ()) -> Iterator[Undisturbed]:
+    """Put everything back at the end; arguments as of `Undisturbed`."""
+    kept = Undisturbed(modules, others)
+    try:
+        yield kept
+    finally:
+        kept.put_back()
+
+
+def _kept(modules: list[nn.Module]) -> list[Tensor]:
+    """Tensors to copy: as much memory as their gradients will need, which are not there yet.
+
+    Frozen parameters that are far more than the trained ones are a base of adapters: no forward changes them.
+    """
+    parameters = _once(parameter for one in modules for parameter in one._parameters.values())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    few = _bytes(frozen) <= _bytes(trained) + _SMALL_BYTES
+    return [
+        *trained,
+        *(frozen if few else ()),
+        *_once(buffer for one in modules for buffer in one._buffers.values()),
+    ]
+
+
+def _once(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """(value, copy of its content) by name."""
+    return {
+        name: (value, _content(value))
+        for name, value in attributes.items()
+        if name not in ATTRIBUTES_OF_MODULES
+    }
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return local_part(value).detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return copy.copy(value) if type(value) in (list, dict, set, deque) else None
+
+
+def _restore(one: object, attributes: dict[str, tuple[Any, Any]]) -> None:
+    now = vars(one)
+    for name in now.keys() - attributes.keys() - ATTRIBUTES_OF_MODULES:
+        del now[name]
+    for name, (value, content) in attributes.items():
+        now[name] = value
+        if content is None:
+            continue
+        if isinstance(value, Tensor):
+            _write(local_part(value), content)
+        elif isinstance(value, np.ndarray):
+            value[...] = content
+        else:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+def _is_changed(one: object, attributes: dict[str, tuple[Any, Any]]) -> bool:
+    now = {name: value for name, value in vars(one).items() if name not in ATTRIBUTES_OF_MODULES}
+    if now.keys() != attributes.keys():
+        return True
+    for name, (value, content) in attributes.items():
+        current = now[name]
+        if current is not value and not (isinstance(value, int | float | str) and current == value):
+            return True
+        if isinstance(value, Tensor):
+            if not torch.equal(local_part(value), content):
+                return True
+        elif isinstance(value, np.ndarray):
+            if not np.array_equal(value, content):
+                return True
+        elif content is not None and len(content) != len(value):
+            return True
+    return False
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape == value.shape and not torch.equal(tensor, value):
+        tensor.copy_(value)

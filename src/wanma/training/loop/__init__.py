@@ -1,0 +1,1 @@
+"""Entry points of training: worker, loop of a whole job, session in a user's loop, dry run."""

@@ -1,0 +1,61 @@
+"""The metric of validation by which `checkpoint.keep_best` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from wanma.checkpoint.store.best_metric import BestBy
+from wanma.job.errors import JobError, did_you_mean
+from wanma.job.sections.checkpoint import CheckpointSection
+
+
+def best_rule(section: CheckpointSection) -> BestBy:
+    """The job's metric and its direction."""
+    return BestBy(section.best_metric, section.best_mode)
+
+
+def best_value(section: CheckpointSection, metrics: Mapping[str, float]) -> float:
+    """The value of that metric, of one validation.
+
+    Raises:
+        JobError: there is no such metric.
+    """
+    check_metric("checkpoint.best_metric", section.best_metric, metrics)
+    return metrics[section.best_metric]
+
+
+def check_best_metric(section: CheckpointSection, known: Iterable[str] | None, samples: int) -> None:
+    """Refuse to compare checkpoints by a metric that validation does not give.
+
+    Args:
+        known: names of the metrics; None: not known yet.
+        samples: of the validation data.
+
+    Raises:
+        JobError: names the key.
+    """
+    if section.best_metric == "loss":
+        return
+    if samples == 0:
+        raise JobError(
+            f"checkpoint.best_metric = '{section.best_metric}', but the data has no validation part",
+            "set data.validation_fraction, or give a pair (training, validation)",
+        )
+    if known is not None:
+        check_metric("checkpoint.best_metric", section.best_metric, known)
+
+
+def check_metric(key: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a metric that is not among those of validation.
+
+    Args:
+        key: of the job, which names it.
+
+    Raises:
+        JobError: names those that there are.
+    """
+    if name not in (names := list(known)):
+        raise JobError(
+            f"{key} = '{name}': validation gives no such metric.{did_you_mean(name, names)}",
+            f"it gives {', '.join(names)}; own ones: metrics= of wanma.train, train.metrics of a job",
+        )

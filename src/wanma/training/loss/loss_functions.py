@@ -1,0 +1,224 @@
+"""Losses as sums with their target counts, so that only the global batch divides (law 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from wanma.data.batch import IGNORED, Batch
+from wanma.job.errors import WanmaError
+from wanma.models.user_modules.forward_error import loss_error
+from wanma.models.user_modules.label_task import LABEL_KEYS
+from wanma.training.loss.cross_entropy import cross_entropy_sum
+from wanma.training.loss.target_counting import Counting, Losses, UserLoss
+
+LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+"""(model output, batch) -> (sum of the losses of real targets, their number)."""
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Cross entropy: the loss of text, labelled images, and of own data by default."""
+
+    spend: bool = False
+    """As of `cross_entropy_sum`."""
+    classes_last: bool = False
+    """Logits are known to be (..., classes). Otherwise those of more than two dims may also be (rows,
+    classes, ...), as torch has them: their shape beside the targets' tells, or they are refused."""
+
+    def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of real targets, and their number.
+
+        Raises:
+            WanmaError: the output has no logits, logits that do not fit the targets, or targets that
+                are no classes of theirs.
+        """
+        loss = self.sum(self._logits(output, batch), batch.targets, class_range([batch]))
+        return loss, (batch.targets != IGNORED).sum()
+
+    def losses(self, output: Any, batch: Batch) -> Losses:
+        """One loss per target, and which of them count."""
+        arranged = self._checked(self._logits(output, batch), batch.targets, class_range([batch]))
+        precise = arranged.to(torch.promote_types(arranged.dtype, torch.float32))
+        classes = batch.targets.long().flatten()
+        losses = F.cross_entropy(precise.flatten(0, -2), classes, ignore_index=IGNORED, reduction="none")
+        return losses.view(batch.targets.shape), batch.targets != IGNORED
+
+    def sum(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None = None) -> Tensor:
+        """Sum of the losses of targets that are not `IGNORED`.
+
+        Args:
+            classes: least and largest of the targets, if known.
+        """
+        return cross_entropy_sum(self._checked(logits, targets, classes), targets.long(), spend=self.spend)
+
+    def _logits(self, output: Any, batch: Batch) -> Tensor:
+        require_one_target(
+            batch,
+            "cross entropy, the default loss,",
+            "give a loss, which gets the dict: loss= of wanma.train",
+        )
+        logits = logits_of(output)
+        if not self.classes_last and logits is not output and logits.ndim > 2:
+            _refuse_unknown_labels(output, batch)
+        return logits
+
+    def _checked(self, logits: Tensor, targets: Tensor, classes: tuple[int, int] | None) -> Tensor:
+        """Logits (..., classes) that fit the targets."""
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise WanmaError(
+                f"the targets are {targets.dtype}, but cross entropy, the default loss, is of classes",
+                "give integers as targets, or a loss of your own: loss= of wanma.train, model.loss of a job",
+            )
+        arranged = self._arranged(logits, targets)
+        if classes is not None and not 0 <= classes[0] <= classes[1] < arranged.shape[-1]:
+            wrong = classes[0] if classes[0] < 0 else classes[1]
+            raise WanmaError(
+                f"a target is class {wrong}, but the model tells {arranged.shape[-1]} classes apart: "
+                f"0 to {arranged.shape[-1] - 1}",
+                f"mend the data or the model; a target of {IGNORED} counts for nothing",
+            )
+        return arranged
+
+    def _arranged(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(..., classes) of logits that may be (rows, classes, ...)."""
+        shape = tuple(logits.shape)
+        last = shape[:-1] == tuple(targets.shape)
+        second = not self.classes_last and len(shape) > 2 and shape[:1] + shape[2:] == tuple(targets.shape)
+        if last and second:
+            raise WanmaError(
+                f"logits of shape {shape} for targets of shape {tuple(targets.shape)} may have their classes "
+                "in dim 1, as torch's cross entropy takes them, or in the last dim, as language models have "
+                "them",
+                "give the loss: loss=torch.nn.CrossEntropyLoss(reduction='none') takes dim 1; for the last, "
+                "loss=lambda logits, targets: F.cross_entropy(logits.movedim(-1, 1), targets, "
+                "reduction='none')",
+            )
+        if not last and not second:
+            raise WanmaError(
+                f"the model gives logits of shape {shape} for targets of shape {tuple(targets.shape)}, but "
+                "cross entropy, the default loss, takes (..., classes) for (...), or (rows, classes, ...) "
+                "for (rows, ...)",
+                "mend the shapes, or give a loss of your own: loss= of wanma.train, model.loss of a job",
+            )
+        return logits if last else logits.movedim(1, -1)
+
+
+def classification_loss(output: Any, batch: Batch, *, spend: bool = False) -> tuple[Tensor, Tensor]:
+    """`Classification` of logits whose classes are the last dim."""
+    return Classification(spend, classes_last=True)(output, batch)
+
+
+def class_range(batches: Iterable[Batch]) -> tuple[int, int] | None:
+    """Least and largest class among the targets of some batches; None where none is known."""
+    known = [batch.class_range for batch in batches if batch.class_range is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+def logits_of(output: Any) -> Tensor:
+    """A model's logits: its output, or what this has under that name, as in models of transformers.
+
+    Raises:
+        WanmaError: there are none.
+    """
+    logits = _logits(output)
+    if logits is None:
+        raise WanmaError(
+            f"the model returns {_described(output)}, of which cross entropy, the default loss, takes no "
+            "logits",
+            "return a tensor, or an object or dict with `logits`; or give a loss of your own, which gets "
+            "the output as it is: loss= of wanma.train, model.loss of a job",
+        )
+    return logits
+
+
+def right_classes(output: Any, targets: Tensor) -> Tensor | int:
+    """Number of samples whose largest logit is that of their class; 0 where that means nothing."""
+    logits = _logits(whole_output(output))
+    if targets.ndim != 1 or targets.is_floating_point() or logits is None or logits.ndim != 2:
+        return 0
+    return (whole_output(logits).argmax(dim=-1) == targets).sum() if len(logits) == len(targets) else 0
+
+
+def user_loss(function: UserLoss, *, by_position: bool = False) -> LossFunction:
+    """Wrap a user's per-target loss, so that padding rows count nothing.
+
+    Args:
+        by_position: ranks share each sample's sequence, so losses must be those of single positions.
+    """
+    count = Counting(function)
+
+    def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        whole = whole_output(output)
+        if by_position:
+            require_one_target(batch, "parallel.cp", "set parallel.cp = 1")
+        try:
+            losses = function(whole, batch.given_targets)
+        except Exception as error:
+            if batch.named_targets is not None:
+                raise
+            if (told := loss_error(error, function, whole, batch.targets)) is None:
+                raise
+            raise told from error
+        alone = losses[0] if isinstance(losses, tuple) and losses else losses
+        if by_position and isinstance(alone, Tensor) and alone.shape[:2] != batch.targets.shape[:2]:
+            raise WanmaError(
+                f"the loss has shape {tuple(alone.shape)} for targets of {tuple(batch.targets.shape)}, but "
+                "under parallel.cp a rank sees a part of each sequence and knows the losses of its positions",
+                "return one loss per position, or set parallel.cp = 1",
+            )
+        return count(losses, batch)
+
+    return loss
+
+
+def require_one_target(batch: Batch, what: str, way_out: str) -> None:
+    """Refuse samples whose target is a dict.
+
+    Args:
+        what: takes one tensor.
+
+    Raises:
+        WanmaError: names the keys.
+    """
+    if batch.named_targets is not None:
+        raise WanmaError(
+            f"the samples' target is a dict of {', '.join(batch.named_targets)}, but {what} takes one tensor",
+            way_out,
+        )
+
+
+def whole_output(output: Any) -> Any:
+    """A model's output for code that knows no ranks: logits that are split over the vocabulary, gathered."""
+    return output.full_tensor() if isinstance(output, DTensor) else output
+
+
+def _refuse_unknown_labels(output: Any, batch: Batch) -> None:
+    """Refuse labels of a module that wraps a model of transformers, which may mean them shifted or not."""
+    of_transformers = any(kind.__name__ == "ModelOutput" for kind in type(output).__mro__)
+    if of_transformers and batch.target_key in LABEL_KEYS:
+        raise WanmaError(
+            f"the model is none of transformers' own and returns a {type(output).__name__}: it is not known "
+            f"whether its {batch.target_key} belong to their own places or to those before",
+            "train the model of transformers itself; or call the key `target`, which belongs to its own "
+            "place; or give a loss of your own",
+        )
+
+
+def _logits(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
+    return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")

@@ -1,0 +1,192 @@
+"""Datasets for `transformers`: dicts with `labels`, taken as the model's own loss takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wanma.data.batch import IGNORED, Batch
+from wanma.data.datasets.dataset import Data, class_range
+from wanma.data.datasets.map_dataset import CustomData
+from wanma.job.errors import JobError, WanmaError
+from wanma.models.model_spec import ModelSpec
+from wanma.models.user_modules.label_task import LABEL_KEYS, Task, base_of_adapters, label_task
+from wanma.parallel.parallelize import Parallel
+from wanma.training.loss.loss_functions import Classification, LossFunction, logits_of, require_one_target
+from wanma.training.loss.target_counting import Losses, sum_losses
+
+_OF_DECODERS = {"attention_mask": "documents", "position_ids": "positions"}
+"""Keys that wanma's decoders and `model.huggingface` take, and the keywords by which they take them."""
+
+
+def default_loss(spec: ModelSpec, data: Data, parallel: Parallel) -> LossFunction:
+    """The loss of a job that names none: of the model's own library, or cross entropy.
+
+    Own data are told what the model means by `labels`.
+
+    Raises:
+        JobError: they have some, and the loss of the model's class is not known.
+    """
+    # A module of the user's may have kept its logits, to look at later.
+    plain = Classification(spend=spec.layout is not None, classes_last=spec.layout is not None)
+    if not isinstance(data, CustomData):
+        return replace(plain, classes_last=plain.classes_last or data.kind == "tokens")
+    if spec.kind == "tokens":
+        data.read_labels = partial(for_decoder, equal_keys=parallel.pipeline is not None)
+        return plain
+    if len(parallel.parts) > 1 or parallel.pipeline is not None:
+        return plain
+    model = parallel.module
+    try:
+        task = label_task(model)
+    except JobError as error:
+        data.read_labels = partial(_refuse, error)
+        return plain
+    if task is None:
+        return plain
+    data.read_labels = reading_labels(model, task)
+    if task == "samples":
+        return SampleLabels(base_of_adapters(model).config)
+    return replace(plain, classes_last=True)
+
+
+def default_losses(model: nn.Module, output: Any, batch: Batch) -> Losses:
+    """One loss per target, and which of them count, by the rule of `default_loss`.
+
+    Raises:
+        JobError: the batch has `labels`, and the loss of the model's class is not known.
+    """
+    has_labels = batch.target_key in LABEL_KEYS and batch.named_targets is None
+    task = label_task(model) if has_labels else None
+    if task == "causal":
+        batch = _for_causal(batch)
+    if task == "samples":
+        return SampleLabels(base_of_adapters(model).config).losses(output, batch)
+    return Classification(classes_last=task is not None).losses(output, batch)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Targets of (rows, sequence) labels: at each position the next one, and none at the last."""
+    return torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], dim=1)
+
+
+def reading_labels(model: nn.Module, task: Task) -> Callable[[Batch], Batch]:
+    """Make the function that prepares a batch with `labels` for a model of transformers."""
+    if task == "causal":
+        return _for_causal
+    if task == "sequence_to_sequence":
+        prepare: Any = base_of_adapters(model).prepare_decoder_input_ids_from_labels
+
+        def for_decoder(batch: Batch) -> Batch:
+            if {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.keywords):
+                return batch
+            return replace(
+                batch, keywords={**batch.keywords, "decoder_input_ids": prepare(labels=batch.targets)}
+            )
+
+        return for_decoder
+    return lambda batch: batch
+
+
+def for_decoder(batch: Batch, *, equal_keys: bool) -> Batch:
+    """A batch of input_ids, labels and perhaps attention_mask and position_ids for a decoder of wanma's.
+
+    Padding becomes a document of its own, which no token sees.
+
+    Args:
+        equal_keys: keep an attention_mask that masks nothing, because all batches must have it.
+
+    Raises:
+        WanmaError: keys that the model would not be given, masks of other shapes, or a target that is
+            predicted from padding.
+    """
+    keywords = dict(batch.keywords)
+    inputs = (keywords.pop("input_ids"),) if "input_ids" in keywords else batch.inputs
+    if left := sorted(set(keywords) - set(_OF_DECODERS)):
+        raise WanmaError(
+            f"data: samples have {', '.join(left)}, which the model does not take",
+            "keep input_ids, labels, attention_mask and position_ids, and leave the rest out",
+        )
+    batch = _for_causal(replace(batch, inputs=inputs, keywords=keywords))
+    mask = keywords.pop("attention_mask", None)
+    given = {_OF_DECODERS[name]: tensor for name, tensor in keywords.items()}
+    if mask is not None and (equal_keys or not bool(mask.all())):
+        if mask.shape != batch.targets.shape:
+            raise WanmaError(
+                f"data: attention_mask has the shape {tuple(mask.shape[1:])} per sample, but must say of "
+                f"each of the {batch.targets.shape[1]} tokens whether it is one",
+                "leave it out, or give 1 for tokens and 0 for padding",
+            )
+        if bool(((batch.targets != IGNORED) & (mask == 0)).any()):
+            raise WanmaError(
+                "data: a label is predicted from a token that attention_mask leaves out",
+                f"give {IGNORED} as label of padding",
+            )
+        given["documents"] = mask.long()
+    return replace(batch, keywords=given)
+
+
+def _refuse(error: JobError, _: Batch) -> Batch:
+    raise error
+
+
+def _for_causal(batch: Batch) -> Batch:
+    tokens = batch.keywords.get("input_ids", batch.inputs[0] if batch.inputs else batch.targets)
+    if batch.targets.ndim != 2 or batch.targets.shape != tokens.shape[:2]:
+        raise WanmaError(
+            f"data: labels have the shape {tuple(batch.targets.shape[1:])} per sample for tokens of "
+            f"{tuple(tokens.shape[1:])}, but a causal language model has a label for each token",
+            f"give labels like input_ids, {IGNORED} where none counts; other targets under the key `target`",
+        )
+    targets = shifted(batch.targets)
+    return replace(batch, targets=targets, class_range=class_range(targets))
+
+
+@dataclass(frozen=True)
+class SampleLabels:
+    """The loss of transformers' classifiers of whole samples, by the config's `problem_type`."""
+
+    config: Any
+
+    def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of real targets, and their number; an ignored class is none."""
+        return sum_losses(self.losses(output, batch), batch)
+
+    def losses(self, output: Any, batch: Batch) -> Losses:
+        """One loss per target, and which of them count."""
+        require_one_target(batch, "the model's own loss", "give a loss, which gets the dict")
+        logits, labels = logits_of(output), batch.targets
+        kind = self._problem(labels)
+        if kind == "single_label_classification":
+            return Classification(classes_last=True).losses(logits, replace(batch, targets=labels.flatten()))
+        losses = _elementwise(kind, logits, labels)
+        return losses, torch.ones_like(losses, dtype=torch.bool)
+
+    def _problem(self, labels: Tensor) -> str:
+        """As transformers find out from the first batch."""
+        given = self.config.problem_type
+        if given is not None:
+            return str(given)
+        if self.config.num_labels == 1:
+            return "regression"
+        is_class = labels.dtype in (torch.int64, torch.int32)
+        return "single_label_classification" if is_class else "multi_label_classification"
+
+
+def _elementwise(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.numel() != labels.numel():
+        raise WanmaError(
+            f"the model gives logits of shape {tuple(logits.shape)} for labels of {tuple(labels.shape)}",
+            "mend the labels, or the config's num_labels and problem_type",
+        )
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    measured = labels.reshape(logits.shape).to(precise.dtype)
+    if kind == "regression":
+        return (precise - measured).square()
+    return F.binary_cross_entropy_with_logits(precise, measured, reduction="none")

@@ -1,0 +1,135 @@
+"""A loss of the user's, made ready for a rank, and refused where it would train or remember by itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wanma.job.errors import JobError, WanmaError
+from wanma.training.loss.foreign_weights import INTO_THE_MODEL, NOT_TRAINED
+
+_INTO_THE_MODEL = f"{INTO_THE_MODEL}; then loss=lambda output, targets: output"
+
+
+def check_loss(loss: object) -> None:
+    """Refuse what is given as a loss and is none.
+
+    Raises:
+        JobError: a class, something that cannot be called, or a module with parameters to train.
+    """
+    if isinstance(loss, type):
+        raise JobError(
+            f"the loss is the class {loss.__name__}, and wanma calls a loss with (output, targets)",
+            f"give an object, such as {loss.__name__}(reduction='none')",
+        )
+    if not callable(loss):
+        raise JobError(
+            f"the loss is a {type(loss).__name__}, which cannot be called",
+            "give a function (output, targets) -> one loss per target",
+        )
+    if isinstance(loss, nn.Module):
+        trained = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise JobError(
+                f"the loss {type(loss).__name__} has parameters of its own, such as {trained[0]}, and wanma "
+                "trains those of the model",
+                f"{_INTO_THE_MODEL}. Parameters that are not to be trained: loss.requires_grad_(False)",
+            )
+
+
+def ready_loss(loss: Any, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """The loss on a rank's device.
+
+    Gradients that reach weights which only the loss holds are an error in the first backward, before any
+    update; so is a module whose buffers change in its first forward.
+
+    Args:
+        dtype: the job's precision, if wider than what the user's program works in.
+
+    Raises:
+        JobError: as of `check_loss`.
+    """
+    check_loss(loss)
+    if isinstance(loss, nn.Module):
+        loss.to(device, dtype)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    refuse = functools.partial(_refuse_gradient, _name(loss))
+    for weight in _weights(loss, set()):
+        if weight.requires_grad and weight.is_leaf and id(weight) not in of_model:
+            weight.register_post_accumulate_grad_hook(refuse)
+    return _Remembering(loss) if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()) else loss
+
+
+class _Remembering:
+    """A loss with buffers; refuses them to change in its first call."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self._loss = loss
+        self.ignore_index = getattr(loss, "ignore_index", None)
+        self._is_checked = False
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        if self._is_checked:
+            return self._loss(output, targets)
+        before = {name: (buffer, buffer._version) for name, buffer in self._loss.named_buffers()}
+        losses = self._loss(output, targets)
+        for name, buffer in self._loss.named_buffers():
+            was, version = before.get(name, (None, 0))
+            if buffer is not was or buffer._version != version:
+                raise WanmaError(
+                    f"the loss {_name(self._loss)} changes its buffer {name} as it computes: each rank would "
+                    "keep another one, of its own micro-batches, and no checkpoint has it",
+                    _INTO_THE_MODEL,
+                )
+        self._is_checked = True
+        return losses
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise WanmaError(
+        f"the loss {name} holds weights that are not the model's and get a gradient, and wanma trains those "
+        "of the model",
+        f"{_INTO_THE_MODEL}. {NOT_TRAINED}",
+    )
+
+
+def _weights(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Parameters and tensors that a function, a bound method or an object holds."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, nn.Module):
+        yield from thing.parameters()
+    elif isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, functools.partial):
+        for part in (thing.func, *thing.args, *thing.keywords.values()):
+            yield from _weights(part, seen)
+    elif isinstance(thing, MethodType):
+        yield from _weights(thing.__self__, seen)
+    elif isinstance(thing, FunctionType):
+        for cell in thing.__closure__ or ():
+            try:
+                yield from _weights(cell.cell_contents, seen)
+            except ValueError:  # not yet filled
+                continue
+        for name in thing.__code__.co_names:
+            if isinstance(value := thing.__globals__.get(name), nn.Module | Tensor):
+                yield from _weights(value, seen)
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            yield from _weights(part, seen)
+    elif isinstance(thing, dict):
+        for part in thing.values():
+            yield from _weights(part, seen)
+    elif callable(thing) and not isinstance(thing, type):
+        yield from _weights(getattr(thing, "__dict__", {}), seen)
+
+
+def _name(loss: Any) -> str:
+    return str(getattr(loss, "__qualname__", type(loss).__qualname__))

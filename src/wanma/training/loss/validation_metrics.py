@@ -1,0 +1,321 @@
+"""Validation metrics of the user's: sums and counts over all samples, divided once.
+
+A metric gives one value per sample or target, whose mean over all validation samples it is; or a pair, whose
+sums over all samples are divided: values and a mask, values and weights, or two numbers. So no cut into ranks
+and micro-batches changes it. Rows that only fill a batch up never reach it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wanma.data.batch import IGNORED
+from wanma.job.errors import AgreedError, JobError, WanmaError
+from wanma.job.file.import_path import import_object
+from wanma.job.user_frames import users_line
+from wanma.observe.units import count_text
+from wanma.training.loss.loss_functions import right_classes, whole_output
+
+Value = Any
+"""A tensor of values, one per sample or target; or a pair of these and of what counts; or (sum, count)."""
+MetricFunction = Callable[[Any, Any], Value]
+"""(model output, targets) -> `Value`."""
+
+ACCURACY = "accuracy"
+_USUAL = ("perplexity", ACCURACY)
+"""Metrics that wanma computes by itself."""
+_TOLERANCE = 1e-3
+"""Relative difference between the sums of a batch and of its halves that is taken for rounding."""
+_WAYS = (
+    "return one value per sample or target (their mean is taken), (values, mask), (values, weights), or "
+    "(sum, count)"
+)
+
+
+class Metrics:
+    """Sums of some metrics over the batches of a validation.
+
+    Args:
+        functions: by name.
+        by_position: ranks share each sample's sequence, so that values must be those of single positions.
+    """
+
+    def __init__(self, functions: Mapping[str, MetricFunction], *, by_position: bool = False) -> None:
+        self._functions = dict(functions)
+        self._by_position = by_position
+        self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        self.checks = False
+        """Compare each batch with its halves."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._functions)
+
+    def begin(self) -> None:
+        """Begin at zero."""
+        self._sums = dict.fromkeys(self._functions, (0.0, 0.0))
+
+    def add(self, output: Any, targets: Any, real: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            real: (rows,) bool, false for rows that only fill the batch up.
+
+        Raises:
+            WanmaError: a metric failed, or returned nothing that can be summed.
+        """
+        if not self._functions or not bool(real.any()):
+            return
+        output = whole_output(output)
+        if not bool(real.all()):
+            output, targets = (_rows_of(one, real, len(real)) for one in (output, targets))
+        rows = int(real.sum())
+        for name, function in self._functions.items():
+            found = self._call(name, function, output, targets, rows)
+            if self.checks:
+                self._check(name, function, output, targets, rows, found)
+            total, count = self._sums[name]
+            self._sums[name] = (total + found[0], count + found[1])
+
+    def sums(self, device: torch.device, *, counts: bool) -> tuple[Tensor, ...]:
+        """Sum and count of each metric in turn, fp64 scalars; zero where another rank counts the same."""
+        numbers = [number if counts else 0.0 for pair in self._sums.values() for number in pair]
+        return tuple(torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers)
+
+    def _call(
+        self, name: str, function: MetricFunction, output: Any, targets: Any, rows: int
+    ) -> tuple[Tensor | float, Tensor | float]:
+        try:
+            value = function(output, targets)
+        except WanmaError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            line = users_line(error)
+            raise WanmaError(
+                f"metric '{name}' failed: {type(error).__name__}: {error}"
+                + (f"\n    {line}" if line else ""),
+                "it is called in validation with (output, targets) of the real samples of a batch",
+            ) from error
+        return counted(name, value, rows, targets if self._by_position else None)
+
+    def _check(
+        self,
+        name: str,
+        function: MetricFunction,
+        output: Any,
+        targets: Any,
+        rows: int,
+        found: tuple[Tensor | float, Tensor | float],
+    ) -> None:
+        """Refuse sums of a batch that are not those of its halves together."""
+        if rows < 2:
+            return
+        one = next(iter(targets.values())) if isinstance(targets, Mapping) else targets
+        first = torch.arange(rows, device=one.device) < rows // 2
+        halves = [
+            self._call(
+                name, function, _rows_of(output, part, rows), _rows_of(targets, part, rows), int(part.sum())
+            )
+            for part in (first, ~first)
+        ]
+        for whole, *parts in zip(found, *halves, strict=True):
+            together = sum(map(float, parts))
+            if not math.isclose(float(whole), together, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) and not (
+                math.isnan(float(whole)) and math.isnan(together)
+            ):
+                raise JobError(
+                    f"metric '{name}' depends on which samples are in a batch together: {float(whole):.6g} "
+                    f"for {rows} samples, {together:.6g} for the same in two halves",
+                    f"{_WAYS}: of each, wanma adds up over the ranks and divides once",
+                )
+
+
+class GivenMetrics:
+    """Sums of metrics that a user's own validation gives beside the losses of each batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        self._are_agreed = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._sums))
+
+    def begin(self) -> None:
+        """Begin at zero."""
+        self._sums = dict.fromkeys(self._sums, (0.0, 0.0))
+
+    def add(self, values: Mapping[str, Value], rows: int, real: Tensor) -> None:
+        """Count a batch; one that only fills up, which is one row, counts for nothing.
+
+        Raises:
+            WanmaError: a value cannot be summed, or there are other names than in the batch before.
+        """
+        check_names(values)
+        if self._sums and set(values) != set(self._sums):
+            raise WanmaError(
+                f"validate gave the metrics {', '.join(values) or 'none'} after {', '.join(self.names)}",
+                "give the same names for every batch",
+            )
+        for name, value in values.items():
+            found = counted(name, value, rows) if bool(real.all()) else (0.0, 0.0)
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (before[0] + found[0], before[1] + found[1])
+
+    def sums(self, device: torch.device, *, counts: bool) -> tuple[Tensor, ...]:
+        """Sum and count of each in turn of names; every rank calls it.
+
+        Raises:
+            AgreedError: ranks have given different names.
+        """
+        if not self._are_agreed and dist.get_world_size() > 1:
+            everyones: list[tuple[str, ...]] = [()] * dist.get_world_size()
+            dist.all_gather_object(everyones, self.names)
+            if len(set(everyones)) > 1:
+                raise AgreedError(
+                    "validate gives other metrics on other ranks: " + "; ".join(map(str, everyones)),
+                    "give the same names on every rank",
+                )
+        self._are_agreed = True
+        numbers = [number if counts else 0.0 for name in self.names for number in self._sums[name]]
+        return tuple(torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers)
+
+
+def counted(
+    name: str, value: object, rows: int, by_position_of: Tensor | None = None
+) -> tuple[Tensor | float, Tensor | float]:
+    """Sum and count of what a metric returned for `rows` samples.
+
+    Args:
+        by_position_of: targets whose positions the values must be of; None: of samples or targets alike.
+
+    Raises:
+        WanmaError: it was averaged already, or is nothing that can be counted.
+    """
+    values, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if isinstance(values, Tensor) and values.ndim > 0 and len(values) == rows:
+        if by_position_of is not None and values.shape[:2] != by_position_of.shape[:2]:
+            raise _by_position(name)
+        return _sums_of(name, values.detach(), weights)
+    numbers = [one for one in (values, weights) if _is_number(one)]
+    if len(numbers) == 2:
+        if by_position_of is not None:
+            raise _by_position(name)
+        total, count = (one.detach().double() if isinstance(one, Tensor) else one for one in numbers)
+        return total, count
+    shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
+    raise WanmaError(
+        f"metric '{name}' returned {type(values).__name__}{shape} for {count_text(rows, 'sample')}, which "
+        "cannot be added up over ranks and micro-batches",
+        _WAYS,
+    )
+
+
+def own_metrics(
+    given: Mapping[str, MetricFunction] | None, named: Mapping[str, str]
+) -> dict[str, MetricFunction]:
+    """Metrics that the user passed, and those that the job names.
+
+    Raises:
+        JobError: one cannot be imported or called.
+    """
+    functions = {name: import_object(path, f"train.metrics.{name}") for name, path in named.items()}
+    return check_metrics({**functions, **(given or {})})
+
+
+def check_metrics(metrics: object) -> dict[str, MetricFunction]:
+    """Refuse what is given as metrics and is none.
+
+    Raises:
+        JobError: no mapping of names to functions.
+    """
+    if not isinstance(metrics, Mapping):
+        raise JobError(
+            f"metrics is a {type(metrics).__name__}", "give a dict: name -> function (output, targets)"
+        )
+    check_names(metrics)
+    for name, function in metrics.items():
+        if not callable(function) or isinstance(function, type):
+            raise JobError(
+                f"metrics: '{name}' is no function but {function!r}", "give a function (output, targets)"
+            )
+    return dict(metrics)
+
+
+def check_names(metrics: Mapping[str, object]) -> None:
+    """
+    Raises:
+        JobError: one is no text, or a name that validation gives by itself.
+    """
+    for name in metrics:
+        if not isinstance(name, str) or not name or name in ("loss", "perplexity"):
+            raise JobError(f"metrics: {name!r} is no name for a metric", "give it another name")
+
+
+def validation_fields(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Fields of a validation's record: the user's own metrics are apart, under `metrics`."""
+    usual = {name: value for name, value in metrics.items() if name in _USUAL}
+    own = {name: value for name, value in metrics.items() if name not in _USUAL}
+    return {**usual, **({"metrics": own} if own else {})}
+
+
+def class_accuracy(output: Any, targets: Tensor) -> Value:
+    """Share of samples whose largest logit is that of their class; counts nothing where targets are none."""
+    right = right_classes(output, targets)
+    return right, (targets != IGNORED).sum() if isinstance(right, Tensor) else 0
+
+
+def _sums_of(name: str, values: Tensor, weights: object) -> tuple[Tensor | float, Tensor | float]:
+    values = values.double()
+    if weights is None:
+        return values.sum(), float(values.numel())
+    try:
+        if not isinstance(weights, Tensor):
+            raise TypeError(f"it is {type(weights).__name__}")
+        weights = weights.detach().expand_as(values)
+    except (TypeError, RuntimeError) as error:
+        raise WanmaError(
+            f"metric '{name}' returned a pair, but its second part does not say what counts: {error}", _WAYS
+        ) from error
+    if weights.dtype == torch.bool:
+        return torch.where(weights, values, 0.0).sum(), weights.sum()
+    return values.sum(), weights.double().sum()
+
+
+def _is_number(value: object) -> TypeGuard[Tensor | float]:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _by_position(name: str) -> WanmaError:
+    return WanmaError(
+        f"metric '{name}' does not give the values of single positions, but under parallel.cp a rank sees a "
+        "part of each sequence",
+        "return one value per position, or set parallel.cp = 1",
+    )
+
+
+def _rows_of(output: Any, kept: Tensor, rows: int) -> Any:
+    """Some rows of everything in a model's output that has as many."""
+    if isinstance(output, Tensor):
+        if output.ndim == 0:
+            return output
+        if len(output) != rows:
+            raise WanmaError(
+                f"metrics: the model's output has {len(output)} rows for {rows} samples, so that single "
+                "samples cannot be told apart in it",
+                "return an output whose dim 0 is the samples",
+            )
+        return output[kept]
+    if isinstance(output, Mapping):
+        parts = {key: _rows_of(value, kept, rows) for key, value in output.items()}
+        return type(output)(**parts) if hasattr(output, "to_tuple") else parts
+    if isinstance(output, tuple | list):
+        items = [_rows_of(value, kept, rows) for value in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    return output

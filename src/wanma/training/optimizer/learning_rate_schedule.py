@@ -1,0 +1,33 @@
+"""Learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from wanma.job.sections.job import TrainSection
+
+
+def rates(train: TrainSection, share: Callable[[int], float] | None) -> Callable[[int], float]:
+    """Learning rate by optimizer step (from 0).
+
+    Args:
+        share: of the peak, as the user has it; None: the job's schedule.
+    """
+    if share is None:
+        return lambda step: learning_rate(step, train)
+    return lambda step: train.learning_rate * share(step)
+
+
+def learning_rate(step: int, train: TrainSection) -> float:
+    """Rate of optimizer step `step` (from 0): linear warm-up, then decay to the final share of the peak."""
+    peak, final = train.learning_rate, train.learning_rate * train.final_learning_rate_share
+    if step < train.warmup_steps:
+        return peak * (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return peak
+    length = max(train.steps - 1 - train.warmup_steps, 1)
+    progress = min((step - train.warmup_steps) / length, 1.0)
+    if train.schedule == "linear":
+        return peak + (final - peak) * progress
+    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * progress))

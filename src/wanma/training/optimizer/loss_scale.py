@@ -1,0 +1,48 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018); a scale of one for everything else.
+
+A step is skipped also where an element of the summed gradient is so large that fp16 may not have held it.
+Which numbers overflow depends on the layout: a rank adds up the gradients of its micro-batch in fp16, while
+sums over micro-batches and ranks are in fp32. The sum over the whole batch is the same on all layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wanma.job.sections.job import TrainSection
+
+GROWTH_INTERVAL = 2000
+"""Steps without overflow after which the scale doubles."""
+LARGEST = 65504.0 / 4
+"""Element of a scaled gradient, a quarter of what fp16 holds: sums over parts of a batch may be larger than
+the sum over all of it."""
+SMALLEST = 1.0
+"""A gradient that overflows at this scale is not the scale's fault."""
+
+
+@dataclass
+class LossScale:
+    """Every rank holds the same value, because overflow is judged on the global norm."""
+
+    value: float
+    enabled: bool
+    good_steps: int = 0
+
+    @classmethod
+    def start(cls, train: TrainSection) -> LossScale:
+        enabled = train.precision == "fp16"
+        return cls(train.loss_scale if enabled else 1.0, enabled)
+
+    def is_too_large_for(self, largest: float) -> bool:
+        """Return whether a smaller scale is needed for gradients of which this is the largest element."""
+        return self.value > SMALLEST and largest > LARGEST
+
+    def overflowed(self) -> None:
+        self.value, self.good_steps = max(self.value / 2, SMALLEST), 0
+
+    def succeeded(self) -> None:
+        if not self.enabled:
+            return
+        self.good_steps += 1
+        if self.good_steps == GROWTH_INTERVAL:
+            self.value, self.good_steps = self.value * 2, 0

@@ -1,0 +1,128 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for matrices of any placement.
+
+An update is orthogonalised as one matrix, however it is split: its parts are gathered, Newton-Schulz runs
+on the whole, and each rank takes its part of the result. `torch.optim.Muon` would iterate on the DTensor,
+with collectives in its fifteen products, and round each rank's sum to bf16 where one process rounds the
+whole. Ranks that share matrices share the work: each orthogonalises its turn of them and sends the result
+to the others (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.3), which also keeps replicas
+on different hardware equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from wanma.checkpoint.format.local_shards import local_box, local_part
+
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients with the steepest slope at zero; singular values end between about 0.7 and 1.2."""
+_ITERATIONS = 5
+_EPSILON = 1e-7
+
+
+class Muon(Optimizer):
+    """Nesterov momentum, orthogonalised, with decoupled weight decay.
+
+    On one process it is `torch.optim.Muon`, bit for bit.
+
+    Args:
+        parameters: groups of matrices, in the same order on all ranks that hold parts of them.
+    """
+
+    def __init__(self, parameters: Iterable[Any], *, lr: float, momentum: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002  # takes none
+        """Update every matrix that has a gradient; the same ones on all ranks."""
+        for group in self.param_groups:
+            by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    mesh = matrix.device_mesh if isinstance(matrix, DTensor) else None
+                    by_mesh.setdefault(mesh, []).append(matrix)
+            for mesh, matrices in by_mesh.items():
+                turns = mesh.size() if mesh is not None else 1
+                for start in range(0, len(matrices), turns):
+                    self._update(matrices[start : start + turns], mesh, group)
+
+    def _update(self, matrices: list[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]) -> None:
+        """At most as many matrices as ranks: each rank orthogonalises one."""
+        ranks = list(product(*(range(size) for size in mesh.shape))) if mesh is not None else [()]
+        here = tuple(mesh.get_coordinate() or ()) if mesh is not None else ()
+        mine = torch.empty(0)
+        for matrix, rank in zip(matrices, ranks, strict=False):
+            whole = _whole(self._direction(matrix, group["momentum"]), matrix)
+            if rank == here:
+                mine = orthogonalize(whole)
+        for matrix, rank in zip(matrices, ranks, strict=False):
+            if rank == here:
+                result = mine.contiguous()
+            else:
+                result = torch.empty(matrix.shape, dtype=torch.bfloat16, device=local_part(matrix).device)
+            if mesh is not None:
+                _send(result, mesh, rank, here)
+            rate = group["lr"] * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1]))
+            local_part(matrix).mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                _part(result, matrix), alpha=-rate
+            )
+
+    def _direction(self, matrix: Tensor, momentum: float) -> Tensor:
+        """This rank's part of what is orthogonalised, in bf16; moves the momentum on."""
+        assert matrix.grad is not None
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        gradient, average = local_part(matrix.grad), local_part(state["momentum_buffer"])
+        average.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(average, momentum).bfloat16()
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """About U Vᵀ of the matrix U S Vᵀ, by Newton-Schulz iterations.
+
+    Args:
+        matrix: (rows, columns) bf16.
+    """
+    a, b, c = _QUINTIC
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=_EPSILON)  # the largest singular value is at most 1
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _whole(part: Tensor, like: Tensor) -> Tensor:
+    """A matrix of which each rank has the part that it has of `like`."""
+    if not isinstance(like, DTensor):
+        return part
+    split = DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return split.full_tensor()
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of `whole` that this rank has of `like`."""
+    box = local_box("", like)
+    assert box is not None  # parameters lie on this rank's own mesh
+    return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))]
+
+
+def _send(tensor: Tensor, mesh: DeviceMesh, source: tuple[int, ...], here: tuple[int, ...]) -> None:
+    """From the rank at `source` to all of `mesh`: along the last axis, from there along the one before."""
+    for axis in reversed(range(mesh.ndim)):
+        if mesh.size(axis) > 1 and here[:axis] == source[:axis]:
+            dist.broadcast(tensor, group=mesh.get_group(axis), group_src=source[axis])

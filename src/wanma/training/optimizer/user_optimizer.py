@@ -1,0 +1,282 @@
+"""Optimizers and schedules of the user's: made by a factory, examined on small tensors before the first step.
+
+What an optimizer couples decides where it may run. One that computes element by element updates any shard;
+one that looks at whole tensors, or at several, must have them whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from wanma.job.errors import JobError, WanmaError
+from wanma.job.file.import_path import import_object
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import TrainSection
+from wanma.job.user_frames import users_line
+
+Reach = Literal["elements", "tensors", "model"]
+"""Scope that one element's update depends on: itself alone, its whole tensor, or other tensors too."""
+Schedule = Callable[[int], float]
+"""Optimizer step (from 0) -> share of `train.learning_rate`."""
+
+_CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """A user's optimizer, by its factory.
+
+    Attributes:
+        make: (parameter groups, keyword arguments) -> optimizer.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, groups: list[dict[str, Any]], rate: float) -> Optimizer:
+        """The optimizer of some groups, each of which brings its `lr`.
+
+        Raises:
+            JobError: the factory fails, or does not take the groups as they are.
+        """
+        arguments = dict(self.arguments)
+        if "lr" not in arguments and "lr" in _parameters(self.make):
+            arguments["lr"] = rate
+        try:
+            made = self.make(groups, **arguments)
+        except WanmaError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            raise JobError(
+                f"the optimizer {self.name} cannot be made: {type(error).__name__}: {error}{_line(error)}",
+                "it is called with parameter groups, as torch's optimizers are, and optimizer_arguments",
+            ) from error
+        if not isinstance(made, Optimizer):
+            raise JobError(
+                f"the optimizer {self.name} is a {type(made).__name__}, not a torch.optim.Optimizer",
+                "return one, made of the groups that the factory is given",
+            )
+        if [g["params"] for g in made.param_groups] != [g["params"] for g in groups] or not all(
+            "learning_rate_scale" in group for group in made.param_groups
+        ):
+            raise JobError(
+                f"the optimizer {self.name} has other parameter groups than it was given",
+                "hand them on as they are, e.g. lambda groups: torch.optim.RAdam(groups); which parameters "
+                "have another rate or decay is train.parameter_groups",
+            )
+        return made
+
+
+@dataclass(frozen=True)
+class OwnUpdate:
+    """Optimizer and schedule that the user has given; None: the job's own."""
+
+    optimizer: OwnOptimizer | None = None
+    schedule: Schedule | None = None
+
+
+NONE_OWN = OwnUpdate()
+"""The job's optimizer and schedule."""
+
+
+def own_update(train: TrainSection, objects: Mapping[str, Any]) -> OwnUpdate:
+    """The optimizer and the schedule that the user passed or the job names.
+
+    Raises:
+        JobError: one cannot be imported or called, or is given twice.
+    """
+    factory, name = objects.get("optimizer"), ""
+    if factory is None and train.optimizer_factory is not None:
+        factory, name = (
+            import_object(train.optimizer_factory, "train.optimizer_factory"),
+            train.optimizer_factory,
+        )
+    schedule = objects.get("schedule")
+    if schedule is None and train.schedule_factory is not None:
+        schedule = import_object(train.schedule_factory, "train.schedule_factory")
+    optimizer = None
+    if factory is not None:
+        check_factory(factory)
+        name = name or str(getattr(factory, "__qualname__", type(factory).__qualname__))
+        optimizer = OwnOptimizer(name, factory, train.optimizer_arguments)
+    return OwnUpdate(optimizer, None if schedule is None else check_schedule(schedule, train.steps))
+
+
+def check_factory(factory: object) -> None:
+    """
+    Raises:
+        JobError: no factory of an optimizer.
+    """
+    if isinstance(factory, Optimizer):
+        raise JobError(
+            f"optimizer is a {type(factory).__name__} that is made already, before its parameters are spread",
+            "give what makes it of parameter groups: optimizer=lambda groups: torch.optim.RAdam(groups)",
+        )
+    if not callable(factory):
+        raise JobError(
+            f"optimizer is a {type(factory).__name__}, which cannot be called",
+            "give a function or class that makes a torch.optim.Optimizer of parameter groups",
+        )
+
+
+def check_schedule(schedule: object, steps: int) -> Schedule:
+    """A schedule as a function of the step alone.
+
+    Raises:
+        JobError: it is none, or remembers what it was asked before.
+    """
+    kind = schedule if isinstance(schedule, type) else type(schedule)
+    if not callable(schedule) or issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        raise JobError(
+            f"schedule is a {kind.__name__}",
+            "give a function (step) or (step, steps) -> share of train.learning_rate, as LambdaLR takes one: "
+            "a run that carries on asks for the rate of its step and no other",
+        )
+    takes_steps = len(_parameters(schedule)) > 1
+
+    def share(step: int) -> float:
+        try:
+            value = float(schedule(step, steps) if takes_steps else schedule(step))
+        except Exception as error:  # whatever the user's code raises
+            raise JobError(
+                f"the schedule failed at step {step}: {type(error).__name__}: {error}{_line(error)}"
+            ) from error
+        if not 0 <= value < math.inf:
+            raise JobError(f"the schedule gives {value} at step {step}", "a share is 0 or more")
+        return value
+
+    looked_at = sorted({0, 1, steps // 2, steps - 1} & set(range(steps)))
+    first = {step: share(step) for step in looked_at}
+    again = {step: share(step) for step in reversed(looked_at)}
+    if first != again:
+        raise JobError(
+            "the schedule gives another rate when it is asked again for the same step",
+            "compute it from the step alone: a run that carries on asks for the rates of its own steps",
+        )
+    return share
+
+
+def refuse_split(optimizer: OwnOptimizer, reach: Reach, plan: Plan) -> None:
+    """Refuse a plan that cuts what the optimizer must have whole.
+
+    Raises:
+        JobError: names the axis.
+    """
+    if reach == "elements":
+        return
+    axes = [axis for axis in ("dp_shard", "cp", "tp", "ep") if getattr(plan, axis) > 1]
+    what = "whole tensors"
+    if plan.shard_ranks == plan.tp == plan.ep == 1:
+        axes = []
+    if reach == "model":
+        what = "several tensors together"
+        axes += ["pp"] if plan.pp > 1 else []
+        if not axes and plan.offload_optimizer != "nothing":
+            raise JobError(
+                f"the optimizer {optimizer.name} looks at {what}, but parallel.offload_optimizer = "
+                f"'{plan.offload_optimizer}' updates some after the others",
+                "leave parallel.offload_optimizer out",
+            )
+    if axes:
+        cut = " and ".join(f"parallel.{axis} = {getattr(plan, axis)}" for axis in axes)
+        raise JobError(
+            f"the optimizer {optimizer.name} looks at {what}, which {cut} would split",
+            "use dp_replicate, or an optimizer that computes element by element",
+        )
+
+
+def reach_of(optimizer: OwnOptimizer) -> Reach:
+    """Find out on small tensors what the optimizer couples.
+
+    Raises:
+        JobError: it fails, or draws random numbers, which would differ between ranks.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((32, 16), (16, 12))
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    scales = (1.0, 30.0, 0.1, 3.0, 100.0, 0.5)  # of unlike steps: what signs and ratios hide comes to light
+    gradients = [[torch.randn(shape, generator=generator) * s for shape in shapes] for s in scales]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        together = _updated(optimizer, values, gradients)
+        torch.manual_seed(2)
+        again = _updated(optimizer, values, gradients)
+        if not _same(together, again):
+            raise JobError(
+                f"the optimizer {optimizer.name} draws random numbers, which are others on each rank",
+                "use an optimizer without noise",
+            )
+        alone = [
+            _updated(optimizer, [value], [[step[index]] for step in gradients])[0]
+            for index, value in enumerate(values)
+        ]
+        if not _same(together, alone):
+            return "model"
+        for cut in (0, 1):
+            halves = [half for value in values for half in value.tensor_split(2, dim=cut)]
+            of_halves = [[half for g in step for half in g.tensor_split(2, dim=cut)] for step in gradients]
+            parts = _updated(optimizer, halves, of_halves)
+            joined = [torch.cat(parts[2 * n : 2 * n + 2], dim=cut) for n in range(len(values))]
+            if not _same(together, joined):
+                return "tensors"
+    return "elements"
+
+
+def _updated(optimizer: OwnOptimizer, values: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
+    """`values` after a step with each of `gradients`."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    made = optimizer([{"params": parameters, "lr": 0.01, "learning_rate_scale": 1.0}], 0.01)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        take_step(optimizer.name, made)
+    return [parameter.detach() for parameter in parameters]
+
+
+def take_step(name: str, optimizer: Optimizer) -> None:
+    """One update.
+
+    Raises:
+        JobError: the user's code fails.
+    """
+    try:
+        optimizer.step()
+    except WanmaError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        needs_closure = "closure" in str(error)
+        raise JobError(
+            f"the optimizer {name} failed in its step: {type(error).__name__}: {error}{_line(error)}",
+            "one that computes losses again (LBFGS) cannot be used: a step has one forward and backward"
+            if needs_closure
+            else "it is called as optimizer.step(), with the gradients in place",
+        ) from error
+
+
+def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return all(
+        torch.allclose(one, other, rtol=_CLOSE, atol=1e-7, equal_nan=True)
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _parameters(function: Any) -> list[str]:
+    """Names of a callable's parameters; none where they cannot be read."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _line(error: BaseException) -> str:
+    line = users_line(error)
+    return f"\n    {line}" if line else ""

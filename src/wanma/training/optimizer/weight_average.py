@@ -1,0 +1,56 @@
+"""An exponential average of the weights, sharded as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from wanma.checkpoint.format.local_shards import local_part
+
+
+class WeightAverage:
+    """average ← decay × average + (1 − decay) × weights, after every update (Polyak and Juditsky 1992).
+
+    Args:
+        weights: that are trained, by name. Of what is frozen for good the average is the weight itself.
+    """
+
+    def __init__(self, weights: dict[str, nn.Parameter], decay: float) -> None:
+        self._decay = decay
+        self._weights = weights
+        self.tensors: dict[str, Tensor] = {
+            name: parameter.detach().clone() for name, parameter in self._weights.items()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        averages = [local_part(tensor) for tensor in self.tensors.values()]
+        weights = [local_part(parameter) for parameter in self._weights.values()]
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - self._decay)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again from the weights as they are now."""
+        for name, parameter in self._weights.items():
+            local_part(self.tensors[name]).copy_(local_part(parameter))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model compute with the average for a while."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self._weights.items():
+                average, weight = local_part(self.tensors[name]), local_part(parameter)
+                held = weight.clone()
+                weight.copy_(average)
+                average.copy_(held)

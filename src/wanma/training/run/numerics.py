@@ -1,0 +1,43 @@
+"""Process-wide switches of torch's arithmetic."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import Job
+
+VECTOR_MATH = (
+    "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2",
+    "sin", "sqrt", "tan", "tanh", "trunc",
+)  # fmt: skip
+"""Operators that torch gives to Intel's vector math library (ATen/cpu/vml.h)."""
+
+
+def set_numerics(job: Job, plan: Plan) -> None:
+    """What the job and the plan decide."""
+    torch.set_num_threads(plan.threads_per_rank)
+    settle_vector_math()
+    if job.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        if plan.device == "cuda":
+            # Without it cuBLAS refuses to be deterministic; read when its first handle is made.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if plan.device == "cuda":
+        torch.backends.cudnn.benchmark = not job.train.deterministic
+
+
+def settle_vector_math() -> None:
+    """Call every function of the vector math library once, in one thread, before several do at once.
+
+    The library (oneMKL 2024.2, in torch's wheels) chooses each function's kernel in its first call. Threads
+    that are first together can get one of low accuracy for their share of that call
+    (https://github.com/pytorch/pytorch/issues/188792): the loss of a process's first step differed by some
+    1e-6 of itself in one run of about ten, and so a run that goes on in a new process was not repeatable.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for name in VECTOR_MATH:
+            getattr(torch, name)(one)

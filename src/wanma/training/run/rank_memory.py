@@ -1,0 +1,15 @@
+"""The memory that a rank of a run holds."""
+
+from __future__ import annotations
+
+from wanma.collectives.shared_memory.backend import allocated_bytes
+from wanma.observe.metrics.memory import peak_memory_bytes
+
+
+def held_bytes(device: str) -> int:
+    """The most that this rank held so far: `peak_memory_bytes`, and its tensors in memory that ranks share.
+
+    Shared memory is left out of a process's own, for it would be counted in each: here this rank's part of it
+    is put back.
+    """
+    return peak_memory_bytes(device) + (allocated_bytes() if device == "cpu" else 0)

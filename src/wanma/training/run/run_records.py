@@ -1,0 +1,102 @@
+"""Which sinks a job's records go to."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from wanma.job.plan.plan import Plan
+from wanma.job.run.run_directory import RunDirectory
+from wanma.job.run.worker import Restart, Worker
+from wanma.job.sections.job import Job
+from wanma.observe.recorder import Recorder, Sink
+from wanma.observe.sinks.jsonl import JsonLinesSink
+from wanma.observe.sinks.supervisor import ForwardSink
+from wanma.observe.sinks.tensorboard import TensorBoardSink
+from wanma.training.run.rank_memory import held_bytes
+
+
+def open_recorder(job: Job, worker: Worker, first_step: int) -> Recorder:
+    """Rank 0's recorder: files in the run directory, and the supervisor's console."""
+    sinks: list[Sink] = [JsonLinesSink(), ForwardSink(worker.control)]
+    if job.observe.tensorboard:
+        sinks.append(TensorBoardSink())
+    return Recorder(RunDirectory(worker.run_directory), sinks, first_step, worker.still_mine)
+
+
+def tell_of_machine(text: str, worker: Worker, recorder: Recorder | None) -> None:
+    """Warn of what concerns a machine alone: its first rank does, and rank 0 puts it on record."""
+    if recorder is not None:
+        recorder.message(text, "warning")
+    elif worker.local_rank == 0:
+        worker.control.event({"kind": "message", "level": "warning", "text": text})
+
+
+def tell_start(
+    recorder: Recorder,
+    step: int,
+    steps: int,
+    plan: Plan,
+    targets_per_sample: int,
+    *,
+    again: bool,
+    source: str = "",
+) -> None:
+    """Record that the ranks begin after `step` of so many steps.
+
+    Args:
+        targets_per_sample: where it is 1, speed is in samples rather than tokens.
+        again: they were started again.
+        source: name of the checkpoint or copy that a run carries on from; empty at its beginning.
+    """
+    fields = {"step": step, "steps": steps, "world_size": plan.world_size, "plan": str(plan)}
+    rate_unit = "samples/s" if targets_per_sample == 1 else "tokens/s"
+    fields |= {"rate_unit": rate_unit} | ({"source": source} if source else {})
+    recorder.event("start", **fields, **({"again": True} if again else {}))
+
+
+def tell_recovery(recorder: Recorder, restart: Restart, source: str, step: int) -> None:
+    """Record what happened and what it cost.
+
+    Args:
+        source: of the state that the ranks have taken up.
+        step: of that state.
+    """
+    change = asdict(restart.change) if restart.change is not None else None
+    recorder.event(
+        "recovery" if restart.failure else "growth",
+        **({"failure": restart.failure, "attempt": restart.attempt} if restart.failure else {}),
+        **({"change": change} if change is not None else {}),
+        source=source,
+        step=step,
+        repeated_steps=max(restart.reached_step - step, 0),
+        seconds=time.monotonic() - restart.failed_at,
+    )
+
+
+class StepLog:
+    """A line in this rank's own log every so many steps: each of them tells the run's loss, not only rank 0.
+
+    The log is where a supervisor has sent this process's output; without one nobody else writes it.
+    """
+
+    def __init__(self, job: Job, worker: Worker) -> None:
+        self._every, self._steps = job.observe.log_every_steps, job.train.steps
+        self._path: Path = RunDirectory(worker.run_directory).log(worker.rank)
+
+    def step(self, step: int, loss: float, gradient_norm: float, seconds: float, device: str) -> None:
+        """Write the line of `step` if it is due.
+
+        Args:
+            device: of the plan. The report reads off the line how much memory this rank held at most.
+        """
+        if step % self._every and step != self._steps:
+            return
+        numbers = f"loss {loss:.6f}  gradient norm {gradient_norm:.4g}  {seconds:.3f} s"
+        numbers += f"  peak memory {held_bytes(device)} bytes"
+        with contextlib.suppress(OSError):  # a full disk costs this line and not the run
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as log:
+                log.write(f"step {step}/{self._steps}  {numbers}\n")

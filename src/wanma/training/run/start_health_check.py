@@ -1,0 +1,114 @@
+"""The check before ranks begin, and after a failure: each device, and the links between nodes.
+
+`before_joining` looks at this rank's own device, so that a rank that computes wrongly never meets the
+others; `together` compares what all have found.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wanma.collectives.measurement.node_links import Link, measure_links, slow_links, slow_nodes
+from wanma.hardware.checks.device_check import DeviceHealth, check_device
+from wanma.job.errors import UnfitError
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.job.sections.job import ClusterSection
+from wanma.observe.units import duration_text
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the check found, the same on all ranks."""
+
+    text: str
+    fields: dict[str, Any]
+    """Of the event."""
+    warnings: tuple[str, ...]
+
+
+def before_joining(cluster: ClusterSection, plan: Plan, worker: Worker) -> DeviceHealth | None:
+    """Check this rank's device; None where the job, or `auto`, asks for no check.
+
+    Raises:
+        UnfitError: it computes or remembers wrongly.
+    """
+    after_failure = worker.restart is not None
+    several = len(worker.ranks_by_node) > 1
+    if cluster.health_check == "never" or (cluster.health_check == "auto" and not (several or after_failure)):
+        return None
+    if plan.device == "cpu":
+        return check_device(torch.device("cpu"))
+    if worker.local_rank >= torch.cuda.device_count():
+        return None  # whoever joins with it says so
+    return check_device(torch.device("cuda", worker.local_rank))
+
+
+def together(mine: DeviceHealth, cluster: ClusterSection, worker: Worker) -> Health:
+    """Measure the links and compare the devices; every rank calls it.
+
+    Raises:
+        UnfitError: the network of this node is much slower than the others'.
+    """
+    began = time.perf_counter()
+    hosts: list[str] = [socket.gethostname()] * worker.world_size
+    found: list[DeviceHealth] = [mine] * worker.world_size
+    links: list[Link] = []
+    if worker.world_size > 1:
+        answers: list[Any] = [None] * worker.world_size
+        dist.all_gather_object(answers, (hosts[0], mine))
+        hosts, found = [host for host, _ in answers], [device for _, device in answers]
+    if len(worker.ranks_by_node) > 1:
+        links = measure_links(worker.rank, worker.ranks_by_node)
+    firsts = [sum(worker.ranks_by_node[:node]) for node in range(len(worker.ranks_by_node))]
+    nodes = [hosts[first] for first in firsts]
+    if worker.node_rank in slow_nodes(links):
+        told = "; ".join(link.text(nodes) for link in links if worker.node_rank in (link.source, link.target))
+        usual = median(link.bandwidth_bytes_per_second for link in links) / 1e6
+        raise UnfitError(
+            f"the network of node {worker.node_rank} ({nodes[worker.node_rank]}) is slow: {told}; "
+            f"half of all links pass {usual:,.0f} MB/s or more",
+            "run the same command on another machine, or set cluster.health_check = 'never'",
+        )
+    return _summary(found, hosts, links, nodes, cluster.slow_factor, time.perf_counter() - began)
+
+
+def _summary(
+    found: list[DeviceHealth],
+    hosts: list[str],
+    links: list[Link],
+    nodes: list[str],
+    slow_factor: float,
+    seconds: float,
+) -> Health:
+    rates = [device.flops_per_second for device in found]
+    usual = median(rates)
+    warnings = [
+        f"rank {rank} ({hosts[rank]}, {found[rank].device}) computes a matrix product at {rate / 1e9:,.0f} "
+        f"GFLOP/s, half of all ranks at {usual / 1e9:,.0f} or more"
+        for rank, rate in enumerate(rates)
+        if rate * slow_factor < usual
+    ]
+    warnings += [f"slow beside the other links: {link.text(nodes)}" for link in slow_links(links)]
+    seconds += max(device.seconds for device in found)
+    devices = f"{len(found)} device{'s' if len(found) > 1 else ''}"
+    text = f"health: {devices} compute and remember rightly"
+    fields: dict[str, Any] = {
+        "seconds": seconds,
+        "devices": len(found),
+        "least_flops_per_second": min(rates),
+        "median_flops_per_second": usual,
+    }
+    if links:
+        least = min(links, key=lambda link: link.bandwidth_bytes_per_second)
+        fields["least_bandwidth_bytes_per_second"] = least.bandwidth_bytes_per_second
+        fields["most_latency_seconds"] = max(link.latency_seconds for link in links)
+        text += f", slowest link {least.text(nodes)}"
+    return Health(f"{text} ({duration_text(seconds)})", fields, tuple(warnings))

@@ -1,0 +1,1 @@
+"""Synchronisation of sites: delayed gradients, local SGD and DiLoCo."""

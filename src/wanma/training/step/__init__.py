@@ -1,0 +1,1 @@
+"""One optimizer step: micro-batches, agreement of the ranks on sums, update, anomalies."""

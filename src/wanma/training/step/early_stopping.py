@@ -1,0 +1,122 @@
+"""The end of a run whose validation metric no longer improves; its state is kept in checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wanma.job.errors import JobError
+from wanma.job.sections.job import Job, TrainSection
+from wanma.observe.units import count_text
+from wanma.training.loss.best_metric import check_best_metric, check_metric
+
+
+@dataclass
+class EarlyStopping:
+    """Validations since the best one."""
+
+    best: float | None = None
+    """Value of `train.stop_metric` that later ones are compared with."""
+    best_step: int = 0
+    waited: int = 0
+    """Validations after it, none of which was better by more than `train.stop_min_delta`."""
+
+    def see(self, step: int, metrics: Mapping[str, float], train: TrainSection) -> str:
+        """Take note of a validation.
+
+        Returns:
+            why the run ends; empty while it goes on.
+
+        Raises:
+            JobError: there is no such metric.
+        """
+        if train.stop_patience == 0:
+            return ""
+        check_stop_metric(train, metrics, validation_samples=1)
+        value = metrics[train.stop_metric]
+        sign = 1.0 if train.stop_mode == "min" else -1.0
+        is_better = math.isfinite(value) and (
+            self.best is None or sign * (self.best - value) > train.stop_min_delta
+        )
+        if is_better:
+            self.best, self.best_step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+        if not self.is_over(train):
+            return ""
+        best = (
+            "none is a number" if self.best is None else f"{self.best:.6g} of step {self.best_step:,} is best"
+        )
+        return (
+            f"step {step:,}: the run ends, for {train.stop_metric} has not improved in "
+            f"{count_text(self.waited, 'validation')} (train.stop_patience = {train.stop_patience}); {best}"
+        )
+
+    def is_over(self, train: TrainSection) -> bool:
+        """Return whether the patience is at its end."""
+        return 0 < train.stop_patience <= self.waited
+
+    def values(self) -> dict[str, Any]:
+        """As a checkpoint keeps them."""
+        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> EarlyStopping:
+        """Read it from a checkpoint's state; older ones have none."""
+        return cls(**values.get("early_stopping", {}))
+
+
+def check_stop_metric(train: TrainSection, known: Iterable[str] | None, validation_samples: int) -> None:
+    """Refuse to wait for a validation that does not come, or a metric that it does not give.
+
+    Args:
+        known: names of the metrics; None: not known yet.
+        validation_samples: of the data.
+
+    Raises:
+        JobError: names the key.
+    """
+    if train.stop_patience == 0:
+        return
+    if validation_samples == 0:
+        raise JobError(
+            f"train.stop_patience = {train.stop_patience}, but the data has no validation part",
+            "set data.validation_fraction, or give a pair (training, validation)",
+        )
+    if known is not None:
+        check_metric("train.stop_metric", train.stop_metric, known)
+
+
+def check_validation_keys(job: Job, known: Iterable[str] | None, validation_samples: int) -> None:
+    """Refuse keys that wait for a metric that validation does not give.
+
+    Args:
+        known: names of the metrics; None: not known yet.
+        validation_samples: of the data.
+
+    Raises:
+        JobError: names the key.
+    """
+    names = None if known is None else list(known)
+    check_stop_metric(job.train, names, validation_samples)
+    check_best_metric(job.checkpoint, names, validation_samples)
+
+
+def without_validation(job: Job, validation_samples: int, has_metrics: bool) -> str | None:
+    """Note on the keys that have no effect on data without a validation part; None where there are none.
+
+    Args:
+        has_metrics: the user has given some.
+    """
+    every = job.train.validate_every_steps
+    idle = [f"train.validate_every_steps = {every:,}"] if every else []
+    idle += ["metrics"] if has_metrics else []
+    if validation_samples > 0 or not idle:
+        return None
+    way_out = "" if job.data.validation_fraction else "set data.validation_fraction, or "
+    return (
+        f"{' and '.join(idle)} without effect: the data has no validation part; {way_out}give a pair "
+        "(training, validation)"
+    )

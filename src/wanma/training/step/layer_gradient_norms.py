@@ -1,0 +1,66 @@
+"""Gradient norms of a model's layers, in one all-reduce of a number per layer, in steps that are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.parallel.gradients.gradient_norm import squared_norm_share
+from wanma.parallel.mesh.parallel_mesh import Grid
+from wanma.training.optimizer.named_optimizer import Updater
+
+
+class LayerNorms:
+    """Norms of the mean loss's gradient before clipping, by layer.
+
+    Args:
+        names: of the whole model's parameters.
+        every: optimizer steps from one measurement to the next; 0: none.
+
+    Raises:
+        JobError: sites do not take the same gradients.
+    """
+
+    def __init__(self, names: Iterable[str], plan: Plan, every: int) -> None:
+        if every > 0 and plan.sites > 1:
+            raise JobError(
+                f"observe.gradient_norms_every_steps = {every}: {plan.sites} sites take different gradients",
+                "leave it out with parallel.synchronize",
+            )
+        self._every = every
+        self._layers = {layer: index for index, layer in enumerate(dict.fromkeys(map(layer_of, names)))}
+
+    def measure(self, step: int, updater: Updater, grid: Grid, correction: float) -> dict[str, float]:
+        """Norm by layer, of those that are trained; nothing where `step` is not due. Every rank calls it.
+
+        Args:
+            step: optimizer steps, this one included.
+            correction: factor from the gradients as they stand to the mean loss's.
+        """
+        if self._every == 0 or step % self._every:
+            return {}
+        by_layer: dict[str, list[torch.Tensor]] = {}
+        for name, parameter in updater.parameters.items():
+            if parameter.grad is not None and name not in updater.copies:
+                by_layer.setdefault(layer_of(name), []).append(parameter.grad)
+        squares = torch.zeros(2, len(self._layers), dtype=torch.float64, device=grid.device)
+        for layer, gradients in by_layer.items():
+            squares[0, self._layers[layer]] = squared_norm_share(gradients, grid.plan)
+            squares[1, self._layers[layer]] = 1.0
+        if grid.plan.world_size > 1:
+            dist.all_reduce(squares)
+        norms, held = (squares[0].sqrt() * correction).tolist(), squares[1].tolist()
+        return {layer: norms[index] for layer, index in self._layers.items() if held[index]}
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its path down to the first number, else the module that holds it."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1]) or name

@@ -1,0 +1,497 @@
+"""A run whose number of machines changes, as a state machine: no sockets, no clocks, no planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.coordinator import CAUSE, Table, join
+from wanma.elastic.coordinator.coordinator_config import Terms
+from wanma.elastic.coordinator.elastic_coordinator import LOCATE_SECONDS, ResizingCoordinator
+from wanma.elastic.protocol.messages import (
+    Abort,
+    Failed,
+    Finished,
+    Halt,
+    Halted,
+    HeldImage,
+    Image,
+    Leave,
+    Locate,
+    Message,
+    Over,
+    Pause,
+    Paused,
+    Reached,
+    Refused,
+    Rescue,
+    Rescued,
+    Start,
+    Stop,
+    StopRequest,
+    Waiting,
+    Warm,
+)
+from wanma.elastic.recovery.replan import Decision, Situation, choose_nodes
+from wanma.elastic.recovery.restart_policy import newest_whole
+from wanma.job.plan.plan import Plan
+
+ALL = "as many as there are"
+
+
+class Elastic(Table):
+    """A run of `least` to `most` machines, of one rank each, and whoever is asked for plans."""
+
+    def __init__(self, least: int, most: int, retries: int = 3) -> None:
+        self.said = []
+        self.asked: list[tuple[int, Situation]] = []
+        self.coordinator: Any = ResizingCoordinator(
+            Terms(most, "job", "10.0.0.1:1", 300, retries),
+            lambda *word: self.said.append(word),
+            0,
+            ask=lambda *question: self.asked.append(question),
+            min_nodes=least,
+            join_seconds=30,
+        )
+
+    def answer(
+        self, nodes: int | None = None, reason: str = ALL, now: float = 1
+    ) -> list[tuple[int, Message]]:
+        """The planner's, to the newest question: for all machines that it was asked about, or so many."""
+        number, situation = self.asked[-1]
+        nodes = situation.machines if nodes is None else nodes
+        decision = Decision(Plan(dp_replicate=nodes) if nodes else None, nodes, reason)
+        return self.after(lambda: self.coordinator.decided(number, decision, now))
+
+    def started(self, count: int) -> Elastic:
+        for peer in range(count):
+            self.hear(peer, join())
+        if not self.asked:
+            self.tick(1 + 30)
+        self.answer()
+        return self
+
+    def halt(self, peers: list[int], step: int = 6, now: float = 2) -> list[tuple[int, Message]]:
+        """All ranks are gone and have left images of `step`: each machine has its own and its neighbour's."""
+        world, said = len(self.coordinator._ranks_by_node), []
+        generation = self.coordinator.generation
+        for peer in peers:
+            node = self.coordinator._peers[peer].node
+            owners = {node, (node - 1) % world}
+            images = tuple(HeldImage(owner, Image(generation, step), world) for owner in owners)
+            said = self.hear(peer, Halted(5000 + peer, step, images), now)
+        return said
+
+
+def starts(said: list[tuple[int, Message]]) -> dict[int, Start]:
+    return {peer: word for peer, word in said if isinstance(word, Start)}
+
+
+def test_all_machines_start_at_once_and_enough_of_them_after_a_last_call() -> None:
+    whole = Elastic(2, 3)
+    assert [whole.hear(peer, join(), now=5) for peer in range(3)] == [[], [], []]
+    assert whole.asked == [(1, Situation(3))]
+    table = Elastic(2, 3)
+    table.hear(0, join(), now=5)
+    assert table.coordinator.deadline == 300
+    table.hear(1, join(), now=9)
+    assert table.coordinator.deadline == 39
+    assert table.asked == []
+    assert table.tick(39) == []
+    assert table.asked == [(1, Situation(2))]
+    begun = starts(table.answer())
+    assert {peer: (one.node_rank, one.first_rank) for peer, one in begun.items()} == {0: (0, 0), 1: (1, 1)}
+    assert begun[0].plan == Plan(dp_replicate=2).to_json()
+    assert begun[0].ranks_by_node == (1, 1)
+    assert begun[0].recovery is None
+
+
+def test_fewer_than_the_least_never_start() -> None:
+    table = Elastic(2, 3)
+    table.hear(0, join(), now=5)
+    table.hear(1, join(), now=6)
+    table.lose(1, now=7)
+    assert table.coordinator.deadline == 300
+    [(_, word)] = table.tick(300)
+    assert isinstance(word, Abort)
+    assert word.failure is not None
+    assert "only 1 of 3 machines came" in word.failure.cause
+
+
+def test_who_comes_while_the_planner_thinks_is_counted_and_the_old_answer_is_not_heard() -> None:
+    table = Elastic(1, 3)
+    table.hear(0, join())
+    table.tick(31)
+    assert table.asked == [(1, Situation(1))]
+    table.hear(1, join(), now=32)
+    table.hear(2, join(), now=32)
+    late = table.after(lambda: table.coordinator.decided(1, Decision(Plan(), 1, ""), 33))
+    assert late == []
+    assert table.asked[-1] == (2, Situation(3))
+    assert len(starts(table.answer())) == 3
+
+
+def test_who_leaves_while_the_planner_thinks_is_not_counted() -> None:
+    table = Elastic(2, 3)
+    for peer in range(3):
+        table.hear(peer, join())
+    table.lose(2, now=5)
+    assert table.after(lambda: table.coordinator.decided(1, Decision(Plan(), 3, ""), 6)) == []
+    assert table.coordinator.deadline == 35
+    table.tick(35)
+    assert table.asked[-1] == (2, Situation(2))
+
+
+def test_a_first_start_without_a_plan_waits_for_more_machines_and_does_not_ask_again() -> None:
+    table = Elastic(1, 3)
+    table.hear(0, join(), now=5)
+    table.tick(35)
+    [(_, word)] = table.answer(0, "too small", now=36)
+    assert isinstance(word, Waiting)
+    assert table.coordinator.deadline == 336
+    [(_, end)] = table.tick(336)
+    assert isinstance(end, Abort)
+    assert end.failure is not None
+    assert "too small" in end.failure.cause
+    assert len(table.asked) == 1
+
+
+def test_after_a_loss_the_others_go_on_under_a_new_plan_that_is_told() -> None:
+    table = Elastic(2, 3).started(3)
+    assert table.lose(1) == [(0, Halt()), (2, Halt())]
+    assert table.halt([0, 2]) == []
+    assert table.asked[-1] == (2, Situation(2, Plan(dp_replicate=3), 3, 6))
+    begun = starts(table.answer(reason="the best for two"))
+    assert {peer: (one.node_rank, one.first_rank, one.world_size) for peer, one in begun.items()} == {
+        0: (0, 0, 2),
+        2: (1, 1, 2),
+    }
+    recovery = begun[2].recovery
+    assert recovery is not None
+    assert recovery.failure == "node 1 (host) was lost: gone"
+    assert recovery.image == Image(1, 6), "of three ranks, on the two machines that are left"
+    change = recovery.change
+    assert change is not None
+    assert (change.machines, change.machines_before, change.most_machines) == (2, 3, 3)
+    assert change.plan_before.startswith("3 ranks")
+    assert change.plan.startswith("2 ranks")
+    assert change.reason == "the best for two"
+
+
+def test_below_the_least_it_is_waited_for_machines_and_goes_on_with_the_first() -> None:
+    table = Elastic(2, 3).started(2)
+    table.lose(1)
+    [(_, word)] = table.halt([0], now=7)
+    assert isinstance(word, Waiting)
+    assert "one machine is missing" in word.text
+    assert table.coordinator.deadline == 307
+    table.hear(5, join(), now=8)
+    begun = starts(table.answer())
+    assert {peer: one.node_rank for peer, one in begun.items()} == {0: 0, 5: 1}
+    assert begun[0].recovery is not None
+    assert begun[0].recovery.change is None, "as many machines, and the same plan"
+
+
+def test_a_change_is_told_until_a_step_was_made_under_it() -> None:
+    table = Elastic(2, 3).started(3)
+    table.lose(2)
+    table.halt([0, 1])
+    table.answer()
+    table.hear(1, Failed(CAUSE))
+    table.hear(0, Halted(5000, None, ()))
+    table.hear(1, Halted(5001, None, ()))
+    again = starts(table.answer())[0].recovery
+    assert again is not None
+    assert again.change is not None
+    assert (again.change.machines_before, again.change.machines) == (3, 2)
+
+
+def test_without_a_plan_for_what_is_left_it_waits_and_with_all_it_ends() -> None:
+    table = Elastic(1, 2).started(2)
+    table.lose(1)
+    table.halt([0])
+    [(_, word)] = table.answer(0, "tp 2 needs two")
+    assert isinstance(word, Waiting)
+    assert "no plan for the machines that are here (1): tp 2 needs two" in word.text
+    table.hear(5, join(), now=9)
+    [(_, order)] = table.answer(0, "nothing fits")
+    assert isinstance(order, Rescue)
+    [(_, end), _] = table.hear(0, Rescued(""))
+    assert isinstance(end, Abort)
+    assert end.failure is not None
+    assert "nothing fits" in end.failure.cause
+
+
+def test_another_machine_is_taken_after_a_step_when_it_pays() -> None:
+    table = Elastic(1, 3).started(2)
+    [(peer, word)] = table.hear(7, join())
+    assert (peer, type(word)) == (7, Waiting), "its ranks could not start at once"
+    assert table.hear(7, Warm()) == [(0, Locate())]
+    assert table.hear(0, Reached(None, None, None), now=10) == []
+    assert table.coordinator.deadline == 10 + LOCATE_SECONDS, "nobody knows yet how fast it is"
+    assert table.tick(10 + LOCATE_SECONDS) == [(0, Locate())]
+    table.hear(0, Reached(9, 0.5, 2.0))
+    assert table.asked[-1] == (2, Situation(3, Plan(dp_replicate=2), 2, 9, 0.5, 2.0))
+    assert table.answer() == [(0, Pause()), (1, Pause())]
+    assert table.hear(0, Paused()) == []
+    assert table.hear(1, Paused()) == [(0, Halt()), (1, Halt())]
+    begun = starts(table.halt([0, 1], step=10))
+    assert {peer: one.node_rank for peer, one in begun.items()} == {0: 0, 1: 1, 7: 2}
+    recovery = begun[7].recovery
+    assert recovery is not None
+    assert (recovery.failure, recovery.reached_step, recovery.image) == ("", 10, Image(1, 10))
+    assert recovery.change is not None
+    assert (recovery.change.machines_before, recovery.change.machines) == (2, 3)
+
+
+def test_where_it_does_not_pay_the_machine_stands_by_and_takes_a_lost_one_s_place() -> None:
+    table = Elastic(1, 3).started(2)
+    table.hear(7, replace(join(), is_warm=True))
+    table.hear(0, Reached(9, 0.5, 2.0))
+    told = table.answer(2, "10 steps save 2 s")
+    assert [(peer, type(word)) for peer, word in told] == [(0, Waiting), (1, Waiting), (7, Waiting)]
+    assert isinstance(told[0][1], Waiting)
+    assert told[0][1].text == (
+        "the run uses 2 of 3 machines (at most 3), and 1 machine stands by\n  10 steps save 2 s"
+    )
+    table.lose(1)
+    table.halt([0])
+    assert table.asked[-1][1].machines == 2
+    assert {peer: one.node_rank for peer, one in starts(table.answer()).items()} == {0: 0, 7: 1}
+
+
+def test_a_failure_while_ranks_leave_is_recovered_from_with_all_that_are_here() -> None:
+    table = Elastic(1, 3).started(2)
+    table.hear(7, replace(join(), is_warm=True))
+    table.hear(0, Reached(9, 0.5, 2.0))
+    table.answer()
+    table.hear(0, Paused())
+    table.hear(1, Failed(CAUSE))
+    table.halt([0, 1], step=10)
+    begun = starts(table.answer())
+    assert len(begun) == 3
+    assert begun[0].recovery is not None
+    assert begun[0].recovery.failure == "rank 1 failed: ValueError"
+
+
+def test_a_machine_that_stands_by_leaves_without_a_word_to_the_others() -> None:
+    table = Elastic(1, 3).started(2)
+    table.hear(7, join())
+    assert table.hear(7, Leave(130)) == [(7, Abort(130))]
+    table.hear(8, join())
+    assert table.hear(8, Failed(CAUSE)) == [(8, Abort(1))]
+    assert table.lose(9) == []
+    table.hear(0, Finished())
+    assert table.hear(1, Finished()) == [(0, Over(0)), (1, Over(0))]
+
+
+def test_one_machine_too_many_is_sent_away() -> None:
+    table = Elastic(1, 2).started(2)
+    [(_, word)] = table.hear(7, join())
+    assert isinstance(word, Refused)
+    assert table.hear(7, Warm()) == []
+
+
+def test_a_stop_while_the_planner_thinks_lets_the_new_ranks_finish_a_step() -> None:
+    table = Elastic(1, 2).started(2)
+    table.lose(1)
+    table.halt([0])
+    assert table.hear(0, StopRequest(130)) == [(0, Stop(130))]
+    assert len(starts(table.answer())) == 1
+    table.hear(0, Finished())
+    assert table.said == [(0, Over(130))]
+
+
+@pytest.mark.parametrize("most", [2, 1])
+def test_a_stop_after_which_nothing_can_start_saves_the_copies_instead_of_waiting(most: int) -> None:
+    table = Elastic(1, most).started(most)
+    table.hear(0, Failed(CAUSE))
+    if most == 2:
+        table.lose(1)
+    table.halt([0])
+    table.hear(0, StopRequest(143, 30.0, "SIGTERM"), now=3)
+    [(_, order)] = table.answer(0, "tp 2 needs two", now=4)
+    assert order == Rescue(Image(1, 6), (0, 1)[:most], most, 29.0)
+    [(_, end)] = table.hear(0, Rescued("checkpoint of step 6 in /x"), now=5)
+    assert isinstance(end, Abort)
+    assert (end.exit_code, end.failure) == (143, None)
+    assert "checkpoint of step 6 in /x" in end.note
+
+
+def test_ctrl_c_while_ranks_end_is_not_followed_by_a_wait_for_machines() -> None:
+    table = Elastic(2, 2).started(2)
+    table.lose(1)
+    assert table.hear(0, StopRequest(130)) == [(0, Stop(130))]
+    assert table.halt([0]) == [(0, Abort(130))]
+
+
+def test_a_stop_while_a_run_that_was_to_grow_waits_saves_the_copies() -> None:
+    table = Elastic(2, 3).started(2)
+    table.hear(5, join())
+    table.hear(5, Warm())
+    table.hear(0, Reached(6, 1.0, 3.0))
+    table.answer(3)
+    table.hear(0, Paused())
+    table.hear(1, Paused())
+    table.halt([0])
+    table.lose(5)
+    table.halt([1])
+    table.answer(0, "no plan any more")
+    said = table.hear(1, StopRequest(143, 30.0, "SIGTERM"), now=4)
+    assert [type(word) for _, word in said] == [Rescue, Rescue]
+
+
+def test_who_had_ranks_before_comes_first_and_wishes_order_the_others() -> None:
+    table = Elastic(2, 4)
+    for peer, wish in ((0, 3), (1, 0), (2, 1), (3, 2)):
+        table.hear(peer, join(wish))
+    begun = starts(table.answer())
+    assert {peer: one.node_rank for peer, one in begun.items()} == {1: 0, 2: 1, 3: 2, 0: 3}
+    table.lose(2)
+    table.halt([0, 1, 3])
+    assert {peer: one.node_rank for peer, one in starts(table.answer()).items()} == {1: 0, 3: 1, 0: 2}
+
+
+def test_of_more_machines_than_are_needed_those_are_taken_that_hold_the_whole_state() -> None:
+    """A ring of four of which the last is lost: the first two together lack the third's part."""
+    held = {node: [HeldImage(owner, Image(1, 6), 4) for owner in (node, (node - 1) % 4)] for node in range(3)}
+    assert choose_nodes(held, 2, 4) == (0, 2)
+    assert choose_nodes(held, 3, 4) == (0, 1, 2)
+    assert choose_nodes({0: [], 1: []}, 1, 4) == (0,)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2), st.integers(0, 3)), max_size=20))
+def test_a_moment_is_whole_when_every_rank_that_then_was_has_left_its_image(
+    found: list[tuple[int, int, int]],
+) -> None:
+    worlds = {1: 4, 2: 2}
+    images = [HeldImage(rank, Image(gen, step), worlds[gen]) for rank, gen, step in found]
+    chosen = newest_whole(images, 2)
+    whole = [
+        (gen, step)
+        for gen, world in worlds.items()
+        for step in range(4)
+        if all((rank, gen, step) in found for rank in range(world))
+    ]
+    assert chosen == (Image(*max(whole)) if whole else None)
+
+
+class World:
+    """Machines that do what they are told, and a planner that answers, when hypothesis says so."""
+
+    def __init__(self, least: int, most: int, retries: int) -> None:
+        self.table = Elastic(least, most, retries)
+        self.inbox: dict[int, list[Message]] = {}
+        self.living: dict[int, int] = {}
+        """By machine: the generation of its ranks."""
+        self.arrivals, self.step, self.now = 0, 0, 1.0
+
+    def do(self, act: Any) -> None:
+        self.now += 1
+        for peer, word in self.table.after(act):
+            if peer in self.inbox:
+                self.inbox[peer].append(word)
+        assert len(set(self.living.values())) <= 1, "two generations compute at once"
+        assert all(one == self.table.coordinator.generation for one in self.living.values())
+
+    def hear(self, peer: int, word: Message) -> None:
+        self.do(lambda: self.table.coordinator.receive(peer, word, self.now))
+
+    def arrive(self) -> None:
+        self.arrivals += 1
+        self.inbox[self.arrivals] = []
+        self.hear(self.arrivals, join())
+        self.hear(self.arrivals, Warm())
+
+    def vanish(self, peer: int) -> None:
+        self.living.pop(peer, None)
+        del self.inbox[peer]
+        self.do(lambda: self.table.coordinator.lost(peer, "gone", self.now))
+
+    def plan(self, number: int) -> None:
+        if self.table.asked:
+            question, situation = self.table.asked[-1]
+            nodes = max(situation.machines - number % 3, 0)
+            decision = Decision(Plan(dp_replicate=nodes) if nodes else None, nodes, "")
+            self.do(lambda: self.table.coordinator.decided(question, decision, self.now))
+
+    def read(self, peer: int) -> None:
+        """The machine takes in one word."""
+        if not self.inbox[peer]:
+            return
+        match self.inbox[peer].pop(0):
+            case Start(generation):
+                self.living[peer] = generation
+            case Halt():
+                self.living.pop(peer, None)
+                self.hear(peer, Halted(5000, self.step or None, ()))
+            case Pause() if peer in self.living:
+                del self.living[peer]
+                self.hear(peer, Paused())
+            case Locate() if peer in self.living:
+                self.hear(peer, Reached(self.step or None, 0.5 if self.step else None, 1.0))
+            case Abort() | Over():
+                self.living.pop(peer, None)
+            case Refused():
+                del self.inbox[peer]
+
+    def settle(self) -> None:
+        while any(self.inbox.values()):
+            for peer in list(self.inbox):
+                if peer in self.inbox:
+                    self.read(peer)
+
+
+ACTS = st.tuples(
+    st.sampled_from(["fail", "vanish", "arrive", "step", "read", "plan", "settle", "tick", "stop"]),
+    st.integers(0, 9),
+)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 2), st.integers(2, 4), st.integers(1, 3), st.lists(ACTS, max_size=60))
+def test_no_order_of_events_lets_two_generations_live_or_a_run_wait_for_ever(
+    least: int, most: int, retries: int, acts: list[tuple[str, int]]
+) -> None:
+    world = World(least, most, retries)
+    for act, number in acts:
+        peer = sorted(world.inbox)[number % len(world.inbox)] if world.inbox else 0
+        match act:
+            case "arrive":
+                world.arrive()
+            case "step":
+                world.step += bool(world.living)
+            case "plan":
+                world.plan(number)
+            case "settle":
+                world.settle()
+            case "tick":
+                world.now += 40
+                world.do(lambda: world.table.coordinator.tick(world.now))
+            case "fail" if peer in world.living:
+                world.hear(peer, Failed(CAUSE))
+            case "vanish" if peer in world.inbox:
+                world.vanish(peer)
+            case "read" if peer in world.inbox:
+                world.read(peer)
+            case "stop" if number == 0 and peer in world.inbox:
+                world.hear(peer, StopRequest(130))
+    # Now the planner answers, every generation fails at once, and time passes: the run must end.
+    for _ in range(6 * (retries + 3)):
+        world.settle()
+        world.plan(0)
+        world.settle()
+        if world.table.coordinator.over:
+            break
+        for peer in list(world.living):
+            world.hear(peer, Failed(CAUSE))
+        world.settle()
+        world.now += 1000
+        world.do(lambda: world.table.coordinator.tick(world.now))
+    assert world.table.coordinator.over
+    world.settle()
+    assert not world.living

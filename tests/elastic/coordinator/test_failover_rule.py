@@ -1,0 +1,204 @@
+"""Who may carry a run on whose coordinator is lost: the rule, on a table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.coordinator import join
+from wanma.elastic.coordinator.coordinator import Coordinator
+from wanma.elastic.coordinator.coordinator_config import Terms
+from wanma.elastic.coordinator.failover import TURN_SECONDS, Past, Sight, Vacancy, may_claim, successors
+from wanma.elastic.failure import Failure
+from wanma.elastic.protocol.messages import (
+    Abort,
+    Halted,
+    HeldImage,
+    Image,
+    Join,
+    Message,
+    Recovery,
+    Start,
+    Was,
+)
+from wanma.job.run import generation_claims
+from wanma.job.run.generation_claims import Claim
+
+
+def sight(**changes: Any) -> Sight:
+    common: dict[str, Any] = {
+        "dead": False,
+        "still_seconds": 1.0,
+        "lost_seconds": 20.0,
+        "nodes": 2,
+        "votes": 1,
+        "place_in_line": 0,
+        "waited_seconds": 0.0,
+    }
+    return Sight(**{**common, **changes})
+
+
+def test_silence_alone_proves_nothing_but_an_ended_process_does() -> None:
+    assert not may_claim(sight(waited_seconds=1e6))
+    assert may_claim(sight(dead=True))
+    assert may_claim(sight(still_seconds=21.0)), "who cannot be seen in the run directory cannot write there"
+
+
+@given(nodes=st.integers(2, 9), cut=st.integers(0, 9))
+def test_of_two_sides_that_both_live_at_most_the_majority_goes_on(nodes: int, cut: int) -> None:
+    """The host is with the first `cut` nodes; it shows signs of life in the run directory."""
+    here = min(max(cut, 1), nodes)
+    there = nodes - here
+    assert may_claim(sight(nodes=nodes, votes=there)) == (there > here)
+
+
+def test_each_node_in_line_has_its_turn_before_the_next() -> None:
+    assert successors(4, {0, 2}) == [1, 3]
+    second = {"dead": True, "place_in_line": 1}
+    assert not may_claim(sight(**second, waited_seconds=TURN_SECONDS - 0.1))
+    assert may_claim(sight(**second, waited_seconds=TURN_SECONDS))
+
+
+RECOVERY = Recovery("rank 1 failed", 40, 2, Image(6, 40), (17,))
+
+
+def start(node: int = 1, nodes: int = 3) -> Start:
+    return Start(7, node, 2 * node, 2 * nodes, "10.0.0.1", 1, RECOVERY, (2,) * nodes, host_node=0)
+
+
+@pytest.fixture
+def vacancy(tmp_path: Path) -> Vacancy:
+    claim = Claim(7, "10.0.0.1:1", "first", "host-0")
+    generation_claims.make(tmp_path, claim)
+    return Vacancy(tmp_path, start(), claim, 0.2, "no heartbeat")
+
+
+def test_a_majority_that_has_lost_its_coordinator_follows_it_though_it_lives(vacancy: Vacancy) -> None:
+    assert not vacancy.may_claim()
+    generation_claims.vote(vacancy.run, 7, 2)
+    assert vacancy.may_claim(), "two of three nodes"
+    vacancy.withdraw()
+    assert generation_claims.votes(vacancy.run, 7) == {2}
+
+
+def test_a_coordinator_that_is_seen_in_the_run_directory_is_not_followed(vacancy: Vacancy) -> None:
+    for _ in range(4):
+        time.sleep(0.1)
+        generation_claims.beat(vacancy.run, 7)
+        assert not vacancy.may_claim()
+    time.sleep(0.3)
+    assert vacancy.may_claim()
+
+
+def test_votes_against_one_coordinator_are_none_against_the_next(vacancy: Vacancy) -> None:
+    generation_claims.vote(vacancy.run, 7, 2)
+    assert vacancy.may_claim()
+    generation_claims.make(vacancy.run, Claim(8, "10.0.0.3:1", "second", "host-2", node=2))
+    assert vacancy.look()
+    assert not vacancy.look()
+    assert vacancy.gone == {0, 2}
+    assert not vacancy.may_claim()
+    assert generation_claims.votes(vacancy.run, 8) == set()
+    vacancy.dead = True
+    assert vacancy.may_claim()
+
+
+def test_a_claim_that_is_being_written_is_waited_for_and_one_that_never_is_followed(vacancy: Vacancy) -> None:
+    torn = vacancy.run / "generations" / "8"
+    torn.write_text('{"generation": 8')
+    assert vacancy.look()
+    assert vacancy.claim.place == ""
+    assert not vacancy.may_claim()
+    time.sleep(0.3)
+    assert vacancy.may_claim(), "its writer shows no signs of life"
+    torn.unlink()
+    generation_claims.make(vacancy.run, Claim(8, "10.0.0.3:1", "second", "host-2", node=2))
+    assert not vacancy.look(), "the same number"
+    assert vacancy.claim.place == "10.0.0.3:1"
+
+
+def successor(waits: set[int], nodes: int = 3, retries: int = 3) -> tuple[Coordinator, list[Any]]:
+    said: list[Any] = []
+    past = Past(start(nodes=nodes), frozenset(waits), Failure("node 0 was lost", node=0), 20)
+    terms = Terms(nodes, "job", "10.0.0.2:1", 300, retries, generation=8, past=past)
+    return Coordinator(terms, lambda *word: said.append(word), 0), said
+
+
+def comes(node: int, generation: int = 7, step: int = 41) -> Join:
+    images = tuple(HeldImage(rank, Image(7, step)) for rank in (2 * node, 2 * node + 1))
+    was = Was(generation, node, Halted(1, step, images))
+    one = join(host=f"host-{node}")
+    return Join(one.job_hash, one.ranks, one.host, one.address, one.store_port, hosts=node == 1, was=was)
+
+
+def starts(said: list[tuple[int, Message]]) -> list[Start]:
+    return [message for _, message in said if isinstance(message, Start)]
+
+
+def test_a_successor_waits_for_those_that_are_left_and_counts_on() -> None:
+    coordinator, said = successor({1, 2})
+    coordinator.receive(1, comes(1), 1)
+    coordinator.receive(2, comes(2), 2)
+    assert not starts(said)
+    coordinator.receive(3, join(), 3)
+    found = starts(said)
+    assert [(one.generation, one.node_rank, one.host_node) for one in found] == [
+        (9, 0, 1),
+        (9, 1, 1),
+        (9, 2, 1),
+    ]
+    recovery = found[0].recovery
+    assert recovery is not None
+    assert (recovery.failure, recovery.reached_step) == ("node 0 was lost", 41)
+    assert recovery.attempt == 1, "step 41 was new"
+    assert (recovery.image, recovery.retried_steps) == (Image(7, 41), (17,))
+
+
+def test_a_successor_gives_up_those_that_do_not_come() -> None:
+    coordinator, said = successor({1, 2})
+    coordinator.receive(1, comes(1, step=40), 1)
+    assert coordinator.deadline == 20
+    coordinator.tick(20)
+    for peer in (2, 3):
+        coordinator.receive(peer, join(), 21)
+    recovery = starts(said)[0].recovery
+    assert recovery is not None
+    assert recovery.attempt == 3, "without a new step the attempts of the coordinator before count"
+
+
+def test_a_successor_ends_a_run_whose_attempts_are_used_up() -> None:
+    coordinator, said = successor({1}, nodes=2, retries=2)
+    coordinator.receive(1, comes(1, step=40), 1)
+    [(_, end)] = said
+    assert isinstance(end, Abort)
+    assert end.failure is not None
+    assert "started again 2 times" in end.failure.hint
+
+
+def test_a_node_that_comes_back_from_an_older_start_is_a_stranger() -> None:
+    coordinator, said = successor({1}, nodes=2)
+    coordinator.receive(1, comes(1), 1)
+    coordinator.receive(2, comes(0, generation=5), 2)
+    assert [one.node_rank for one in starts(said)] == [0, 1]
+    recovery = starts(said)[0].recovery
+    assert recovery is not None
+    assert recovery.image == Image(7, 41)
+
+
+def test_nothing_starts_under_a_number_that_another_has_claimed() -> None:
+    said: list[Any] = []
+    asked: list[int] = []
+
+    def claim(generation: int) -> None:
+        asked.append(generation)
+
+    terms = Terms(1, "job", "here", 300, claim=claim, generation=4)
+    coordinator = Coordinator(terms, lambda *word: said.append(word), 0)
+    coordinator.receive(0, join(), 1)
+    assert (asked, said) == ([5], [])
+    assert coordinator.over

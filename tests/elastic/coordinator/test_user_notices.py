@@ -1,0 +1,74 @@
+"""What the user of one node among several reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from wanma.elastic.coordinator.user_notices import ended_text, joined_text, stopping_text
+from wanma.elastic.failure import Failure
+from wanma.elastic.launch_config import Launch
+from wanma.elastic.protocol.messages import Abort, Over, Start
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (1, "with rank 4 of 8 (both counted from 0)\n  logs of this node: runs/gpt/logs/rank-4.log"),
+        (
+            4,
+            "with ranks 4-7 of 8 (both counted from 0)\n"
+            "  logs of this node: runs/gpt/logs/rank-4.log to rank-7.log",
+        ),
+    ],
+)
+def test_a_node_says_where_it_met_the_others_and_what_it_runs(ranks: int, said: str) -> None:
+    launch = Launch(
+        Path("runs/gpt"), "a:b", nodes=2, ranks_per_node=ranks, rendezvous="10.0.0.1:29500", node_rank=None
+    )
+    start = Start(1, node_rank=1, first_rank=4, world_size=8, store_host="10.0.0.1", store_port=1)
+    told = joined_text(launch, start, "10.0.0.3:29500", "eth0 (10.0.0.4), by the route to the others")
+    assert told == (
+        f"joined the run at 10.0.0.3:29500: this is node 1 of 2, {said}\n"
+        "  collectives go over eth0 (10.0.0.4), by the route to the others"
+    )
+    placed = joined_text(replace(launch, position="r1/a"), start, "10.0.0.3:29500", "eth0")
+    assert placed.endswith("collectives go over eth0\n  its place in the network: r1/a")
+
+
+FAILED = Abort(1, Failure("ValueError: no", rank=1, node=1, host="b"))
+
+
+@pytest.mark.parametrize(
+    ("ending", "node", "said"),
+    [
+        (Over(0), 1, "the run is finished on all 2 nodes"),
+        (Over(0), 0, ""),
+        (Over(143), 1, "the run was stopped in order on all 2 nodes; the same command on each carries on"),
+        (
+            Abort(130),
+            1,
+            "the run was ended at once, as asked for; the same command on every node carries on",
+        ),
+        (FAILED, 0, "the run failed on node 1 (b), so the ranks here were ended too"),
+        (FAILED, 1, ""),
+        (Abort(1, Failure("lost the coordinator")), 1, ""),
+    ],
+)
+def test_the_end_is_told_where_nothing_else_tells_it(ending: Abort | Over, node: int, said: str) -> None:
+    assert ended_text(ending, 2, node, shows_the_run=node == 0) == said
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "here", "said"),
+    [
+        (130, True, "Ctrl-C (again: leave at once)"),
+        (130, False, "Ctrl-C on another node"),
+        (143, True, "SIGTERM"),
+        (143, False, "SIGTERM on another node"),
+    ],
+)
+def test_a_stop_says_who_asked_for_it(exit_code: int, here: bool, said: str) -> None:
+    assert stopping_text(exit_code, here) == f"stopping in order after this step: {said}"

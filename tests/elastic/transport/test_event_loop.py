@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from wanma.elastic.protocol.local_messages import Happened
+from wanma.elastic.protocol.messages import (
+    Beat,
+    Message,
+)
+from wanma.elastic.transport.connection import Connection
+from wanma.elastic.transport.event_loop import Loop
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+def test_timers_fire_in_order_and_cancelled_ones_do_not(loop: Loop) -> None:
+    fired: list[str] = []
+    loop.call_later(0.02, lambda: fired.append("second"))
+    loop.call_later(0.01, lambda: fired.append("first"))
+    loop.call_later(0.005, lambda: fired.append("never")).cancel()
+    assert loop.run_until(lambda: len(fired) == 2, time.monotonic() + 10)
+    assert fired == ["first", "second"]
+
+
+def test_a_deadline_ends_the_wait(loop: Loop) -> None:
+    assert loop.run_until(lambda: False, time.monotonic() + 0.02) is False
+
+
+def test_a_callback_may_close_a_socket_that_is_ready_in_the_same_round(loop: Loop) -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    heard: list[int] = []
+
+    def ready(index: int) -> None:
+        heard.append(index)
+        for mine, _ in pairs:
+            loop.forget(mine)
+            mine.close()
+
+    for index, (mine, theirs) in enumerate(pairs):
+        loop.watch(mine, lambda _events, index=index: ready(index), selectors.EVENT_READ)  # type: ignore[misc]
+        theirs.send(b"x")
+    loop.run_until(lambda: bool(heard), time.monotonic() + 10)
+    assert len(heard) == 1
+    for _, theirs in pairs:
+        theirs.close()
+
+
+def test_a_signal_becomes_a_callback_and_the_old_handler_returns() -> None:
+    loop = Loop()
+    before = signal.getsignal(signal.SIGTERM)
+    caught: list[int] = []
+    loop.catch([signal.SIGTERM], caught.append)
+    os.kill(os.getpid(), signal.SIGTERM)
+    loop.run_until(lambda: bool(caught), time.monotonic() + 10)
+    loop.close()
+    assert caught == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+class End:
+    """One side of a conversation, and what happened to it."""
+
+    def __init__(self, loop: Loop, sock: socket.socket) -> None:
+        self.messages: list[Message] = []
+        self.closed: list[str] = []
+        self.connection = Connection(loop, sock, "peer", self.messages.append, self.closed.append)
+
+
+def test_a_connection_passes_more_than_the_kernel_buffers(loop: Loop) -> None:
+    left, right = (End(loop, sock) for sock in socket.socketpair())
+    sent = [Happened({"number": number, "text": "x" * 50_000}) for number in range(60)]
+    for message in sent:
+        left.connection.send(message)
+    loop.run_until(lambda: len(right.messages) == len(sent), time.monotonic() + 30)
+    assert right.messages == sent
+    left.connection.close()
+    loop.run_until(lambda: bool(right.closed), time.monotonic() + 10)
+    assert right.closed == ["it closed the connection"]
+    assert left.closed == []
+
+
+def test_the_last_words_of_one_who_closes_are_heard(loop: Loop) -> None:
+    left, right = (End(loop, sock) for sock in socket.socketpair())
+    left.connection.send(Beat())
+    left.connection.close()
+    right.connection.send(Beat())
+    loop.run_until(lambda: bool(right.closed), time.monotonic() + 10)
+    assert right.messages == [Beat()]
+
+
+def test_malformed_input_ends_that_connection_with_a_log_line(loop: Loop, caplog: Any) -> None:
+    raw, sock = socket.socketpair()
+    end = End(loop, sock)
+    with caplog.at_level(logging.WARNING, "wanma.elastic"):
+        raw.send(b"rubbish\n")
+        loop.run_until(lambda: bool(end.closed), time.monotonic() + 10)
+    assert end.closed == ["not JSON: b'rubbish\\n'"]
+    assert "peer: not JSON: b'rubbish\\n'; ending the connection" in caplog.text
+    raw.close()
+
+
+def test_one_who_never_reads_is_given_up(loop: Loop) -> None:
+    sock, other = socket.socketpair()
+    end = End(loop, sock)
+    for _ in range(40):
+        end.connection.send(Happened({"text": "x" * 900_000}))
+    assert end.closed == ["it does not read what it is sent"]
+    other.close()

@@ -1,0 +1,174 @@
+"""Context parallel in whole jobs: the numbers of one process, with every other axis and option beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+
+from support.compare import one_process, same_numbers, spread_over
+from support.ranks import Outcome
+from wanma.data.batch import IGNORED
+from wanma.job.plan.plan import Plan
+
+
+def job(folder: Path, *, data: dict[str, Any] | None = None, **model: Any) -> dict[str, Any]:
+    """A small decoder on many short texts; 5 samples per step, which no world divides."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(120):
+        # 4 to 50 bytes: a sequence of 32 holds several documents, or a part of one.
+        (texts / f"{number:03}.txt").write_text(
+            " ".join(str(number**power) for power in range(1, number % 9 + 2))
+        )
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, **model},
+        "data": {
+            "text": [str(texts)],
+            "sequence_length": 32,
+            "cache": str(folder / "cache"),
+            **(data or {}),
+        },
+        "train": {
+            "steps": 3,
+            "global_batch": 5,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "gradient_clip": 0.5,
+            "deterministic": True,
+            "validation_samples": 3,
+            "validate_every_steps": 2,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {"data": {"document_masks": True}},
+    "tied, dropout": {"tie_embeddings": True, "dropout": 0.1},
+    "one key/value head, documents, dropout": {
+        "kv_heads": 1,
+        "dropout": 0.1,
+        "data": {"document_masks": True},
+    },
+}
+
+PLANS: list[tuple[str, Plan]] = [
+    ("plain", Plan(cp=2, micro_batch=5)),
+    ("plain", Plan(cp=2, context="all_to_all", micro_batch=2)),
+    ("documents", Plan(cp=2, micro_batch=2)),
+    ("documents", Plan(cp=2, context="all_to_all", micro_batch=5)),
+    ("one key/value head, documents, dropout", Plan(cp=4, micro_batch=5)),
+    ("one key/value head, documents, dropout", Plan(cp=4, context="all_to_all", micro_batch=2)),
+    ("tied, dropout", Plan(cp=2, shard="parameters", micro_batch=2, recompute="full")),
+    ("documents", Plan(cp=2, dp_shard=2, shard="parameters", micro_batch=1)),
+    ("tied, dropout", Plan(cp=2, dp_shard=2, shard="gradients", context="all_to_all", micro_batch=1)),
+    ("tied, dropout", Plan(cp=2, dp_replicate=2, micro_batch=2, recompute="selective")),
+    ("documents", Plan(cp=2, dp_replicate=2, shard="optimizer", context="all_to_all", micro_batch=2)),
+    ("documents", Plan(cp=2, pp=2, micro_batch=1)),
+    ("tied, dropout", Plan(cp=2, pp=2, schedule="gpipe", context="all_to_all", micro_batch=2)),
+    ("documents", Plan(cp=2, pp=2, schedule="interleaved_1f1b", virtual_stages=2, micro_batch=3)),
+    ("documents", Plan(cp=2, pp=2, schedule="zbv", virtual_stages=2, context="all_to_all", micro_batch=1)),
+    ("documents", Plan(cp=2, tp=2, micro_batch=2)),
+    ("documents", Plan(cp=2, tp=2, sequence=True, context="all_to_all", micro_batch=5)),
+    ("tied, dropout", Plan(cp=2, tp=2, sequence=True, micro_batch=2, shard="parameters")),
+    ("one key/value head, documents, dropout", Plan(cp=2, tp=2, sequence=True, micro_batch=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs in one process, made once per job."""
+    made: dict[str, Outcome] = {}
+
+    def run(name: str) -> Outcome:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("one")
+            made[name] = one_process(folder / "run", job(folder, **JOBS[name]), 5)
+        return made[name]
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "plan"), PLANS, ids=lambda value: str(value).replace(" ", "-"))
+def test_ranks_that_share_sequences_follow_one_process(
+    name: str, plan: Plan, tmp_path: Path, reference: Any
+) -> None:
+    other = spread_over(tmp_path / "run", job(tmp_path, **JOBS[name]), plan)
+    same_numbers(reference(name), other)
+    assert validation(other) == pytest.approx(validation(reference(name)), rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_a_dataset_and_a_loss_of_ones_own_follow_one_process(kind: Any, tmp_path: Path) -> None:
+    """Some of its sequences have targets on one rank only, some have none."""
+    text = own_data({"sequence": 8})
+    objects = {"loss": squared_cross_entropy}
+    one = one_process(tmp_path / "one", text, 5, objects=objects)
+    plan = Plan(cp=2, dp_replicate=2, context=kind, micro_batch=1)
+    same_numbers(one, spread_over(tmp_path / "run", text, plan, objects=objects))
+
+
+def test_a_dataset_without_sequences_is_refused(tmp_path: Path) -> None:
+    text = own_data({"sequence": 6})
+    with pytest.raises(AssertionError, match=r"parallel.cp = 2: samples of 6 positions cannot be cut evenly"):
+        spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
+
+
+def own_data(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 16, "heads": 2, "vocabulary": 16},
+        "data": {"factory": "support.own:PartlyLabelled", "arguments": arguments},
+        "train": {
+            "steps": 3,
+            "global_batch": 5,
+            "precision": "fp64",
+            "learning_rate": 1e-2,
+            "validation_samples": 5,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+def squared_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
+    return losses.view(targets.shape).square()
+
+
+def test_bf16_stays_near_one_process(tmp_path: Path) -> None:
+    """Blocks are added up in fp32, whatever the model computes in."""
+    text = job(tmp_path, data={"document_masks": True})
+    text["train"]["precision"] = "bf16"
+    one = one_process(tmp_path / "one", text, 5)
+    for kind in ("ring", "all_to_all"):
+        other = spread_over(tmp_path / kind, text, Plan(cp=2, context=kind, micro_batch=5))
+        assert other.losses == pytest.approx(one.losses, rel=2e-3)
+        assert other.norms == pytest.approx(one.norms, rel=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_compiled_blocks_follow_one_process(kind: Any, tmp_path: Path) -> None:
+    text = job(tmp_path, data={"document_masks": True})
+    one = one_process(tmp_path / "one", text, 5)
+    plan = Plan(cp=2, context=kind, micro_batch=5, compile=True)
+    same_numbers(one, spread_over(tmp_path / "run", text, plan, seconds=280), 1e-8)
+
+
+def test_a_model_without_declared_attention_is_refused(tmp_path: Path) -> None:
+    text = own_data({"sequence": 8})
+    text["model"] = {"factory": "support.own:Tagger"}
+    with pytest.raises(AssertionError, match=r"parallel.cp: support.own:Tagger does not declare"):
+        spread_over(tmp_path / "run", text, Plan(cp=2, micro_batch=5))
+
+
+def validation(outcome: Outcome) -> list[float]:
+    lines = (outcome.directory / "events.jsonl").read_text().splitlines()
+    losses = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "validation"]
+    assert len(losses) == 2
+    return losses

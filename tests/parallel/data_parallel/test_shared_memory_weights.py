@@ -1,0 +1,264 @@
+"""Weights that ranks of one machine have in common: nothing is gathered, nobody sees half of an update."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from support import late
+from support.compare import same_bits
+from support.ranks import Outcome, run_job, run_ranks
+from support.shared import shared_world
+from wanma.collectives.shared_memory.backend import allocated_bytes
+from wanma.job.errors import WanmaError
+from wanma.job.plan.plan import Plan
+from wanma.job.run.worker import Worker
+from wanma.models.model_spec import custom_spec
+from wanma.parallel.data_parallel.sharded import Sharded
+from wanma.parallel.mesh.parallel_mesh import process_grid
+from wanma.parallel.parallelize import Parallel, parallelize
+
+MODEL = {"family": "decoder", "layers": 2, "hidden": 32, "heads": 4, "tie_embeddings": True}
+UNEVEN = {**MODEL, "feed_forward": 51}
+"""Rows that two ranks cannot share alike."""
+
+
+def job(folder: Path, model: dict[str, Any], **train: Any) -> dict[str, Any]:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{number} horses and {number * number} hooves. " for number in range(2000)))
+    return {
+        "model": model,
+        "data": {
+            "text": [str(text)],
+            "sequence_length": 32,
+            "validation_fraction": 0.2,
+            "cache": str(folder / "cache"),
+        },
+        "train": {
+            "steps": 4,
+            "global_batch": 6,
+            "learning_rate": 1e-2,
+            "validate_every_steps": 2,
+            "validation_samples": 8,
+            "weight_average": 0.5,
+            **train,
+        },
+        "parallel": {"collectives": "shared"},
+        "checkpoint": {"snapshots": "off"},
+    }
+
+
+@pytest.mark.parametrize("model", [MODEL, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp_shard=2, shard="parameters", micro_batch=2),
+        Plan(dp_shard=2, shard="optimizer", micro_batch=2),
+        Plan(dp_shard=2, dp_replicate=2, shard="gradients", micro_batch=1),
+        Plan(dp_shard=2, tp=2, shard="parameters", micro_batch=3),
+        Plan(dp_shard=2, pp=2, shard="parameters", micro_batch=1, recompute="full"),
+    ],
+    ids=str,
+)
+def test_all_numbers_are_those_of_gathered_weights(
+    plan: Plan, precision: Any, model: dict[str, Any], tmp_path: Path
+) -> None:
+    model = {**model, "feed_forward": 54} if plan.tp > 1 and model is UNEVEN else model  # 27 of each
+    text, plan = job(tmp_path, model, precision=precision), replace(plan, precision=precision)
+    gathered = run_job(tmp_path / "gathered", text, plan, patch="support.late:nothing_is_common")
+    common = run_job(tmp_path / "common", text, plan)
+    same_bits(gathered, common)
+    assert validations(gathered) == validations(common)
+
+
+def validations(run: Outcome) -> list[float]:
+    lines = (run.directory / "events.jsonl").read_text().splitlines()
+    found = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "validation"]
+    assert found
+    return found
+
+
+PLAN = Plan(dp_shard=2, shard="parameters", micro_batch=3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("when", [late.with_its_update, late.with_an_evaluation])
+def test_whoever_is_late_is_waited_for(when: Any, precision: Any, tmp_path: Path) -> None:
+    text, plan = job(tmp_path, MODEL, precision=precision), replace(PLAN, precision=precision)
+    in_time = run_job(tmp_path / "in-time", text, plan)
+    waited = run_job(tmp_path / "waited", text, plan, patch=f"support.late:{when.__name__}")
+    same_bits(in_time, waited)
+    assert validations(in_time) == validations(waited)
+    # Were it not, this comparison would notice: numbers are others, or none.
+    patch = f"support.late:{when.__name__}_and_nobody_waits"
+    try:
+        alone = run_job(tmp_path / "alone", text, plan, patch=patch)
+        is_noticed = (alone.losses, validations(alone)) != (in_time.losses, validations(in_time))
+    except AssertionError as error:
+        is_noticed = "nan" in str(error)
+    assert is_noticed
+
+
+class Own(nn.Module):
+    """Rows that two ranks cannot share alike, one that only one of them has, and numbers that are none."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(11, 8, max_norm=max_norm)
+        self.product = nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.randn(1))
+        self.order = nn.Parameter(torch.arange(300, 305).flip(0), requires_grad=False)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        found: Tensor = self.product(self.embedding(numbers)) * self.scale
+        return found[..., self.order - 300]
+
+
+@contextmanager
+def spread(worker: Worker, model: nn.Module, plan: Plan) -> Iterator[Parallel]:
+    with process_grid(worker, plan, 60, "shared") as grid:
+        parallel = parallelize(custom_spec(model, 1), plan, grid, 1)
+        (sharded,) = parallel.data_parallel
+        assert isinstance(sharded, Sharded)
+        assert sharded.weights is not None
+        assert len(sharded.weights.tensors) == len(list(model.parameters()))
+        yield parallel
+
+
+def held(worker: Worker, precision: Any) -> dict[str, Any]:
+    """What a rank of a model has in memory that all share, and whether its shards lie there."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    with spread(worker, model, replace(PLAN, precision=precision)) as parallel:
+        (sharded,) = parallel.data_parallel
+        assert isinstance(sharded, Sharded)
+        assert sharded.weights is not None
+        parts = {tensor._part.data_ptr() for tensor in sharded.weights.tensors}
+        shards = [one.to_local() for one in parallel.module.parameters() if isinstance(one, DTensor)]
+        return {
+            "elements": sum(shard.numel() for shard in shards),
+            "in place": all(shard.data_ptr() in parts for shard in shards),
+            "common": allocated_bytes(),
+        }
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_a_model_lies_there_once(precision: Any, width: int) -> None:
+    for rank in run_ranks(held, 2, (precision,)):
+        assert rank["in place"] == (precision == "fp32")
+        # A rank's part of it, and less than a page for each tensor.
+        assert 0 <= rank["common"] - rank["elements"] * width < 4096 * 4
+
+
+def replaced(worker: Worker, precision: Any) -> list[bool]:
+    numbers = torch.arange(11)
+    expected = Own()(numbers)
+    close = partial(torch.allclose, rtol=1e-6 if precision == "fp32" else 0.05, atol=0.05)
+    found = []
+    with spread(worker, Own(), replace(PLAN, precision=precision)) as parallel, torch.no_grad():
+        model = parallel.module.to("cpu")
+        found.append(close(model(numbers).float(), expected))
+        parallel.rest()
+        parallel.settle()
+        twice = {name: value * 2 if name == "scale" else value for name, value in model.state_dict().items()}
+        model.load_state_dict(twice, assign=True)
+        found.append(close(model(numbers).float(), expected * 2))
+        parallel.rest()
+        parallel.settle()
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.to_local().mul_(0)
+        found.append(float(model(numbers).abs().max()) == 0)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_any_module_computes_with_its_own_numbers_whoever_replaces_them(precision: Any) -> None:
+    assert run_ranks(replaced, 2, (precision,)) == [[True] * 3] * 2
+
+
+def changed_in_forward(worker: Worker) -> str:
+    with spread(worker, Own(max_norm=0.1), PLAN) as parallel, torch.no_grad():
+        parallel.module(torch.arange(11))
+        parallel.rest()
+        try:
+            parallel.settle()
+        except WanmaError as error:
+            return error.message
+    return ""
+
+
+def test_weights_that_change_as_they_compute_are_refused_by_name() -> None:
+    for message in run_ranks(changed_in_forward, 2, ()):
+        assert message.startswith("embedding.weight was changed in a forward pass")
+
+
+def changed_between_steps(worker: Worker, precision: Any) -> list[float]:
+    """As of a loop that evaluates by itself, and then changes weights."""
+    found = []
+    with spread(worker, Own(), replace(PLAN, precision=precision)) as parallel:
+        for change in (2.0, 3.0):
+            with torch.no_grad():
+                parallel.module(torch.arange(11))
+                parallel.rest()
+                parallel.settle()
+                if worker.rank == 1:
+                    time.sleep(0.1)
+                for parameter in parallel.module.parameters():
+                    if parameter.is_floating_point():
+                        parameter.to_local().fill_(change)
+            parallel.begin_micro_batch(last=True)
+            found.append(float(parallel.module(torch.arange(11)).detach().float().mean()))
+            parallel.rest()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_changed_by_hand_are_those_of_the_next_step(precision: Any) -> None:
+    # Of eight products and a bias, times the scale.
+    expected = [(8 * 4 + 2) * 2.0, (8 * 9 + 3) * 3.0]
+    assert run_ranks(changed_between_steps, 2, (precision,)) == [pytest.approx(expected, rel=0.02)] * 2
+
+
+def in_common(worker: Worker) -> list[Any]:
+    with shared_world(worker) as (group, _):
+        parts = [(5, torch.float32), (70_000, torch.bfloat16), (1, torch.float64), (0, torch.int64)]
+        found = []
+        for one in group.allocate_common(parts):
+            assert one is not None
+            found.append(one)
+            one[1].fill_(worker.rank + 1)
+        assert [(part.numel(), part.dtype) for _, part in found] == parts
+        dist.barrier()
+        numbers = [whole.view(worker.world_size, -1)[:, -1].tolist() for whole, part in found if part.numel()]
+        dist.barrier()
+        return [numbers, found[-1][0].numel()]
+
+
+def test_what_one_rank_writes_all_read() -> None:
+    for ranks in (2, 3):
+        everybodys = list(range(1, ranks + 1))
+        assert run_ranks(in_common, ranks, ()) == [[[everybodys] * 3, 0]] * ranks
+
+
+def too_much(worker: Worker) -> list[bool]:
+    with shared_world(worker) as (group, _):
+        found = group.allocate_common([(1 << 50, torch.float32), (10, torch.float32)])
+        return [one is not None for one in found]
+
+
+def test_where_there_is_no_room_all_ranks_know() -> None:
+    assert run_ranks(too_much, 2, ()) == [[False, True]] * 2

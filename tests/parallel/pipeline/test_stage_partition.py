@@ -1,0 +1,276 @@
+"""What each pipeline stage keeps of a model: its blocks and ends, under the names of the whole."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from support.compare import one_process, same_numbers, spread_over
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.models.architectures.decoder import Decoder
+from wanma.models.config.dimensions import DecoderDimensions
+from wanma.models.layers.batch_norm import GroupedBatchNorm
+from wanma.models.structure.parallel_spec import Layout
+from wanma.parallel.pipeline.stage_partition import keep_stage, stage_layout
+
+DIMENSIONS = DecoderDimensions(layers=4, hidden=8, heads=2, kv_heads=2, feed_forward=16, vocabulary=32)
+
+
+def decoder() -> Decoder:
+    with torch.device("meta"):
+        return Decoder(DIMENSIONS)
+
+
+def sequence(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def stages(model: nn.Module, layout: Layout, plan: Plan) -> list[nn.Module]:
+    return [keep_stage(model, layout, plan, stage) for stage in range(plan.stages)]
+
+
+def test_stages_hold_every_parameter_once_under_its_own_name() -> None:
+    model = decoder()
+    whole = [name for name, _ in model.named_parameters()]
+    parts = stages(model, model.layout, Plan(pp=2, virtual_stages=2, schedule="zbv", stage_cuts=(0, 2, 4)))
+    names = [[name for name, _ in part.named_parameters()] for part in parts]
+    assert sorted(itertools.chain(*names)) == sorted(whole)
+    assert names[0] == ["embedding.weight"]
+    assert {name.split(".")[1] for name in names[1]} == {"0", "1"}
+    assert names[3] == ["norm.weight", "head.weight"]
+    assert [name for name, _ in model.named_parameters()] == whole, "the model itself is left alone"
+
+
+def test_stages_one_after_the_other_compute_what_the_whole_computes() -> None:
+    torch.manual_seed(0)
+    model = Decoder(DIMENSIONS).double()
+    tokens = torch.arange(12).view(2, 6)
+    given = tokens
+    for part in stages(model, model.layout, Plan(pp=3, stage_cuts=(1, 3))):
+        given = part(given)
+    assert torch.equal(given, model(tokens))
+
+
+def test_a_sequence_is_cut_between_its_children_with_their_numbers_kept() -> None:
+    torch.manual_seed(0)
+    model = sequence(4, 8, 8, 2)
+    parts = stages(model, stage_layout(model, None, Plan(pp=2)), Plan(pp=2, stage_cuts=(2,)))
+    assert [name for name, _ in parts[0].named_children()] == ["0", "1"]
+    assert [name for name, _ in parts[1].named_children()] == ["2", "3", "4"]
+    x = torch.randn(3, 4)
+    assert torch.equal(parts[1](parts[0](x)), model(x))
+
+
+def test_a_sequence_that_nobody_measured_is_cut_by_its_parameters() -> None:
+    model = sequence(4, 4, 4, 400, 4)
+    parts = stages(model, Layout(blocks=""), Plan(pp=2))
+    sizes = [sum(p.numel() for p in part.parameters()) for part in parts]
+    assert sizes == [5 * 4 * 2 + 5 * 400, 401 * 4]
+
+
+REFUSED: dict[str, tuple[nn.Module, Layout | None, str]] = {
+    "blocks that nobody declared": (nn.ModuleList([nn.Linear(2, 2)]), None, "does not declare its blocks"),
+    "a layout without blocks": (sequence(2, 2, 2), Layout(blocks=None), "does not declare its blocks"),
+    "statistics over samples": (
+        nn.Sequential(nn.Linear(2, 2), GroupedBatchNorm(2, group=4)),
+        None,
+        "batch normalisation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused(name: str) -> None:
+    model, layout, says = REFUSED[name]
+    with pytest.raises(JobError, match=says):
+        stage_layout(model, layout, Plan(pp=2))
+
+
+def test_children_that_share_a_parameter_are_refused() -> None:
+    first = nn.Linear(2, 2)
+    with pytest.raises(JobError, match=r"0\.weight and 2\.weight are one parameter"):
+        stage_layout(nn.Sequential(first, nn.Tanh(), first), None, Plan(pp=2))
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan(pp=8), "4 blocks cannot be cut into 8 stages"),
+        (Plan(pp=2, stage_cuts=(1, 2)), "2 stages need 1 cuts, not 2"),
+        (Plan(pp=3, stage_cuts=(2, 2)), "stage 1 of 3 would hold nothing"),
+    ],
+)
+def test_cuts_that_do_not_fit_the_model_are_refused(plan: Plan, says: str) -> None:
+    model = decoder()
+    with pytest.raises(JobError, match=says):
+        keep_stage(model, model.layout, plan, 0)
+
+
+# ------------------------------------------------------------------ a user's sequence, trained
+
+
+def data(rows: int = 24) -> TensorDataset:
+    torch.manual_seed(0)
+    inputs = torch.randn(rows, 3, 6)  # a linear layer of such puts out a view, at which stages are cut too
+    return TensorDataset(inputs, (inputs.sum(2) > 0).long())
+
+
+def user_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.Dropout(0.2), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 2)
+    )
+
+
+APART = Plan(pp=2, schedule="zbv", virtual_stages=2, micro_batch=2)
+"""Under it the gradients of inputs and of weights are computed apart."""
+JOB: dict[str, Any] = {
+    "model": {"factory": "unused:unused"},
+    "train": {
+        "steps": 3,
+        "global_batch": 7,
+        "precision": "fp64",
+        "deterministic": True,
+        "validation_samples": 5,
+    },
+    "checkpoint": {"every_steps": 0},
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=2, micro_batch=2),
+        Plan(pp=2, dp_shard=2, shard="optimizer", micro_batch=1),
+        APART,
+    ],
+    ids=lambda plan: f"{plan.schedule} on {plan}",
+)
+def test_a_users_sequence_in_a_pipeline_follows_one_process(plan: Plan, tmp_path: Path) -> None:
+    objects = {"model": user_model(), "data": data()}
+    one = one_process(tmp_path / "one", JOB, micro_batch=7, objects=copy.deepcopy(objects))
+    other = spread_over(tmp_path / "other", JOB, plan, objects=objects)
+    same_numbers(one, other)
+
+
+class Doubling(nn.Module):
+    """Changes its input, which torch forbids for the input of a stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def test_modules_that_stand_twice_or_write_to_their_input_follow_one_process(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(1)
+        twice, twelve = nn.Tanh(), nn.Linear(12, 12)
+        return nn.Sequential(
+            Doubling(),
+            nn.Linear(6, 12),
+            twice,
+            twelve,
+            Doubling(),
+            nn.Linear(12, 12),
+            twice,
+            nn.Linear(12, 2),
+        )
+
+    one = one_process(tmp_path / "one", JOB, micro_batch=7, objects={"model": model(), "data": data()})
+    plan = Plan(pp=2, micro_batch=2, stage_cuts=(4,))
+    same_numbers(one, spread_over(tmp_path / "two", JOB, plan, objects={"model": model(), "data": data()}))
+
+
+class Borrowing(nn.Module):
+    """Computes with another module's weight, which it holds where torch does not see it."""
+
+    def __init__(self, lender: nn.Linear, hidden: bool) -> None:
+        super().__init__()
+        self.lenders = [] if hidden else [lender]
+        self.scale = (lambda: lender.weight.mean()) if hidden else (lambda: self.lenders[0].weight.mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_parts_that_compute_with_anothers_parameters_are_refused(hidden: bool, tmp_path: Path) -> None:
+    first = nn.Linear(6, 6)
+    model = nn.Sequential(first, nn.Linear(6, 6), Borrowing(first, hidden), nn.Linear(6, 2))
+    expected = (
+        r"0\.weight: the model computes" if hidden else r"a part of the model holds 0\.weight of another"
+    )
+    plan = Plan(pp=2, stage_cuts=(2,), micro_batch=2)
+    with pytest.raises(AssertionError, match=expected):
+        spread_over(tmp_path, JOB, plan, objects={"model": model, "data": data()})
+
+
+def test_hooks_that_every_stage_would_run_are_refused() -> None:
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        model = sequence(2, 2, 2)
+        getattr(model, register)(print)
+        with pytest.raises(JobError, match=r"Sequential has a hook, which every stage would run"):
+            stage_layout(model, None, Plan(pp=2))
+
+
+class Pairs(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def test_a_stage_that_puts_out_something_else_than_one_tensor_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Pairs(), nn.Linear(6, 6), nn.Linear(6, 2))
+    with pytest.raises(AssertionError, match=r"stage 0 puts out a tuple"):
+        spread_over(
+            tmp_path,
+            JOB,
+            Plan(pp=2, stage_cuts=(2,), micro_batch=2),
+            objects={"model": model, "data": data()},
+        )
+
+
+class Twice(nn.Module):
+    """Uses one parameter twice, with another that is used in between or not."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6) if between else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(torch.tanh(self.norm(self.inner(self.norm(x)))))
+
+
+def twice(between: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    blocks = [Twice(between) for _ in range(4)]
+    return {"model": nn.Sequential(*blocks, nn.Linear(6, 2)), "data": data()}
+
+
+def test_a_parameter_used_twice_trains_where_backward_is_taken_apart_or_is_refused(tmp_path: Path) -> None:
+    one = one_process(tmp_path / "one", JOB, micro_batch=7, objects=twice(between=False))
+    same_numbers(one, spread_over(tmp_path / "apart", JOB, APART, objects=twice(between=False)))
+    with pytest.raises(AssertionError, match=r"a parameter that one stage uses twice\n.*'interleaved_1f1b'"):
+        spread_over(tmp_path / "refused", JOB, APART, objects=twice(between=True))
+
+
+def test_torch_that_takes_a_backward_apart_wrongly_is_refused_for_modules_nobody_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sequence(2, 2, 2, 2, 2)
+    monkeypatch.setattr("wanma.parallel.pipeline.stage_partition.installed_torch", lambda: (2, 11))
+    with pytest.raises(JobError, match=r"torch 2\.11 computes wrong gradients"):
+        stage_layout(model, None, APART)
+    stage_layout(decoder(), decoder().layout, APART)
+    monkeypatch.setattr("wanma.parallel.pipeline.stage_partition.installed_torch", lambda: (2, 13))
+    assert stage_layout(model, None, APART).blocks == ""

@@ -1,0 +1,61 @@
+"""Which rank is slow is told by its own work, under every axis: who waits for it is not."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from support.compare import spread_over
+from support.slow import SECONDS, Noting, noted
+from support.text import REAL_TEXT
+from wanma.job.plan.plan import Plan
+
+LAYERS, STEPS = 4, 4
+DENSE = {"family": "decoder", "layers": LAYERS, "hidden": 16, "heads": 2}
+EXPERTS = {"feed_forward": 32, "experts": 4, "experts_per_token": 2, "expert_feed_forward": 8}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp_replicate=2, micro_batch=4),
+        Plan(dp_shard=2, shard="parameters", micro_batch=4),
+        Plan(tp=2, micro_batch=8),
+        Plan(tp=2, sequence=True, micro_batch=8),
+        Plan(cp=2, micro_batch=8),
+        Plan(cp=2, context="all_to_all", micro_batch=8),
+        Plan(dp_replicate=2, ep=2, micro_batch=4),
+        Plan(pp=2, dp_replicate=2, micro_batch=2),
+        Plan(pp=2, dp_shard=2, shard="parameters", micro_batch=2),
+    ],
+    ids=str,
+)
+def test_the_rank_that_works_for_long_is_told_apart_from_those_that_wait_for_it(
+    plan: Plan, tmp_path: Path
+) -> None:
+    job = {
+        "model": DENSE | (EXPERTS if plan.ep > 1 else {}),
+        "data": {"text": [REAL_TEXT], "sequence_length": 16, "cache": str(tmp_path / "cache")},
+        "train": {"steps": STEPS, "global_batch": 8},
+        "checkpoint": {"every_steps": 0},
+    }
+    ranks = range(plan.world_size)
+    spread_over(
+        tmp_path / "run",
+        job,
+        plan,
+        patch="support.slow:last_rank_sleeps",
+        workers={rank: {"control": Noting(tmp_path / f"{rank}")} for rank in ranks},
+    )
+    told = [noted(tmp_path / f"{rank}") for rank in ranks]
+    assert [{group for group, _ in of_rank} for of_rank in told] == [
+        {plan.coordinates(rank)["pp"]} for rank in ranks
+    ]
+    # Without the first step, which makes buffers and kernels.
+    own = [statistics.median(seconds for _, seconds in of_rank[1:]) for of_rank in told]
+    micro_batches = plan.accumulation(8)
+    slept = SECONDS * micro_batches * (LAYERS if plan.pp == 1 else 1)  # wherever a pipeline is cut
+    assert own[-1] > slept
+    assert max(own[:-1]) < slept / 2, "nobody else's work has taken so long"

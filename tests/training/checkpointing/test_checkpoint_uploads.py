@@ -1,0 +1,125 @@
+"""A run whose checkpoints go to a URL, and come back from there when the run directory is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.ranks import Outcome, run_job
+from wanma.checkpoint.load.verification import verify
+from wanma.job.errors import JobError
+from wanma.job.file.loading import job_from
+from wanma.job.plan.plan import Plan
+
+TEXT = str(Path(json.__file__).parent)
+
+
+def job(tmp_path: Path, steps: int, url: str, **checkpoint: Any) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 1, "hidden": 16, "heads": 2},
+        "data": {"text": [TEXT], "sequence_length": 16, "cache": str(tmp_path / "cache")},
+        "train": {
+            "steps": steps,
+            "global_batch": 4,
+            "learning_rate": 1e-2,
+            "warmup_steps": 0,
+            "schedule": "constant",
+            "deterministic": True,
+            "validate_every_steps": 0,
+            "validation_samples": 2,
+        },
+        "checkpoint": {"every_steps": 2, "upload": url, **checkpoint},
+    }
+
+
+def messages(outcome: Outcome) -> list[str]:
+    events = [json.loads(line) for line in (outcome.directory / "events.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "message"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lost_run_directory_comes_back_from_the_url_bit_for_bit(tmp_path: Path, ranks: int) -> None:
+    url, plan = f"file://{tmp_path}/there/run", Plan(dp_shard=ranks, shard="parameters", micro_batch=2)
+    whole = run_job(tmp_path / "whole", job(tmp_path, 6, f"file://{tmp_path}/elsewhere"), plan)
+    first = run_job(tmp_path / "run", job(tmp_path, 4, url), plan)
+    assert names(tmp_path / "there" / "run") == ["step-00000002", "step-00000004"]
+    assert verify(tmp_path / "there" / "run" / "step-00000004") == []
+    assert any(text.startswith(f"checkpoint of step 4 uploaded to {url}, ") for text in messages(first))
+    shutil.rmtree(tmp_path / "run")
+    second = run_job(tmp_path / "run", job(tmp_path, 6, url), plan)
+    assert [step["step"] for step in second.steps] == [5, 6]
+    assert second.losses == whole.losses[4:]
+    told = messages(second)
+    assert told[0].startswith(f"step-00000004 fetched from {url} in ")
+    assert not any("carrying on" in text for text in told), "the start says it"
+    lines = (second.directory / "events.jsonl").read_text().splitlines()
+    start = next(event for event in map(json.loads, reversed(lines)) if event["kind"] == "start")
+    assert (start["step"], start["source"]) == (4, "step-00000004")
+    tensors = whole.tensors()
+    assert all(torch.equal(value, tensors[name]) for name, value in second.tensors().items())
+    assert "step-00000006" in names(tmp_path / "there" / "run")
+
+
+def test_an_upload_that_fails_is_told_and_training_ends_as_if_nothing_were(tmp_path: Path) -> None:
+    plain = run_job(tmp_path / "plain", job(tmp_path, 4, f"file://{tmp_path}/fine"), Plan(micro_batch=4))
+    failed = run_job(
+        tmp_path / "run",
+        job(tmp_path, 4, f"failing://{tmp_path}/there"),
+        Plan(micro_batch=4),
+        patch="support.failing_storage:lose_uploads",
+    )
+    assert failed.losses == plain.losses
+    told = [text for text in messages(failed) if "was not uploaded: " in text]
+    assert told
+    assert "OSError: the bucket is gone (after 2 tries" in told[0]
+    assert verify(tmp_path / "run" / "checkpoints" / "step-00000004") == []
+    assert not list((tmp_path / "there").rglob("manifest.json"))
+    again = run_job(
+        tmp_path / "run",
+        job(tmp_path, 4, f"failing://{tmp_path}/there"),
+        Plan(micro_batch=4),
+        patch="support.failing_storage:register",
+    )
+    assert names(tmp_path / "there") == ["step-00000002", "step-00000004"]
+    assert again.directory == failed.directory
+
+
+def test_storage_that_cannot_be_asked_stops_a_run_that_has_nothing_here(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"no checkpoint is here, and that of checkpoint\.upload cannot"):
+        run_job(
+            tmp_path / "run",
+            job(tmp_path, 2, f"failing://{tmp_path}/there"),
+            Plan(dp_replicate=2, micro_batch=2),
+            patch="support.failing_storage:refuse_all",
+        )
+
+
+def test_a_run_that_starts_anew_is_not_mixed_with_an_earlier_one_at_its_url(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there"
+    run_job(tmp_path / "run", job(tmp_path, 2, url), Plan(micro_batch=4))
+    with pytest.raises(AssertionError, match="holds the checkpoints of an earlier run, up to step 2"):
+        run_job(tmp_path / "other", job(tmp_path, 2, url, resume=False), Plan(micro_batch=4))
+
+
+def test_the_url_holds_as_many_as_the_job_says(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there"
+    run_job(tmp_path / "run", job(tmp_path, 8, url, upload_keep=1, keep_every_steps=4), Plan(micro_batch=4))
+    assert names(tmp_path / "there") == ["step-00000004", "step-00000008"]
+
+
+def test_a_url_with_credentials_is_refused_and_not_repeated() -> None:
+    text = {"model": {"preset": "gpt-1m"}, "checkpoint": {"upload": "s3://key:hunter2@bucket/run"}}
+    with pytest.raises(JobError) as caught:
+        job_from(text)
+    assert "checkpoint" in caught.value.message
+    assert "AWS_PROFILE" in caught.value.message
+    assert "hunter2" not in str(caught.value)

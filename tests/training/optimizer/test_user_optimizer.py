@@ -1,0 +1,216 @@
+"""Optimizers and schedules of the user's: as in a plain loop on every layout, or refused beforehand."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wanma
+from support.compare import same_numbers
+from support.own import Numbers, Plain, seeded
+from support.own_loop import session_job
+from support.ranks import run_here, run_job
+from wanma.job.errors import JobError
+from wanma.job.plan.plan import Plan
+from wanma.job.sections.job import TrainSection
+from wanma.training.optimizer.user_optimizer import OwnOptimizer, check_schedule, reach_of
+from wanma.training.optimizer.user_optimizer_trial import try_optimizer
+
+STEPS = 4
+
+
+class Signs(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023): element by element."""
+
+    def __init__(self, groups: Iterable[Any], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(group["lr"] * momentum.lerp(parameter.grad, 0.1).sign())
+        momentum.lerp_(parameter.grad, 0.01)
+
+
+class Scaled(Signs):
+    """Divides by each tensor's norm."""
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None
+        parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
+
+
+class Clipped(Signs):
+    """Divides by the norm of all."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+
+
+class Noisy(Signs):
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        parameter.add_(torch.randn_like(parameter) * group["lr"])
+
+
+class Forgetful(Signs):
+    """Remembers beside its state."""
+
+    seen = 0
+
+    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        self.seen += 1
+        parameter.sub_(group["lr"] * self.seen)
+
+
+def warm(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / 2) * (1 - step / (2 * steps))
+
+
+def job(**train: Any) -> dict[str, Any]:
+    return session_job(train={"steps": STEPS, "gradient_clip": 0, **train}, checkpoint={"every_steps": 2})
+
+
+def objects(optimizer: Any, schedule: Any = warm) -> dict[str, Any]:
+    return {"model": seeded(sequential), "data": Numbers(), "optimizer": optimizer, "schedule": schedule}
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+PLAN = Plan(micro_batch=7, precision="fp64")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RAdam, torch.optim.NAdam, Signs])
+def test_the_weights_are_those_of_a_plain_loop(optimizer: Any, tmp_path: Path) -> None:
+    from wanma.data.datasets.map_dataset import open_dataset
+    from wanma.job.sections.job import DataSection
+
+    run = run_here(tmp_path, job(), PLAN, objects(optimizer))
+    model = seeded(sequential).double()
+    plain = optimizer(model.parameters(), lr=1e-2)
+    data = open_dataset(Numbers(), DataSection(), 1, 7 * STEPS)
+    for step in range(STEPS):
+        batch = data.batch(range(7 * step, 7 * step + 7))
+        plain.param_groups[0]["lr"] = 1e-2 * warm(step, STEPS)
+        plain.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs[0].double()), batch.targets).backward()
+        plain.step()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(run.tensors()[f"model.{name}"], parameter, rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp_shard": 2, "shard": "parameters"}, {"dp_shard": 2, "shard": "optimizer"}, {"pp": 2}],
+    ids=str,
+)
+def test_one_that_computes_by_element_runs_on_shards(sizes: dict[str, Any], tmp_path: Path) -> None:
+    one = run_here(tmp_path / "one", job(weight_decay=0.1), PLAN, objects(Signs))
+    other = run_job(
+        tmp_path / "other",
+        job(weight_decay=0.1),
+        Plan(**sizes, micro_batch=2, precision="fp64"),
+        objects(Signs),
+    )
+    same_numbers(one, other, tolerance=1e-9)
+
+
+def test_a_run_that_carries_on_is_as_if_never_stopped(tmp_path: Path) -> None:
+    named = job(optimizer_factory="torch.optim:NAdam", optimizer_arguments={"momentum_decay": 0.1})
+    given = {"model": seeded(Plain), "data": Numbers()}
+    whole = run_here(tmp_path / "whole", named, PLAN, given)
+    shutil.copytree(whole.directory, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{STEPS:08d}")
+    again = run_here(tmp_path / "again", named, PLAN, given)
+    same_numbers(whole, again, tolerance=0.0)
+
+
+def own(optimizer: Any) -> OwnOptimizer:
+    return OwnOptimizer(optimizer.__name__, optimizer)
+
+
+def test_what_an_optimizer_couples_is_found_out() -> None:
+    for optimizer in (Signs, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Rprop):
+        assert reach_of(own(optimizer)) == "elements", optimizer
+    assert reach_of(own(torch.optim.Adafactor)) == "tensors"
+    assert reach_of(own(Scaled)) == "tensors"
+    assert reach_of(own(Clipped)) == "model"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sizes", "told"),
+    [
+        (
+            Scaled,
+            {"dp_shard": 2, "shard": "gradients"},
+            "Scaled looks at whole tensors, which parallel.dp_shard = 2 would",
+        ),
+        (Scaled, {"tp": 2}, "Scaled looks at whole tensors, which parallel.tp = 2 would split"),
+        (Clipped, {"pp": 2}, "Clipped looks at several tensors together, which parallel.pp = 2 would split"),
+        (Noisy, {}, "Noisy draws random numbers"),
+        (Forgetful, {}, "Forgetful does not carry on from a checkpoint"),
+        (torch.optim.LBFGS, {}, r"LBFGS (failed in its step|cannot be made)"),
+        (
+            lambda groups: torch.optim.SGD([p for g in groups for p in g["params"]]),
+            {},
+            "has other parameter groups",
+        ),
+        (lambda groups: groups, {}, r"is a list, not a torch\.optim\.Optimizer"),
+    ],
+)
+def test_what_no_layout_can_keep_is_refused(optimizer: Any, sizes: dict[str, Any], told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        try_optimizer(own(optimizer), TrainSection(), Plan(**sizes))
+
+
+def test_replicas_may_look_at_the_whole_model() -> None:
+    assert try_optimizer(own(Clipped), TrainSection(), Plan(dp_replicate=2)) == "model"
+    assert try_optimizer(own(Scaled), TrainSection(), Plan(dp_replicate=2, pp=2)) == "tensors"
+
+
+def test_a_schedule_is_a_function_of_the_step() -> None:
+    assert check_schedule(lambda step: 0.5**step, 10)(3) == 0.125
+    assert check_schedule(warm, 10)(0) == 0.5
+    asked: list[int] = []
+
+    def counting(step: int) -> float:
+        asked.append(step)
+        return float(len(asked))
+
+    for schedule, told in (
+        (counting, "another rate when it is asked again"),
+        (lambda step: math.nan * step, "gives nan at step 0"),
+        (lambda step: 1 / (step - 1), "ZeroDivisionError|gives -1"),
+        (0.1, "schedule is a float"),
+    ):
+        with pytest.raises(JobError, match=told):
+            check_schedule(schedule, 10)
+
+
+def test_one_that_is_made_already_or_named_twice_is_refused() -> None:
+    made = torch.optim.SGD(Plain().parameters())
+    with pytest.raises(JobError, match="optimizer is a SGD that is made already"):
+        wanma.train({}, model=Plain(), data=Numbers(), optimizer=made)
+    with pytest.raises(JobError, match=r"optimizer= is given, and the job has train\.optimizer, too"):
+        wanma.train({"train": {"optimizer": "sgd"}}, model=Plain(), data=Numbers(), optimizer=Signs)
+    with pytest.raises(JobError, match="give only one of schedule and schedule_factory"):
+        wanma.train(
+            {"train": {"schedule": "linear", "schedule_factory": "a:b"}}, model=Plain(), data=Numbers()
+        )

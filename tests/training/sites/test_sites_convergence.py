@@ -1,0 +1,86 @@
+"""Sites that hear of each other seldom learn about as much as ranks that agree at every step.
+
+Two hundred steps are few for an outer optimizer with momentum: sites begin to go their own ways after fifty.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.ranks import Outcome, run_job
+from support.text import REAL_TEXT
+from wanma.job.plan.plan import Plan
+from wanma.job.plan.synchronization import Synchronization
+
+STEPS = 200
+PLAN = Plan(dp_replicate=2, micro_batch=8)
+
+
+def job(folder: Path) -> dict[str, Any]:
+    return {
+        "model": {"family": "decoder", "layers": 2, "hidden": 48, "heads": 4},
+        "data": {
+            "text": [REAL_TEXT],
+            "sequence_length": 64,
+            "cache": str(folder / "cache"),
+        },
+        "train": {
+            "steps": STEPS,
+            "global_batch": 16,
+            "learning_rate": 2e-3,
+            "warmup_steps": 10,
+            "validation_samples": 16,
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+
+
+def last_validation(outcome: Outcome) -> float:
+    events = map(json.loads, (outcome.directory / "events.jsonl").read_text().splitlines())
+    return [float(event["loss"]) for event in events if event["kind"] == "validation"][-1]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> float:
+    folder = tmp_path_factory.mktemp("together")
+    outcome = run_job(folder / "run", job(folder), PLAN)
+    reached = last_validation(outcome)
+    assert reached < 0.7 * outcome.losses[0]  # it has learned something
+    return reached
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seldom", "share"),
+    [
+        (Synchronization("local_sgd", 2, 10, synchronous_steps=50), 0.05),
+        (Synchronization("diloco", 2, 10, synchronous_steps=50, rate=0.7, momentum=0.9), 0.05),
+        (
+            Synchronization(
+                "diloco",
+                2,
+                10,
+                synchronous_steps=50,
+                rate=0.7,
+                momentum=0.9,
+                fragments=2,
+                overlap_steps=2,
+                mix=0.5,
+                compression="int8",
+            ),
+            0.05,
+        ),
+        (Synchronization("stale", 2, staleness=1), 0.12),
+    ],
+    ids=str,
+)
+def test_the_validation_loss_is_within_a_share_of_the_exact_plans(
+    seldom: Synchronization, share: float, together: float, tmp_path: Path
+) -> None:
+    reached = last_validation(run_job(tmp_path / "run", job(tmp_path), replace(PLAN, synchronization=seldom)))
+    assert reached <= (1 + share) * together
