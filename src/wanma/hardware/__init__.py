@@ -1,4 +1,4 @@
-"""What machine this is: the catalogue of device kinds, discovery without torch, and the doctor.
+"""Description of hardware: the device catalogue, discovery of this node without torch, and the doctor.
 
-Nothing here starts processes of a run or decides how a job is laid out; it only says what is there.
+Nothing here starts processes of a run or decides how a job is laid out; it only reports what exists.
 """

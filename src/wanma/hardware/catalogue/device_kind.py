@@ -1,4 +1,4 @@
-"""What the catalogue says of one kind of device, and how such a row becomes part of a cluster."""
+"""Record of a device kind in the catalogue, with its link and reference server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ GIGABYTE = 10**9
 MICROSECOND = 1e-6
 
 NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 0.6e-6, 1.0e-6, 2.7e-6
-"""Latency of a hop: ring, LL protocol, in NCCL's tuning model (src/graph/tuning.cc, `hwLat`)."""
+"""Latency in seconds of one hop (ring algorithm, LL protocol) in NCCL's tuning model.
+
+Source: src/graph/tuning.cc, `hwLat`.
+"""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How devices of one kind are joined."""
+    """Link that joins devices of one kind."""
 
     name: str
     bandwidth_bytes_per_second: float
-    """Per direction and device."""
+    """Bandwidth per direction and device, in bytes per second."""
     latency_seconds: float
 
     def level(self, size: int | None = None) -> Level:
@@ -32,7 +35,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Server:
-    """The machine that a kind of device usually comes in; what a cluster file leaves out follows it."""
+    """Reference server: the one that a device kind is usually sold in; source of defaults."""
 
     source: str
     devices: int
@@ -41,42 +44,45 @@ class Server:
     nics: int
     nic_bits_per_second: float
     power_watts: float | None = None
-    """Of the whole machine at full load, as its maker states."""
+    """Power of the whole server at full load, in watts, as its maker states; None: unknown."""
     linked: int = 1
-    """Machines whose devices share the device link (72 GPUs of an NVL72 are in 18 machines)."""
+    """Servers whose devices share one device link (72 GPUs of an NVL72 sit in 18 servers)."""
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One row of the catalogue."""
+    """Row of the device catalogue."""
 
     name: str
-    """Our name, unique: 'H100 SXM'."""
+    """Unique name in the catalogue, such as 'H100 SXM'."""
     driver_name: str
     """Regular expression that the whole name reported by the driver must match (case ignored)."""
     peak_flops_per_second: Mapping[str, float] = field(hash=False)
-    """Dense peak by precision: fp64, fp32, tf32, bf16, fp16, fp8, nvfp4; without hardware for it, absent."""
+    """Dense peak in FLOP/s by precision; a precision without hardware support is absent.
+
+    Precisions: fp64, fp32, tf32, bf16, fp16, fp8, nvfp4.
+    """
     memory_bytes: int
-    """As sold; the driver reports a little less or more."""
+    """Nominal memory in bytes; the driver reports a little less or more."""
     bandwidth_bytes_per_second: float | None
-    """Of its memory; None where nobody says."""
+    """Memory bandwidth in bytes per second; None: not published."""
     source: str
     kind: DeviceClass = "cuda"
     power_watts: float | None = None
-    """The most it may draw (TDP); None where its maker does not say."""
+    """Maximum power draw (TDP) in watts; None: not published."""
     link: Link | None = None
     host_link: Link | None = None
-    """Between an accelerator and its host; None where nobody says."""
+    """Link between an accelerator and its host; None: not published."""
     server: Server | None = None
     attained: Attained | None = None
-    """Of an accelerator of the catalogue; None of one that a cluster file describes."""
+    """Sustained efficiency of a catalogued accelerator; None for a device that a cluster file describes."""
     cores: int = 0
-    """Of a processor."""
+    """Cores of a processor; 0 for an accelerator."""
     aliases: tuple[str, ...] = ()
-    """Other names people use; spaces, dashes and case do not matter."""
+    """Other names in use; spaces, dashes and case do not matter."""
 
     def device(self) -> Device:
-        """The device as part of a cluster."""
+        """Return the device as part of a cluster."""
         return Device(
             self.kind,
             self.name,
@@ -88,7 +94,7 @@ class DeviceKind:
         )
 
     def processors(self, cores: int, memory_bytes: int) -> Device:
-        """`cores` of this processor as one device; what they reach follows their number."""
+        """Return `cores` of this processor as one device, with proportional peak, bandwidth and power."""
         share = cores / self.cores
         peak = {precision: rate * share for precision, rate in self.peak_flops_per_second.items()}
         bandwidth, power = self.bandwidth_bytes_per_second, self.power_watts
@@ -103,7 +109,7 @@ class DeviceKind:
 
 
 def link(name: str, gigabytes_per_second: float, seconds: float) -> Link:
-    """`gigabytes_per_second` in 10⁹ bytes per second, per direction."""
+    """Return a link from its bandwidth in 10⁹ bytes per second and direction, and its latency in seconds."""
     return Link(name, gigabytes_per_second * GIGABYTE, seconds)
 
 
@@ -116,7 +122,7 @@ def server(
     watts: float | None = None,
     linked: int = 1,
 ) -> Server:
-    """`nics`: how many cards, and the Gbit/s of each."""
+    """Return a reference server; `nics` is the number of network cards and the Gbit/s of each."""
     number, gigabits = nics
     return Server(
         source, devices, cores, gigabytes * GIGABYTE, number, gigabits * GIGABYTE, watts, linked=linked
@@ -138,7 +144,18 @@ def accelerator(
     aliases: tuple[str, ...] = (),
     kind: DeviceClass = "cuda",
 ) -> DeviceKind:
-    """`bandwidth` in 10⁹ bytes per second; cards that PCIe joins reach their host by the same lanes."""
+    """Return an accelerator's row of the catalogue.
+
+    PCIe cards reach their host by the same lanes that join them.
+
+    Args:
+        teraflops: dense peak in 10¹² FLOP/s by precision.
+        gigabytes: memory in 10⁹ bytes.
+        bandwidth: memory bandwidth in 10⁹ bytes per second.
+        joined: link between devices.
+        comes_in: reference server.
+        host: link to the host, of devices that PCIe does not join.
+    """
     return DeviceKind(
         name=name,
         driver_name=driver_name,
@@ -159,4 +176,4 @@ def accelerator(
 PCIE_3 = link("PCIe 3", 15.75, PCIE_SECONDS)
 PCIE_4 = link("PCIe 4", 31.5, PCIE_SECONDS)
 PCIE_5 = link("PCIe 5", 63.0, PCIE_SECONDS)
-"""Sixteen lanes: 8, 16 and 32 GT/s with 128b/130b coding (PCI-SIG)."""
+"""Links of sixteen lanes: 8, 16 and 32 GT/s with 128b/130b coding (PCI-SIG)."""

@@ -1,4 +1,7 @@
-"""What training attains of the figures that makers promise, kind by kind; `planner.curves` has the rest."""
+"""Sustained fraction of the published peak and link bandwidth, by device kind.
+
+`planner.hardware_model.efficiency_curves` has the dependence on operator shape.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,25 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class LinkShare:
-    """Of a link's bandwidth, what collectives of endless messages reach."""
+    """Share (0..1) of a link's bandwidth that collectives of very large messages reach."""
 
     of_pair: float
     of_more: float
-    """Between more than two devices: less, where they share the host's bridges."""
+    """Share between more than two devices: lower where they share the host's bridges."""
 
 
 @dataclass(frozen=True)
 class Attained:
-    """Of one kind of accelerator, what its generation's curves leave open."""
+    """Efficiency of one kind of accelerator, beside the curves of its generation."""
 
     generation: str
-    """A key of `wanma.planner.hardware_model.efficiency_curves.GENERATIONS`."""
+    """Generation: a key of `wanma.planner.hardware_model.efficiency_curves.GENERATIONS`."""
     multiprocessors: int
-    """What computes one tile of a product at a time."""
+    """Number of units that compute one tile of a matrix product at a time."""
     sustained: float
-    """Rate of products over hours of training, as a share of that in an isolated measurement."""
+    """Matrix-product rate over hours of training, as a share (0..1) of the isolated measurement."""
     guess: str = ""
-    """Where nobody measured this kind: where the figures come from instead."""
+    """Basis of the estimate for a kind that was never measured; empty: measured."""
 
 
 _A100 = "never measured; sustains as much as an A100"
@@ -92,6 +95,6 @@ LINKS: Mapping[str, LinkShare] = MappingProxyType(
     }
 )
 OTHER_LINK = LinkShare(0.77, 0.77)
-"""Never measured: as NVLink."""
+"""Assumed efficiency of other links, never measured: as NVLink."""
 NETWORK = LinkShare(0.9, 0.9)
-"""What a network card carries beside headers and acknowledgements; taken for all networks."""
+"""Share of a network card's rate that is left by headers and acknowledgements, assumed for all networks."""

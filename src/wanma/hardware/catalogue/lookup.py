@@ -1,8 +1,8 @@
-"""Device kinds and what their makers promise: dense peak rates, memory, links, power, each with its source.
+"""Device catalogue and search by name: dense peak rates, memory, links and power, each with its source.
 
 Peaks are dense (no structured sparsity) and what a matrix product can reach through the vendor's
-library: tensor-core FP64 where there is one, but FP32 without TensorFloat-32, because `fp32` here
-means true fp32. They are the denominators of model FLOPs utilisation.
+library: tensor-core FP64 where it exists, but FP32 without TensorFloat-32, because `fp32` here
+means true fp32. They are the denominators of model FLOPs utilization.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MAKERS = re.compile(r"\b(nvidia|tesla|geforce|amd|instinct|google|intel)\b", re
 
 
 def find_device(driver_name: str) -> DeviceKind | None:
-    """The kind of device that a driver calls `driver_name`, e.g. 'NVIDIA H100 80GB HBM3'.
+    """Return the device kind that a driver calls `driver_name`, e.g. 'NVIDIA H100 80GB HBM3'; None: unknown.
 
-    None when it is not in the catalogue: laptop and export variants of the same chip and slices of a
-    device (MIG) have other peaks, so only whole names match.
+    Only whole names match: laptop and export variants of the same chip and slices of a device (MIG)
+    have other peaks.
     """
     for kind in CATALOGUE:
         if re.fullmatch(kind.driver_name, driver_name.strip(), flags=re.IGNORECASE):
@@ -34,15 +34,15 @@ def find_device(driver_name: str) -> DeviceKind | None:
 
 
 def find_named(name: str) -> DeviceKind | None:
-    """The kind that people call `name`: our name, a usual short form ('A100-SXM-80GB'), or the driver's."""
+    """Return the device kind called `name`: catalogue name, short form ('A100-SXM-80GB') or driver's name."""
     return _names().get(_plain(name)) or find_device(name)
 
 
 def named(name: str) -> DeviceKind:
-    """`find_named`, which must find it.
+    """Return the device kind called `name`, as `find_named`, or refuse an unknown name.
 
     Raises:
-        JobError: no such device.
+        JobError: the catalogue has no such device.
     """
     kind = find_named(name)
     if kind is None:
@@ -55,7 +55,7 @@ def named(name: str) -> DeviceKind:
 
 
 def spellings() -> list[str]:
-    """Every name that `find_named` takes, the drivers' apart: for suggestions."""
+    """List every name that `find_named` accepts, except drivers' names, for suggestions."""
     return [name for kind in CATALOGUE for name in (kind.name, *kind.aliases)]
 
 
@@ -65,5 +65,5 @@ def _names() -> dict[str, DeviceKind]:
 
 
 def _plain(name: str) -> str:
-    """Without makers, case, spaces and dashes: 'NVIDIA A100-SXM-80GB' as 'a100sxm80gb'."""
+    """Normalize a name: drop makers, case, spaces and dashes ('NVIDIA A100-SXM-80GB' to 'a100sxm80gb')."""
     return re.sub(r"[\s_()-]+", "", _MAKERS.sub("", name)).casefold()

@@ -1,4 +1,4 @@
-"""NVIDIA's devices: peaks as `catalogue` defines them, the machines they come in, and every source."""
+"""NVIDIA's devices: peaks as `lookup` defines them, their reference servers, and every source."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ NVLINK_2 = link("NVLink 2", 150, NVLINK_SECONDS)
 NVLINK_3 = link("NVLink 3", 300, NVLINK_SECONDS)
 NVLINK_4 = link("NVLink 4", 450, NVLINK_SECONDS)
 NVLINK_5 = link("NVLink 5", 900, NVLINK_SECONDS)
-"""Half of what the datasheets above state for both directions: 300, 600, 900 and 1,800 GB/s."""
+"""NVLink per direction: half of the datasheets' figure for both (300, 600, 900 and 1,800 GB/s)."""
 NVLINK_C2C = link("NVLink-C2C", 225, NVLINK_SECONDS)
-"""Half of 900 GB/s for both directions between Grace and its two GPUs (GB200 and GB300 datasheets), by half.
-Others reach their host as their datasheets say: PCIe 3 (V100), 4 (A100) or 5 (Hopper, HGX B200 and B300)."""
+"""Host link of one of Grace's two GPUs: half of half of 900 GB/s (GB200 and GB300 datasheets).
+
+Other GPUs reach their host by PCIe as their datasheets say: 3 (V100), 4 (A100) or 5 (Hopper, HGX B200
+and B300).
+"""
 
 _DGX_1 = server("NVIDIA DGX-1 with V100 datasheet (2018)", 8, 40, 512, (4, 100), 3500)
 _DGX_A100_320 = server("NVIDIA DGX A100 datasheet (2020), 8 × 40 GB", 8, 128, 1000, (8, 200), 6500)

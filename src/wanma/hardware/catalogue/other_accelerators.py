@@ -1,4 +1,4 @@
-"""Accelerators of other makers: AMD's GPUs, and Google's TPUs, which wanma forecasts and does not run on."""
+"""Accelerators of other makers: AMD's GPUs, and Google's TPUs, which wanma forecasts but does not run on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHERS: tuple[DeviceKind, ...] = (
     accelerator(
         "MI300X", r"(amd )?(instinct )?mi300x( oam)?", _MI300X_RATES, 192, 5300, _MI300X,
         watts=750, host=PCIE_5, comes_in=_MI300X_PLATFORM,
-        # Seven links of 64 GB/s and direction; latency taken to be that of NVLink.
+        # Seven links of 64 GB/s and direction; latency assumed to be that of NVLink.
         joined=link("Infinity Fabric", 448, NVLINK_SECONDS),
     ),
     accelerator(

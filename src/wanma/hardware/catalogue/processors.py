@@ -2,7 +2,7 @@
 
 No maker publishes matrix rates of whole processors. Per core and cycle: AVX2 with two FMA units does 32
 fp32 operations, AVX-512 with two does 64 (half in fp64); AMX does 2,048 in bf16; AVX-512's dot product
-doubles fp32 in bf16. What a rented slice of a processor reaches is measured (`cpu_peak`), not read here.
+doubles fp32 in bf16. The rate of a rented slice of a processor is measured (`discovery.cpu_peak`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ def _processor(
     source: str,
     aliases: tuple[str, ...] = (),
 ) -> DeviceKind:
-    """`operations` per core and cycle by precision; `bandwidth` in 10⁹ bytes per second."""
+    """Return a processor's row of the catalogue.
+
+    Args:
+        operations: floating-point operations per core and cycle, by precision.
+        gigabytes: usual memory of a socket, in 10⁹ bytes.
+        bandwidth: memory bandwidth in 10⁹ bytes per second.
+    """
     rates = {precision: cores * gigahertz * 1e9 * count for precision, count in operations.items()}
     return DeviceKind(
         name=name,

@@ -1,8 +1,8 @@
-"""Does this device compute and remember rightly? A matrix product and memory patterns with known results.
+"""Compute and memory check of a device: a matrix product and memory patterns with known results.
 
 The product is of integers so small that each of its sums, and every part of one, is exact in all formats
-down to bfloat16: whatever kernel, order of summation or number of threads, one result is right. It
-follows from arithmetic in Python, not from the device.
+down to bfloat16: every kernel, order of summation and number of threads gives the same result. The
+expected result follows from arithmetic in Python, not from the device.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 PERIOD = 16
 DEPTH = 16 * PERIOD
-"""Products in each sum: of -1, 0 and 1, so none is beyond ±256, up to which bfloat16 has all integers."""
+"""Inner size of the product: sums of -1, 0 and 1 stay within ±256, where bfloat16 is exact for integers."""
 _LEFT = (1, 0, -1, 1, 1, -1, 0, 1, -1, -1, 1, 0, 1, -1, 1, 1)
 _RIGHT = (-1, 1, 1, 0, 1, 1, -1, 0, 1, 1, 1, -1, 0, 1, -1, 1)
 _PATTERNS = (0x5555555555555555, -0x5555555555555556, 0, -1)
-"""Each bit once 0 and once 1, beside unlike and beside like neighbours."""
+"""Memory patterns: each bit once 0 and once 1, beside unlike and beside like neighbours."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is checked."""
+    """Size and duration of a check."""
 
     rows: int
-    """And columns, of the product; a multiple of `PERIOD`."""
+    """Rows and columns of the product; a multiple of `PERIOD`."""
     rounds: int
-    """At least; more where they take less than `seconds`."""
+    """Minimum number of products; more are computed until `seconds` have passed."""
     seconds: float
     memory_bytes: int
 
@@ -44,22 +44,22 @@ ON_GPU = Extent(rows=4096, rounds=5, seconds=0.03, memory_bytes=256 << 20)
 
 @dataclass(frozen=True)
 class DeviceHealth:
-    """A device that passed."""
+    """Result of a device that passed the check."""
 
     device: str
     flops_per_second: float
-    """Of the fp32 product, in its quickest round."""
+    """Rate of the fp32 product in its fastest round."""
     memory_bytes: int
-    """That held every pattern."""
+    """Bytes of memory in which every pattern was verified."""
     seconds: float
-    """All of it."""
+    """Duration of the whole check, in seconds."""
 
 
 def check_device(device: torch.device, extent: Extent | None = None) -> DeviceHealth:
-    """Multiply, and write and read memory, for some hundredths of a second.
+    """Check a device's matrix product and memory, for some hundredths of a second.
 
     Raises:
-        UnfitError: a result is wrong; says which, and what would have been right.
+        UnfitError: a result is wrong; the message gives it and the expected one.
     """
     import torch
 
@@ -77,7 +77,7 @@ def check_device(device: torch.device, extent: Extent | None = None) -> DeviceHe
 
 
 def factors(rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`(rows, DEPTH)` and `(DEPTH, rows)`."""
+    """Build the two integer factors of the product, of shapes `(rows, DEPTH)` and `(DEPTH, rows)`."""
     import torch
 
     i, k = torch.arange(rows, device=device)[:, None], torch.arange(DEPTH, device=device)[None, :]
@@ -87,7 +87,7 @@ def factors(rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor
 
 
 def expected_product(rows: int) -> Tensor:
-    """`(rows, rows)`, of the integers: by arithmetic on the CPU that needs no product of matrices."""
+    """Return the expected integer product, `(rows, rows)`, computed on the CPU without a matrix product."""
     import torch
 
     period = [
@@ -103,12 +103,12 @@ def expected_product(rows: int) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """What is checked."""
+    """Multiply two matrices on the device: the operation that is checked."""
     return left @ right
 
 
 def _check_product(device: torch.device, dtype: torch.dtype, extent: Extent) -> float:
-    """Returns the seconds of the quickest round."""
+    """Check products of `dtype`; return the seconds of the fastest round."""
     import torch
 
     left, right = factors(extent.rows, device, dtype)
@@ -136,7 +136,7 @@ def _check_memory(device: torch.device, size: int) -> None:
         if not bool((block == pattern).all()):
             what = f"memory does not hold the pattern {pattern & (1 << 64) - 1:#018x}"
             raise _unfit(device, what, block, torch.full_like(block, pattern))
-    addresses = torch.arange(len(block), device=device)  # two places that are one are told apart by it
+    addresses = torch.arange(len(block), device=device)  # shows a wrong address line
     block.copy_(addresses)
     if not torch.equal(block, addresses):
         raise _unfit(device, "memory does not hold what was written to it", block, addresses)

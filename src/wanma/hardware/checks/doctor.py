@@ -1,7 +1,7 @@
-"""`wanma doctor`: what is here, what is missing, and what to do about it.
+"""Checks of `wanma doctor`: findings about this node, missing parts, and remedies.
 
-Each check looks at one thing and returns what it found. The machine stays as it is, but for a file
-that is written and removed to time the disk, and what is kept in the user's cache folder: the measured CPU
+Each check examines one thing and returns findings. The node stays as it is, except for a file
+that is written and removed to time the disk, and for the user's cache folder: the measured CPU
 peak, and the compiled code of collectives.
 torch is imported inside the checks, so that other commands stay fast.
 """
@@ -45,22 +45,22 @@ EXTRAS = {
     "gpu": ("pynvml", "GPU utilisation and power"),
     "yaml": ("yaml", "job files in YAML"),
 }
-"""Optional extra → (module that shows its presence, what it is for)."""
+"""Optional extra → (module that proves its presence, purpose)."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
+    """Line of the doctor's report."""
 
     name: str
     status: Literal["ok", "warn", "missing"]
     text: str
     advice: str = ""
-    """What to do; empty when nothing needs doing."""
+    """Remedy; empty: none is needed."""
 
 
 def examine(runs: Path = Path("runs")) -> list[Finding]:
-    """Look at everything a run needs. Takes a few seconds, most of it importing torch.
+    """Run every check; takes a few seconds, most of it importing torch.
 
     Args:
         runs: the folder where runs would go; it need not exist.
@@ -137,7 +137,7 @@ def _gpu(index: int, device: Device) -> Finding:
 
 
 def _torch_sees(count: int) -> list[Finding]:
-    """A driver without a torch built for it is the commonest reason for a GPU that idles."""
+    """Check that torch sees every GPU: a torch not built for the driver is the commonest mistake."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -165,7 +165,7 @@ def _cores() -> Finding:
 
 
 def _cpu_peak() -> Finding:
-    """Measures, so that runs on this CPU can state their MFU whatever share of the cores a rank gets."""
+    """Measure the CPU peak for every equal share of the cores, so that runs on it can state their MFU."""
     if importlib.util.find_spec("torch") is None:
         return Finding("CPU peak", "missing", NO_TORCH, INSTALL_TORCH)
     cores = usable_cores()
@@ -195,7 +195,7 @@ def _compiler() -> Finding:
 
 
 def _shared_collectives() -> Finding:
-    """Whether ranks of this machine can share memory; compiles what that takes, where it is not there yet."""
+    """Check that ranks of this node can share memory; compile the library for it if necessary."""
     name = "collectives on one machine"
     compiler = cpp_compiler()
     if compiler is None:
@@ -222,7 +222,7 @@ def _backends() -> Finding:
 
 
 def _network() -> list[Finding]:
-    """What there is, what several machines would meet over, and what the environment says of that."""
+    """Check the interfaces, the default route, and the environment variables that override it."""
     known = interfaces()
     usable = [one for one in known if one.is_up and one.addresses]
     if not usable:
@@ -236,11 +236,11 @@ def _network() -> list[Finding]:
 
 
 def _network_variables(known: Collection[str], environment: Mapping[str, str]) -> list[Finding]:
-    """Names of interfaces in the environment count before what wanma would choose."""
+    """Check that interfaces named in the environment exist: they take precedence over wanma's choice."""
     found = []
     for name in VARIABLES:
         given = environment.get(name, "")
-        # NCCL's are beginnings of names, or exact after '=', or excluded after '^'.
+        # NCCL's values are prefixes of names, or exact after '=', or excluded after '^'.
         names = (
             [] if given.startswith("^") else [word.strip() for word in given.lstrip("=").split(",") if word]
         )
@@ -253,7 +253,7 @@ def _network_variables(known: Collection[str], environment: Mapping[str, str]) -
 
 
 def _own_name(ways: Sequence[Way]) -> list[Finding]:
-    """Debian gives a machine's own name an address that others cannot reach."""
+    """Check the address of this node's own name: Debian gives it one that other nodes cannot reach."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -334,6 +334,6 @@ def _extras() -> list[Finding]:
 
 
 def _version(module: str) -> str:
-    """The version of the distribution that provides `module`."""
+    """Return name and version of the distribution that provides `module`."""
     distributions = importlib.metadata.packages_distributions().get(module, [])
     return f"{distributions[0]} {importlib.metadata.version(distributions[0])}" if distributions else module

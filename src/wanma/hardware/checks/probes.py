@@ -1,4 +1,4 @@
-"""The doctor's two experiments: does Gloo work over the loopback, and how fast is this disk."""
+"""Probes of the doctor: Gloo over the loopback, and write speed of a disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GLOO_SECONDS = 20
 
 
 def loopback_gloo() -> str:
-    """Reduce one tensor between two Gloo ranks over 127.0.0.1; empty on success, else what went wrong.
+    """Reduce one tensor between two Gloo ranks over 127.0.0.1; return the error, empty on success.
 
     The ranks are two threads of this process, because process groups as objects need no global state.
     """
@@ -52,7 +52,7 @@ def loopback_gloo() -> str:
 
 
 def disk_write_seconds(folder: Path, size: int) -> float:
-    """Seconds to write `size` bytes to a new file in `folder` and force them to the disk.
+    """Return the seconds to write `size` bytes to a new file in `folder` and force them to the disk.
 
     Raises:
         OSError: the folder cannot be written to, or is full.

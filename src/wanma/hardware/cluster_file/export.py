@@ -1,4 +1,4 @@
-"""A cluster as a cluster file, to be edited: `load_cluster` of it gives an equal cluster."""
+"""Export of a cluster as a cluster file for editing: `load_cluster` of it returns an equal cluster."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Keys = dict[str, Any]
 
 
 def to_toml(cluster: Cluster) -> str:
-    """Every figure spelled out but those of the catalogue's devices and what follows from them.
+    """Return the text of a cluster file, with every figure except the catalogue's and their defaults.
 
     Raises:
-        WanmaError: a node has devices of several kinds, or different devices share a name: files have no
-            words for that.
+        WanmaError: a node has devices of several kinds, or different devices share a name: cluster files
+            cannot express that.
     """
     own = _own_devices(cluster)
-    # In a comment, control characters are not allowed.
+    # TOML forbids control characters in comments.
     title = "".join(letter if letter.isprintable() else " " for letter in str(cluster))
     blocks = [f"# {title}\n"]
     blocks += [_block("[[devices]]", device) for device in own.values()]
@@ -37,7 +37,7 @@ def to_toml(cluster: Cluster) -> str:
 
 
 def _own_devices(cluster: Cluster) -> dict[str, Keys]:
-    """Figures by name of the devices that are not quite the catalogue's."""
+    """Return the `[[devices]]` keys, by name, of devices that differ from the catalogue's."""
     figures: dict[str, Keys] = {}
     as_in_catalogue: dict[str, bool] = {}
     for node in cluster.nodes:
@@ -71,14 +71,14 @@ def _only_device(node: Node) -> Device | None:
 
 
 def _is_catalogued(device: Device, node: Node) -> bool:
-    """Whether the name alone says all of `device`."""
+    """Return True if the name alone determines every figure of `device`."""
     kind = find_named(device.name)
     if kind is None or (kind.kind == "cpu") != (device.kind == "cpu"):
         return False
     if kind.kind == "cpu":
         return kind.processors(node.cores, node.memory_bytes) == device
     usual = machines(kind, devices=len(node.devices), cards=None)
-    # A file cannot take away what the catalogue gives.
+    # A file cannot remove a default that the catalogue gives.
     taken = [
         what
         for what in ("inside", "network", "power_watts")
@@ -88,7 +88,7 @@ def _is_catalogued(device: Device, node: Node) -> bool:
 
 
 def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
-    """The keys of one [[nodes]], and its levels where they are not the usual ones."""
+    """Return the keys of one `[[nodes]]` table, and its levels where they differ from the defaults."""
     device = _only_device(node)
     kind: DeviceKind | None = None
     if device is not None and device.name not in own:
@@ -118,7 +118,7 @@ def _node(node: Node, own: dict[str, Keys]) -> tuple[Keys, list[Keys]]:
 
 
 def _figures(device: Device, cores: int | None) -> Keys:
-    """The keys of one [[devices]]."""
+    """Return the keys of one `[[devices]]` table."""
     bandwidth = device.bandwidth_bytes_per_second
     return {
         "name": device.name,

@@ -1,4 +1,4 @@
-"""Names of machines, written short as Slurm writes them."""
+"""Expansion of host lists in Slurm's notation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _BRACKETS = re.compile(r"([^\[\]]*)\[([^\[\]]*)\](.*)")
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """'node[01-03,7]' → node01, node02, node03, node7, as Slurm writes lists of machines.
+    """Expand a host list as Slurm writes it: 'node[01-03,7]' → node01, node02, node03, node7.
 
     Raises:
-        ValueError: brackets without numbers, or absurdly many names.
+        ValueError: brackets without numbers, or more than `MOST_NODES` names.
     """
     match = _BRACKETS.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""From a kind of device and a few numbers to the machines of a cluster; what is left out is as usual."""
+"""Nodes of a cluster built from a device kind and counts, with defaults of its reference server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from wanma.job.errors import JobError
 
 MOST_NODES = 1_000_000
 MOST_DEVICES = 1024
-"""In one machine."""
+"""Maximum number of devices in one node."""
 MOST_SOCKETS = 64
 MOST_CORES = 65536
 MOST_CARDS = 64
 MOST_GIGABITS = 10_000
 CORES = 64
-"""Of a machine of which nothing is known."""
+"""Default cores of a node whose server is unknown."""
 MEMORY_BYTES = 512 * GIGABYTE
 
 _CARDS = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*G(?:b(?:it)?(?:/s|ps)?)?", re.IGNORECASE)
@@ -25,11 +25,11 @@ _CARDS = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*G(?:b(?:it)?(?:/s|
 
 @dataclass(frozen=True)
 class Cards:
-    """The network cards of one machine."""
+    """Network cards of one node."""
 
     number: int
     bits_per_second: float
-    """Of one card and direction."""
+    """Rate of one card per direction, in bits per second."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -46,10 +46,10 @@ def machines(
     memory_bytes: int | None = None,
     name: str | None = None,
 ) -> Node:
-    """`count` machines with `devices` accelerators each, or with as many sockets where `kind` is a processor.
+    """Return `count` nodes with `devices` accelerators each, or as many sockets where `kind` is a processor.
 
     Args:
-        cards: the network cards of one machine; None when unknown.
+        cards: the network cards of one node; None: unknown.
     """
     server = kind.server
     if kind.kind == "cpu":
@@ -83,12 +83,12 @@ def machines(
 
 
 def inside(kind: DeviceKind) -> tuple[Level, ...]:
-    """How devices of this kind reach each other in one machine."""
+    """Return the interconnect levels between devices of this kind within one node."""
     return (kind.link.level(),) if kind.link else ()
 
 
 def network(cards: Cards | None, devices: int, kind: DeviceKind | None = None) -> tuple[Level, ...]:
-    """How machines with these cards, shared by `devices` each, reach each other."""
+    """Return the interconnect levels between nodes whose `devices` devices share these cards."""
     levels: tuple[Level, ...] = ()
     if kind and kind.link and kind.server and kind.server.linked > 1:
         levels = (kind.link.level(kind.server.linked),)
@@ -99,15 +99,15 @@ def network(cards: Cards | None, devices: int, kind: DeviceKind | None = None) -
 
 
 def usual_cards(kind: DeviceKind) -> Cards | None:
-    """Of the server that the device usually comes in."""
+    """Return the network cards of the device's reference server; None: unknown."""
     return Cards(kind.server.nics, kind.server.nic_bits_per_second) if kind.server else None
 
 
 def read_cards(text: str) -> Cards:
-    """'4x100G', '8 × 400G', '100G': cards of one machine and the Gbit/s of each.
+    """Parse the network cards of one node and the Gbit/s of each: '4x100G', '8 × 400G', '100G'.
 
     Raises:
-        JobError: it is something else, or absurd.
+        JobError: the text has another form, or a number is out of range.
     """
     match = _CARDS.fullmatch(text.strip())
     if match is None:

@@ -1,8 +1,8 @@
-"""Cluster files: TOML (or YAML) that says what machines there are; `docs/clusters.md` describes them.
+"""Reader of cluster files: TOML (or YAML) that describes nodes; `docs/clusters.md` documents them.
 
     cluster = read_cluster("cluster.toml")
 
-Only a device's name is needed; what is left out follows the server that the device usually comes in.
+Only a device's name is required; other keys default to those of the device's reference server.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KEYS = "docs/clusters.md lists every key with what it allows"
 
 
 def read_cluster(said: str) -> Cluster:
-    """The cluster of a file, or of one line such as '8x8 H100 SXM, 4x100G'.
+    """Return the cluster of a file, or of a shorthand such as '8x8 H100 SXM, 4x100G'.
 
     Raises:
         JobError: as `load_cluster` and `parse_cluster`.
@@ -68,10 +68,10 @@ def read_cluster(said: str) -> Cluster:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """The cluster that a file describes.
+    """Return the cluster that a file describes.
 
     Raises:
-        JobError: it cannot be read, or says something that is not allowed; names every mistake's line.
+        JobError: the file cannot be read, or has invalid entries; the message names each one's line.
     """
     tables, lines = read_tables(path, "cluster file", STARTER)
     places = Places(str(path), lines)
@@ -94,7 +94,7 @@ def load_cluster(path: Path) -> Cluster:
 
 
 class _Builder:
-    """Turns sections into machines, collecting what is wrong with them."""
+    """Builder of nodes from sections; it collects mistakes instead of raising."""
 
     def __init__(self, file: ClusterFile, source: str) -> None:
         self.file = file
@@ -104,7 +104,7 @@ class _Builder:
         self.hosts: set[str] = set()
 
     def cluster(self) -> Cluster | None:
-        """None when there are mistakes."""
+        """Return the cluster; None if there are mistakes."""
         for number, device in enumerate(self.file.devices):
             if device.name in self.own:
                 self._wrong(("devices", number, "name"), f"'{device.name}' is described twice")
@@ -174,7 +174,7 @@ class _Builder:
             return None
 
     def _hosts(self, section: NodesSection, at: KeyPath) -> tuple[str, ...]:
-        """Names of machines, lists such as 'node[01-08]' written out; none twice in the whole file."""
+        """Expand the host lists of a section; no host may occur twice in the file."""
         hosts: list[str] = []
         for text in section.hosts:
             try:
@@ -194,7 +194,7 @@ class _Builder:
     def _levels(
         self, section: NodesSection, inside: bool, usual: Level | None, most: int | None, at: KeyPath
     ) -> tuple[Level, ...]:
-        """The levels given; what one of them leaves out is as in `usual`."""
+        """Return the levels of a section; bandwidth and latency default to those of `usual`."""
         levels = []
         for number, level in enumerate(section.levels):
             if level.inside != inside:
@@ -243,7 +243,7 @@ class _Builder:
 def _machines(
     section: NodesSection, kind: DeviceKind | None, cpu: DeviceKind | None, cards: Cards | None
 ) -> Node:
-    """The machines with the usual levels."""
+    """Return the nodes of a section with their default levels."""
     memory_bytes = None if section.memory_gb is None else round(section.memory_gb * GIGABYTE)
     main = kind or cpu
     if main is None:
@@ -286,10 +286,10 @@ def _bandwidth(level: LevelSection, usual: Level | None) -> float | None:
 
 
 def _bytes(gigabytes: float) -> float:
-    """Whole bytes, so that a figure survives being written and read."""
+    """Convert 10⁹ bytes per second to whole bytes, so that a figure survives being written and read."""
     return float(round(gigabytes * GIGABYTE))
 
 
 def _seconds(microseconds: float | None, default: float) -> float:
-    """Whole picoseconds, for the same reason."""
+    """Convert to seconds in whole picoseconds, so that a figure survives being written and read."""
     return default if microseconds is None else round(microseconds * 1e6) / 1e12

@@ -1,4 +1,4 @@
-"""What a cluster file may say: one typed section per table, with bounds and one-line help; no behaviour."""
+"""Schema of a cluster file: one typed section per table, with bounds and one-line help; no behaviour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_NETWORK = "none"
 
 
 class LevelSection(Section):
-    """One level of the interconnect, nearest first; those given replace what would be assumed."""
+    """Interconnect level, nearest first; given levels replace the defaults."""
 
     name: str = Field(description="'NVLink', 'rail', 'rack', 'spine'")
     inside: bool = Field(False, description="between the devices of one node, not between nodes")
@@ -29,7 +29,7 @@ class LevelSection(Section):
 
 
 class NodesSection(Section):
-    """`count` equal machines."""
+    """Group of `count` equal nodes."""
 
     count: int = Field(1, ge=1, le=MOST_NODES, description="machines")
     device: str | None = Field(
@@ -65,7 +65,7 @@ class NodesSection(Section):
 
 
 class DeviceSection(Section):
-    """A device that the catalogue does not have, or has with other figures."""
+    """Device that is missing in the catalogue, or has other figures there."""
 
     name: str = Field(description="as [[nodes]] calls it")
     kind: Literal["cuda", "other", "cpu"] = Field(
@@ -104,7 +104,7 @@ class DeviceSection(Section):
 
 
 class BetweenSection(Section):
-    """Between nodes of different kinds, where that is not simply the slower of the two."""
+    """Link between nodes of different kinds, where it is not simply the slower of the two."""
 
     name: str = Field("between", description="what to call it")
     gb_per_second: float | None = Field(
@@ -114,7 +114,7 @@ class BetweenSection(Section):
 
 
 class ClusterFile(Section):
-    """A whole cluster file."""
+    """Contents of a whole cluster file."""
 
     nodes: list[NodesSection] = Field(min_length=1)
     devices: list[DeviceSection] = Field(default_factory=list)

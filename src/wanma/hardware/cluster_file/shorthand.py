@@ -1,7 +1,7 @@
-"""A cluster in one line: '8x8 H100 SXM, 4x100G + 16x8 A100 40GB'.
+"""Cluster shorthand: a cluster in one line, '8x8 H100 SXM, 4x100G + 16x8 A100 40GB'.
 
 Every part is NODES x DEVICES NAME, then the network cards of one node. A network that is given once
-holds for all parts; where none is given, each device has that of the server it usually comes in.
+holds for all parts; where none is given, the cards are those of the device's reference server.
 `str(cluster)` prints the same form, longer: '8 nodes of 8 × H100 SXM, 4 × 100G'.
 """
 
@@ -25,7 +25,8 @@ from wanma.job.errors import JobError
 
 EXAMPLE = "8x8 H100 SXM, 4x100G + 16x8 A100 40GB"
 
-# A part begins with a number: the + in 'Xeon 8480+' separates nothing. A negative one is read to be refused.
+# A part begins with a number: the + in 'Xeon 8480+' separates nothing. A negative number is parsed
+# so that it can be rejected.
 _PLUS = re.compile(r"\s*\+\s*(?=\d)")
 _MACHINES = re.compile(
     r"(?:(?P<nodes>-?\d+)\s*(?:nodes?\s+of\s|[x×*])\s*)?"
@@ -35,10 +36,10 @@ _MACHINES = re.compile(
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that `text` describes.
+    """Return the cluster that the shorthand `text` describes.
 
     Raises:
-        JobError: it is not of this form, names an unknown device, or has impossible sizes.
+        JobError: `text` has another form, names an unknown device, or has impossible sizes.
     """
     parts = [_split(part) for part in _PLUS.split(text.strip())]
     given = {cards for _, cards in parts if cards is not None}
@@ -52,7 +53,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def is_text(said: str) -> bool:
-    """Whether `said` begins as a cluster in one line does, rather than naming a device or a file."""
+    """Return True if `said` begins like a cluster shorthand rather than naming a device or a file."""
     return _MACHINES.match(said.strip()) is not None
 
 

@@ -1,4 +1,4 @@
-"""How busy the machine's processors are, by which a quiet measurement is told from a disturbed one."""
+"""CPU time used on this node, which tells a quiet measurement from a disturbed one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ROOT = Path("/")
 
 
 def busy_cpu_seconds(root: Path = ROOT) -> float | None:
-    """CPU seconds spent since boot by all programs, those stolen by other virtual machines included.
+    """Return the CPU seconds spent since boot by all programs, including time stolen by other guests.
 
-    None where the kernel does not say. It counts in hundredths of a second. Interrupts are left out: a
-    program's own traffic over the loopback is among them.
+    None where the kernel does not say. The resolution is a hundredth of a second. Interrupts are left
+    out: a program's own traffic over the loopback is among them.
     """
     try:
         fields = (root / "proc/stat").read_text().split("\n", 1)[0].split()[1:]

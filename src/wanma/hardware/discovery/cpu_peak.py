@@ -1,6 +1,6 @@
-"""What this CPU can reach in a matrix product, measured once and kept, so that runs can state MFU.
+"""Peak rate of this CPU in matrix products, measured once and stored, so that runs can state MFU.
 
-No datasheet says what a rented slice of a processor delivers, so `measure_cpu_peak` measures it and
+No datasheet gives the rate of a rented slice of a processor, so `measure_cpu_peak` measures it and
 writes it below the user's cache folder; `stored_cpu_peak` reads it back without torch.
 """
 
@@ -18,25 +18,25 @@ from wanma.job.run.run_directory import write_json
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 PROBE_SECONDS = 0.15
-"""Per precision."""
+"""Duration of the measurement per precision, in seconds."""
 SIZE = 1024
-"""Rows and columns of the probed matrices: large enough to leave the caches' favour."""
+"""Rows and columns of the probed matrices: large enough to exceed the caches."""
 SLOW_SIZE = 256
-"""For precisions that this CPU only emulates, where one product of `SIZE` would take seconds."""
+"""Rows and columns for precisions that this CPU only emulates: a product of `SIZE` would take seconds."""
 
 
 def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> dict[str, float]:
-    """Measure the rate of matrix products on `threads` threads and keep the best ever seen.
+    """Measure the rate of matrix products on `threads` threads and store the best ever measured.
 
-    Imports torch; under a second once that is done.
+    Imports torch; the measurement itself takes under a second.
 
     Args:
-        threads: of one process; default: all usable cores.
-        path: the file to keep the result in; default: `peak_file()`.
+        threads: threads of one process; default: all usable cores.
+        path: the file that stores the result; default: `peak_file()`.
 
     Returns:
-        FLOP/s by precision. The fastest of many products, now or in an earlier measurement: it is a
-        peak, and other work on the machine can only lower what is seen of it.
+        FLOP/s by precision: the fastest of many products, now or in an earlier measurement. It is a
+        peak, and other work on the node can only lower a measurement.
 
     Raises:
         WanmaError: the result cannot be written.
@@ -67,12 +67,12 @@ def measure_cpu_peak(threads: int | None = None, path: Path | None = None) -> di
 
 
 def stored_cpu_peak(threads: int, path: Path | None = None) -> dict[str, float]:
-    """FLOP/s by precision, as measured earlier on this CPU with `threads` threads; empty if never."""
+    """Return the FLOP/s by precision measured earlier on this CPU with `threads` threads; empty: never."""
     return _read(path or peak_file()).get(_key(threads), {})
 
 
 def peak_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where measured peaks are kept: `wanma/cpu-peak.json` in the user's cache folder."""
+    """Return the file of measured peaks: `wanma/cpu-peak.json` in the user's cache folder."""
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "wanma" / "cpu-peak.json"
 
@@ -106,7 +106,7 @@ def _key(threads: int) -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
-    """The stored peaks; a file that is absent or damaged holds none, and the next measurement replaces it."""
+    """Read the stored peaks; an absent or damaged file has none, and the next measurement replaces it."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Rates of a processor that the catalogue lacks, measured at its first use and kept for this machine.
+"""Measurement of a processor that the catalogue lacks, at its first use, stored for this node.
 
-Another process measures: it imports torch, and this one need not.
+A child process measures: it imports torch, so that this process need not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def with_measured_processor(
     tell: Callable[[str], None] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Cluster:
-    """This machine, with the peak rates of its processors where nobody knew them: about two seconds, once.
+    """Return this node with the peak rates of an uncatalogued processor measured: about two seconds, once.
 
-    Machines with accelerators stay as they are. Where measuring fails, so does this one; `tell` says why.
+    Nodes with accelerators are returned unchanged, and so is this one if the measurement fails; `tell` gets
+    the reason.
 
     Args:
-        found: as discovered here.
-        tell: gets a sentence on what was measured; default: standard error.
+        found: the discovered cluster of this one node.
+        tell: receiver of a sentence on the measurement; default: standard error.
     """
     (node,) = found.nodes
     cpu = node.cpu

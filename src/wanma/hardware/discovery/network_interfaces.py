@@ -1,12 +1,12 @@
-"""Network interfaces of this machine, and the one by which other machines are reached.
+"""Network interfaces of this node, and the one by which other nodes are reached.
 
     way = way_to("10.0.0.1")                    # by the kernel's routes; no packet is sent
     way = way_to("10.0.0.1", given="ib0")       # as the user says
-    way = way_from("10.0.0.5")                  # the one that has an address of this machine
+    way = way_from("10.0.0.5")                  # the one that has an address of this node
 
-Bridges and virtual cards of containers and virtual machines are never chosen by themselves: what is reached
-through them is on this machine. Which names those have, the tools that make them decide; a container's own
-`eth0` is a virtual card, too, and is the right one inside.
+Bridges and virtual interfaces of containers and virtual machines are never chosen automatically: they only
+lead to this node. They are recognised by the names that their tools give them; a container's own `eth0` is
+virtual too, but is the right one inside the container.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from wanma.job.errors import EXIT_USAGE, WanmaError
 
 KEY = "cluster.interface"
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
+"""Addresses reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route."""
 
 LOOPBACK = "lo"
-"""As Linux calls it."""
+"""Name of the loopback interface in Linux."""
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""By which Gloo and NCCL are told."""
+"""Environment variables that name the interface for Gloo and NCCL."""
 
 _INTERNAL = re.compile(
     r"docker|br-[0-9a-f]{6,}|veth|virbr|vmnet|vboxnet|lxcbr|lxdbr|incusbr|podman|cni|nerdctl|cali|flannel|"
     r"cilium|kube-|nodelocaldns|dummy|ifb"
 )
-"""How names of interfaces begin that lead to containers or virtual machines here: of Docker, libvirt, VMware,
-VirtualBox, LXC, Podman, and of the network plugins of Kubernetes."""
+"""Name prefixes of interfaces that lead to containers or virtual machines on this node.
+
+Made by Docker, libvirt, VMware, VirtualBox, LXC, Podman, and the network plugins of Kubernetes.
+"""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface."""
+    """Network interface of this node."""
 
     name: str
     addresses: tuple[str, ...]
-    """IPv4 before IPv6; without the zone of link-local ones."""
+    """Addresses, IPv4 before IPv6; without the zone of link-local ones."""
     is_up: bool
 
     @property
     def is_internal(self) -> bool:
-        """It leads to containers or virtual machines of this machine."""
+        """True if the interface leads to containers or virtual machines on this node."""
         return _INTERNAL.match(self.name) is not None
 
     @property
@@ -55,32 +57,32 @@ class Interface:
         return any(ipaddress.ip_address(address).is_loopback for address in self.addresses)
 
     def __str__(self) -> str:
-        """'eth0 (10.0.0.5, up)'."""
+        """Return the interface as text: 'eth0 (10.0.0.5, up)'."""
         state = "up" if self.is_up else "down"
         return f"{self.name} ({', '.join((*self.addresses, state))})"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How this machine and the others reach each other."""
+    """Route between this node and the others: interface, own address, and the reason for the choice."""
 
     interface: str | None
-    """None where no interface has the address, which routes of their own may give."""
+    """Name of the interface; None: no interface has the address (special routes allow that)."""
     address: str
-    """Of this machine."""
+    """Address of this node on the route."""
     why: str
-    """In words: 'cluster.interface', 'by the route to 10.0.0.1'."""
+    """Reason for the choice, in words: 'cluster.interface', 'by the route to 10.0.0.1'."""
 
     def __str__(self) -> str:
         return f"{self.interface or 'no interface'} ({self.address}), {self.why}"
 
 
 Route = Callable[[str], str | None]
-"""Address of another machine -> this machine's address on the way there; None: there is no way."""
+"""Lookup from another node's address to this node's address on the route there; None: no route."""
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Those of this machine, by name."""
+    """List the interfaces of this node, by name."""
     import psutil
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
@@ -97,10 +99,10 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def local_address(other: str) -> str | None:
-    """This machine's address on the way to `other`, as the kernel's routes have it; no packet is sent.
+    """Return this node's address on the kernel's route to `other`; no packet is sent.
 
     Returns:
-        None where there is no way, or for what is no address.
+        The address; None without a route, or if `other` is not an address.
     """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(other).version == 6 else socket.AF_INET
@@ -117,15 +119,17 @@ def way_to(
     known: Sequence[Interface] | None = None,
     route: Route = local_address,
 ) -> Way | None:
-    """How a machine with address `other` is reached; None where there is no way yet.
+    """Return the route to the node with address `other`; None: no route yet.
 
     Args:
+        other: IP address of the other node.
         given: the interface that the user names.
-        known: default: `interfaces()`.
+        known: interfaces of this node; default: `interfaces()`.
+        route: lookup of this node's address on the way to another.
 
     Raises:
-        WanmaError: the named interface is none, is down or has no address; or the way leads to containers of
-            this machine.
+        WanmaError: the named interface does not exist, is down or has no address; or the route leads to
+            containers on this node.
     """
     known = interfaces() if known is None else known
     if given is not None:
@@ -139,20 +143,20 @@ def way_to(
 
 
 def way_from(address: str, given: str | None = None, known: Sequence[Interface] | None = None) -> Way:
-    """The way that this machine's `address` is on, found by a connection; or the named one.
+    """Return the route of this node's `address`, found from a connection, or by the named interface.
 
     Raises:
         WanmaError: as `way_to`.
     """
     if given is not None:
         return given_way(given, address, known)
-    # A run of one machine reads no table: it starts sooner.
+    # A run of one node does not list the interfaces: it starts sooner.
     known = () if ipaddress.ip_address(address).is_loopback else interfaces() if known is None else known
     return _with_address(address, known, "by the route to the others")
 
 
 def given_way(name: str, other: str = "", known: Sequence[Interface] | None = None) -> Way:
-    """The interface that the user names, and its address: of the family of `other` where it has one.
+    """Return the route by the interface `name`, with an address of the family of `other` where it has one.
 
     Raises:
         WanmaError: there is no such interface, or it is down or has no address.
@@ -173,7 +177,7 @@ def given_way(name: str, other: str = "", known: Sequence[Interface] | None = No
 
 
 def check_interface(name: str | None) -> None:
-    """Refuse a named interface that cannot be used, before anything is started.
+    """Reject a named interface that cannot be used, before anything is started.
 
     Raises:
         WanmaError: as `given_way`.
@@ -183,7 +187,7 @@ def check_interface(name: str | None) -> None:
 
 
 def way_text(way: Way, environment: Mapping[str, str]) -> str:
-    """What a run goes over, in words: what the user has set counts, unless the job names an interface."""
+    """Format the route of a run; environment variables take precedence unless the job names one."""
     own = ", ".join(f"{name}={environment[name]}" for name in VARIABLES if name in environment)
     if not own:
         return str(way)
@@ -191,7 +195,7 @@ def way_text(way: Way, environment: Mapping[str, str]) -> str:
 
 
 def default_ways(known: Sequence[Interface] | None = None, route: Route = local_address) -> list[Way]:
-    """Where the default routes lead, of IPv4 and IPv6; none without them."""
+    """Return the default routes of IPv4 and IPv6; empty without them."""
     known = interfaces() if known is None else known
     addresses = [address for other in ANYWHERE if (address := route(other)) is not None]
     return [_with_address(address, known, "by the default route") for address in addresses]

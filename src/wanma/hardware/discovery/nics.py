@@ -1,4 +1,4 @@
-"""What network cards this machine has, as Linux tells: InfiniBand and RoCE first, else Ethernet."""
+"""Network cards of this node and their speeds, as Linux reports: InfiniBand and RoCE first, else Ethernet."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from wanma.hardware.discovery.resource_limits import ROOT
 
 
 def network_cards(root: Path = ROOT) -> Cards | None:
-    """The fastest cards that are up, since a run uses those; None where no card tells its speed.
+    """Return the fastest cards that are up, since a run uses those; None: no card reports its speed.
 
     Args:
-        root: of the file system that holds `sys`.
+        root: root of the file system that holds `sys`.
     """
     rates = list(_remote_memory(root)) or list(_ethernet(root))
     plausible = [rate for rate in rates if 0 < rate <= MOST_GIGABITS * 1e9]
@@ -25,7 +25,7 @@ def network_cards(root: Path = ROOT) -> Cards | None:
 
 
 def _remote_memory(root: Path) -> Iterator[float]:
-    """Bits per second of every active InfiniBand or RoCE port: '200 Gb/sec (4X HDR)'."""
+    """Yield the bits per second of every active InfiniBand or RoCE port: '200 Gb/sec (4X HDR)'."""
     for port in root.glob("sys/class/infiniband/*/ports/*"):
         rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
         if rate and "ACTIVE" in _read(port / "state"):
@@ -33,7 +33,7 @@ def _remote_memory(root: Path) -> Iterator[float]:
 
 
 def _ethernet(root: Path) -> Iterator[float]:
-    """Bits per second of every Ethernet card that is up; bridges and other made-up interfaces are none."""
+    """Yield the bits per second of every physical Ethernet card that is up; bridges have no device."""
     for interface in root.glob("sys/class/net/*"):
         speed = _read(interface / "speed").strip()  # megabits; -1 when unknown, unreadable when down
         if (interface / "device").exists() and speed.isdigit():

@@ -1,7 +1,7 @@
-"""What is on this machine, without torch: cores, memory, GPUs and network, as a `Cluster` of one node.
+"""Discovery of this node without torch: cores, memory, GPUs and network, as a `Cluster` of one node.
 
 GPUs come from NVML where its Python package is installed, else from `nvidia-smi`, else there are
-none. Milliseconds on a machine without a GPU, so every command can afford it.
+none. Takes milliseconds on a node without a GPU, so every command can afford it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from wanma.job.errors import WanmaError
 
 MEBIBYTE = 2**20
 NVIDIA_SMI_SECONDS = 30
-"""Without persistence mode the driver is loaded on demand, which takes seconds per GPU."""
+"""Timeout of `nvidia-smi`: without persistence mode the driver is loaded on demand, seconds per GPU."""
 
 
 def discover(environment: Mapping[str, str] = os.environ) -> Cluster:
-    """This machine as a cluster of one node; its devices are the GPUs a process here would see.
+    """Return this node as a cluster of one; its devices are the GPUs that a process here would see.
 
     Args:
-        environment: `CUDA_VISIBLE_DEVICES` is honoured in it, as CUDA does.
+        environment: the environment variables; `CUDA_VISIBLE_DEVICES` is honoured as CUDA does.
 
     Raises:
         WanmaError: there is an NVIDIA driver, and it does not answer.
@@ -58,11 +58,11 @@ def discover(environment: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def _processors(cores: int, memory_bytes: int) -> Device:
-    """What this process may use of the processors, with measured rates where there are any."""
+    """Return the usable share of this node's processors as a device, with measured rates if there are any."""
     name = cpu_model()
     kind = find_device(name)
     known = kind.processors(cores, memory_bytes) if kind and kind.cores else None
-    # In whole numbers, which survive being written to a cluster file.
+    # Whole numbers survive being written to a cluster file.
     measured = {key: float(round(rate)) for key, rate in stored_cpu_peak(cores).items()}
     if known is not None:
         return replace(known, peak_flops_per_second=measured or known.peak_flops_per_second)
@@ -71,14 +71,14 @@ def _processors(cores: int, memory_bytes: int) -> Device:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device with the name by which `CUDA_VISIBLE_DEVICES` may call it."""
+    """GPU with the UUID by which `CUDA_VISIBLE_DEVICES` may name it."""
 
     uuid: str
     device: Device
 
 
 def list_gpus() -> list[Gpu]:
-    """Every GPU of the machine, in the driver's order."""
+    """List every GPU of the node, in the driver's order."""
     try:
         import pynvml
     except ImportError:
@@ -98,7 +98,7 @@ def list_gpus() -> list[Gpu]:
 
 
 def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
-    """The GPUs that `CUDA_VISIBLE_DEVICES=setting` leaves, in its order.
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES=setting` leaves, in its order.
 
     As in CUDA: unset means all, entries are numbers or beginnings of UUIDs, and the first entry that
     names no GPU ends the list.

@@ -1,4 +1,4 @@
-"""What of this machine we may use: affinity, cgroup quotas (v1 and v2), memory limits. Torch-free.
+"""Limits of this process on the node: CPU affinity, cgroup quotas (v1 and v2), memory limits. Torch-free.
 
 `root` is the root of the file system that holds `proc` and `sys`; tests give a made-up one.
 """
@@ -13,9 +13,9 @@ ROOT = Path("/")
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Cores this process may keep busy: its affinity, cut by the tightest cgroup CPU quota; at least 1.
+    """Return the cores this process may keep busy: affinity, cut by the tightest cgroup quota; at least 1.
 
-    A quota is rounded down: one thread more than the quota pays for is throttled with all the others.
+    A quota is rounded down: with one thread more than the quota pays for, all threads are throttled.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in _groups(root, "cpu") if (quota := _cpu_quota(folder)) is not None]
@@ -23,16 +23,16 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def usable_memory_bytes(root: Path = ROOT) -> int:
-    """Bytes of host memory this process may use: the machine's, cut by the tightest cgroup limit."""
+    """Return the bytes of host memory this process may use: the node's, cut by the tightest cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [limit for folder in _groups(root, "memory") if (limit := _memory_limit(folder)) is not None]
     return min([total, *limits])
 
 
 def memory_kills(root: Path = ROOT) -> int | None:
-    """How often the kernel's out-of-memory killer has struck so far; None where the kernel does not tell.
+    """Return the number of kills by the kernel's out-of-memory killer so far; None: not reported.
 
-    Counted in this process's control group, or, where that has no count, on the whole machine.
+    Counted in this process's control group, or, where that has no count, on the whole node.
     """
     for folder in _groups(root, "memory"):
         for name in ("memory.events", "memory.oom_control"):
@@ -42,7 +42,7 @@ def memory_kills(root: Path = ROOT) -> int | None:
 
 
 def cpu_model(root: Path = ROOT) -> str:
-    """The processor's name as /proc/cpuinfo has it, else the architecture."""
+    """Return the processor's name as /proc/cpuinfo has it, else the architecture."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():
@@ -51,7 +51,7 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Control-group folders that bind this process, its own first, then its ancestors.
+    """Yield the control-group folders that bind this process, its own first, then its ancestors.
 
     Inside a container the path that the kernel names may not exist below the mount; then the mount
     itself is the container's group, which the walk upward reaches anyway.
@@ -70,7 +70,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Cores that the group's quota pays for; None without one."""
+    """Return the cores that the group's quota pays for; None: no quota."""
     if fields := _read(folder / "cpu.max").split():
         quota, period = fields[0], fields[1]
     else:
@@ -87,13 +87,13 @@ def _memory_limit(folder: Path) -> int | None:
 
 
 def _oom_kills(path: Path) -> int | None:
-    """The value of the line 'oom_kill N'."""
+    """Return the value of the line 'oom_kill N'; None: no such line."""
     fields = (line.split() for line in _read(path).splitlines())
     return next((int(field[1]) for field in fields if field[:1] == ["oom_kill"]), None)
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty where this system has no such file."""
+    """Return the file's text; empty where this system has no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,10 +1,10 @@
-"""Where this machine is in the network, so that machines near each other get neighbouring numbers.
+"""Topology address of this node, by which nodes near each other get neighbouring ranks.
 
     position_of(job.cluster, os.environ)   # Position('rack-3/switch-1', 'cluster.place')
 
-In words, outermost first, as its first source has it: the user (`cluster.place`), the cluster file (the order
-of `hosts`), or the launcher (Slurm's SLURM_TOPOLOGY_ADDR, with its topology plugins). What the words are does
-not matter, but that machines behind the same switch share the first ones (`elastic.seating` sorts by them).
+A path of names, outermost first, from the first source that has one: the user (`cluster.place`), the cluster
+file (the order of `hosts`), or the launcher (Slurm's SLURM_TOPOLOGY_ADDR, with its topology plugins). The
+names do not matter, but nodes behind the same switch share the first ones: node ranks follow their order.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from wanma.job.errors import JobError
 from wanma.job.sections.job import ClusterSection
 
 SLURM = "SLURM_TOPOLOGY_ADDR"
-"""'s0.s4.node1': switches from the root to the machine's own, and its name (slurm's sbatch(1), "OUTPUT
-ENVIRONMENT VARIABLES")."""
+"""Slurm's variable: 's0.s4.node1', switches from the root to the node's own, and the node's name.
+
+Source: slurm's sbatch(1), "OUTPUT ENVIRONMENT VARIABLES".
+"""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Of one machine."""
+    """Topology address of one node, and its source."""
 
     text: str
-    """Outermost first, parts joined by '/' or '.'; empty where nobody says."""
+    """Path, outermost first, parts joined by '/' or '.'; empty: unknown."""
     source: str = ""
 
     def __str__(self) -> str:
@@ -41,11 +43,13 @@ def position_of(
     host: str = "",
     cluster: Cluster | None = None,
 ) -> Position:
-    """This machine's.
+    """Return this node's topology address.
 
     Args:
-        host: its name; default: as the system has it.
-        cluster: what `section.file` describes; default: it is read.
+        section: the job's `[cluster]`.
+        environment: the environment variables.
+        host: this node's name; default: the system's.
+        cluster: the cluster of `section.file`; default: it is read.
 
     Raises:
         JobError: the cluster file cannot be read, or lists hosts without this one.
@@ -62,7 +66,7 @@ def position_of(
 
 
 def _among(cluster: Cluster, host: str, file: str) -> Position:
-    """By kind of machine, and by the order of the names."""
+    """Return the address in a cluster file's hosts: index of the node group, and of the name within it."""
     names = {host, host.partition(".")[0]}
     for kind, node in enumerate(cluster.nodes):
         for number, name in enumerate(node.hosts):

@@ -1,4 +1,4 @@
-"""The C++ compiler that `torch.compile` needs on a CPU."""
+"""Lookup of the C++ compiler that `torch.compile` needs on a CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ NO_COMPILER = (
 
 
 def cpp_compiler() -> str | None:
-    """Path of the compiler that torch would find: $CXX, else the usual names."""
+    """Return the path of the compiler that torch would find: $CXX, else the usual names; None: none."""
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     return next((path for name in names if name and (path := shutil.which(name))), None)

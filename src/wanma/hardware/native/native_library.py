@@ -1,4 +1,4 @@
-"""C++ of our own, compiled where it runs: for this very processor, and once for all runs of a user."""
+"""Compilation and cache of wanma's C++ libraries: for this node's processor, once for all runs of a user."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from wanma.hardware.native.cpp_compiler import cpp_compiler
 from wanma.job.errors import WanmaError
 
 COLLECTIVES = Path(__file__).parents[2] / "collectives" / "shared_memory" / "native" / "group.cpp"
-"""The source of collectives over shared memory."""
+"""Source of the collectives over shared memory."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-"""No product and sum become one operation: numbers do not depend on what a processor can fuse."""
+"""Compiler flags; without contraction to fused multiply-add, results do not depend on the processor."""
 COMPILE_SECONDS = 120.0
-"""It takes about four; a compiler that needs longer is not going to end."""
+"""Timeout in seconds; a compilation takes about four."""
 _SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """A source, compiled; or why it is not."""
+    """Compiled library, or the reason why there is none."""
 
     path: Path | None
     reason: str = ""
 
 
 def compiled(source: Path) -> NativeLibrary:
-    """`built` by the compiler of this machine, and looked at whether it can be loaded."""
+    """Compile `source` with this node's compiler, as `built`, and check that the library can be loaded."""
     compiler = cpp_compiler()
     if compiler is None:
         return NativeLibrary(None, "no C++ compiler was found (apt-get install g++)")
@@ -49,13 +49,13 @@ def compiled(source: Path) -> NativeLibrary:
 
 
 def built(source: Path, compiler: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The shared library of `source` and of the headers beside it, compiled unless it is there already.
+    """Return the shared library of `source` and of the headers beside it, compiled unless it is cached.
 
-    Kept in the user's cache folder, by what was compiled, by which compiler and for which processor: machines
-    of several kinds may share a home. Of processes that come at once one compiles, and the others wait.
+    It is stored in the user's cache folder under a hash of source, compiler and processor: nodes of several
+    kinds may share a home. If several processes ask at once, one compiles and the others wait.
 
     Raises:
-        WanmaError: it does not compile, or there is nowhere to write it.
+        WanmaError: the source does not compile, or the folder cannot be written.
     """
     folder = library_folder(environment)
     library = folder / f"{source.stem}-{_fingerprint(source, compiler)}.so"
@@ -76,13 +76,13 @@ def built(source: Path, compiler: str, environment: Mapping[str, str] = os.envir
 
 
 def library_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """`wanma/native` in the user's cache folder."""
+    """Return `wanma/native` in the user's cache folder."""
     cache = environment.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "wanma" / "native"
 
 
 def _compile(source: Path, compiler: str, library: Path) -> None:
-    """Renamed when it is whole: nobody loads half of it, whoever is killed."""
+    """Compile `source` to a scratch file, renamed when complete, so that a kill leaves no partial library."""
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=library.parent) as scratch:
         output = Path(scratch) / library.name
         try:
@@ -107,11 +107,11 @@ _OTHER_COMPILER = "install g++ 10 or later, or name another compiler with the en
 
 
 def _fingerprint(source: Path, compiler: str) -> str:
-    """Changes with everything that the library depends on."""
+    """Return a hash of everything that the library depends on: sources, compiler, flags and processor."""
     digest = hashlib.sha256()
     for part in [source, *sorted(source.parent.glob("*.hpp"))]:
         digest.update(part.name.encode() + b"\0" + part.read_bytes() + b"\0")
-    # Of the compiler, what changes when another is installed: to ask for its version would start a process.
+    # The compiler is identified by path, size and time: to ask for its version would start a process.
     program = Path(compiler).resolve()
     status = program.stat()
     digest.update(f"{program} {status.st_size} {status.st_mtime_ns} {' '.join(FLAGS)}\0".encode())
@@ -120,7 +120,7 @@ def _fingerprint(source: Path, compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` goes by."""
+    """Return the lines of /proc/cpuinfo that determine `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
